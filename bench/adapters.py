@@ -4,9 +4,10 @@
     python -m bench.adapters --shape qwen3-8b --checkpoint fp8
     python -m bench.adapters --adapters 64 --rank 32 --ways off all
 
-Ways: `off`, an engine without slots; `unused`, slots that no request uses, which should cost nothing; `one`, all requests use the same; `all`, each
-another in turn. Random weights in the model's true shape; one warm-up call, then three timed runs with fresh token ids each. Each way runs in a
-process of its own.
+Ways: `off`, an engine without slots; `unused`, slots that no request uses, which should cost
+nothing; `one`, all requests use the same; `all`, each another in turn. Random weights in the
+model's true shape; one warm-up call, then three timed runs with fresh token ids each. Each way runs
+in a process of its own.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ def main() -> None:
             else f" ({100 * row['tok_s'] / rows[0]['tok_s']:.1f} % of {rows[0]['way']})"
         )
         print(
-            f"{work.shape} {args.workload} {way:>6}: {row['tok_s']:>9,.0f} tok/s{share}, {row['device_ms_a_step']:.3f} ms a step on the device, "
+            f"{work.shape} {args.workload} {way:>6}: {row['tok_s']:>9,.0f} tok/s{share}, "
+            f"{row['device_ms_a_step']:.3f} ms a step on the device, "
             f"start {row['start_s']:.1f} s, adapters {row['adapters']}, KV pool {row['kv_pool']}",
             flush=True,
         )

@@ -1,13 +1,15 @@
-"""All-reduces over the GPUs of this host, recorded in CUDA graphs like a model's steps: microseconds of each implementation, by size.
+"""All-reduces over the GPUs of this host, recorded in CUDA graphs like a model's steps:
+microseconds of each implementation, by size.
 
     python -m bench.all_reduce                 # two ranks
     python -m bench.all_reduce --size 4 --hidden 4096 --json out.json
     python -m bench.all_reduce --device cpu    # gloo between processes, timed on the host's clock
 
-A graph holds 50 sums of [rows, hidden] bfloat16, each added to a residual stream and followed by the stream's RMS norm, since that is what a layer
-does; in all ways but `fused` these are kernels of their own. `one-shot` and `two-shot` are torch's kernels for symmetric memory, which the engine
-doesn't use; `exchange` is the engine's. Each sum is checked against the ranks' own numbers. The median of 20 replays; the copy into symmetric memory
-counts where a way needs one.
+A graph holds 50 sums of [rows, hidden] bfloat16, each added to a residual stream and followed by
+the stream's RMS norm, since that is what a layer does; in all ways but `fused` these are kernels of
+their own. `one-shot` and `two-shot` are torch's kernels for symmetric memory, which the engine
+doesn't use; `exchange` is the engine's. Each sum is checked against the ranks' own numbers. The
+median of 20 replays; the copy into symmetric memory counts where a way needs one.
 """
 
 from __future__ import annotations
@@ -36,9 +38,8 @@ ROWS = (1, 4, 16, 64, 128, 256, 1024, 2048, 4096, 8192)
 MOST_OF_TORCH = 8 << 20  # bytes of a sum through torch's kernels
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
-Way = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor], None
-]  # of the stream, this rank's part and the norm's weight
+# of the stream, this rank's part and the norm's weight
+Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def separate(all_reduce: Sum, x: torch.Tensor, part: torch.Tensor, weight: torch.Tensor) -> None:
@@ -119,7 +120,8 @@ def _host_times(act: Callable[[], None]) -> list[float]:
 
 
 def right(way: Way, group: TorchGroup, rows: int, hidden: int) -> bool:
-    """Return True if a stream of zeros gets the sum of the ranks' numbers, which are small integers."""
+    """Return True if a stream of zeros gets the sum of the ranks' numbers, which are small
+    integers."""
     x = torch.zeros((rows, hidden), dtype=torch.bfloat16, device=group.device)
     counting = torch.arange(rows * hidden, device=group.device).remainder(7).view(rows, hidden)
     way(
@@ -198,7 +200,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < args.size:
         raise SystemExit(
-            f"--size {args.size} needs as many GPUs, and torch {torch.__version__} sees {torch.cuda.device_count()}"
+            f"--size {args.size} needs as many GPUs, and torch {torch.__version__} sees "
+            f"{torch.cuda.device_count()}"
         )
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

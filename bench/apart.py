@@ -14,8 +14,9 @@ T = TypeVar("T")
 
 
 def apart(function: Callable[..., T], *args: Any) -> T:
-    """`function(*args)`, in a new interpreter. The function, its arguments and its result must pickle. Ends the program if the process ends without a
-    result, which it tells of itself; ends the process if the program is interrupted."""
+    """`function(*args)`, in a new interpreter. The function, its arguments and its result must
+    pickle. Ends the program if the process ends without a result, which it tells of itself; ends
+    the process if the program is interrupted."""
     receiver, sender = Pipe(duplex=False)
     process = get_context("spawn").Process(target=_send, args=(sender, function, args))
     process.start()

@@ -1,12 +1,14 @@
-"""Measures how close an attention backend gets to the GPU's limits: TB/s of K and V read in decode, TFLOP/s in prefill, per layer.
+"""Measures how close an attention backend gets to the GPU's limits: TB/s of K and V read in decode,
+TFLOP/s in prefill, per layer.
 
     python -m bench.attention                        # the triton backend, beside the device's copy bandwidth and, if importable, flash-attn
     python -m bench.attention --only decode --tune   # every candidate of the tuning table, quickest first
     python -m bench.attention --kinds latent sinks softcap   # layers of DeepSeek's, gpt-oss' and Gemma 2's kind instead
     python -m bench.attention --fp8                  # either with K and V in FP8; `bench.kv_fp8` has both beside each other
 
-Random data, blocks in random order, medians of CUDA events. The layers' caches take turns, so that together they exceed the L2 many times. All is
-replayed from a CUDA graph, as an engine does, but for flash-attn's prefill, which is launched.
+Random data, blocks in random order, medians of CUDA events. The layers' caches take turns, so that
+together they exceed the L2 many times. All is replayed from a CUDA graph, as an engine does, but
+for flash-attn's prefill, which is launched.
 """
 
 from __future__ import annotations
@@ -60,7 +62,10 @@ class Model:
             + (" softcap" if self.softcap else "")
             + (" latent" if self.v_in_k else "")
         )
-        return f"{self.heads}/{self.kv_heads} heads of {self.head_size}, {self.dtype}{cache}, block {self.block_size}{window}{kind}"
+        return (
+            f"{self.heads}/{self.kv_heads} heads of {self.head_size}, {self.dtype}{cache}, "
+            f"block {self.block_size}{window}{kind}"
+        )
 
     def spec(self, index: int) -> LayerSpec:
         latent = self.v_in_k is not None
@@ -172,7 +177,8 @@ PREFILL_MODELS = (
 
 
 def median_seconds(run: Callable[[], object]) -> float:
-    """Return the median time of one call on the device, after warming up until its clocks are at full speed."""
+    """Return the median time of one call on the device, after warming up until its clocks are at
+    full speed."""
     started = time.perf_counter()
     while time.perf_counter() - started < WARM_UP_S:
         run()
@@ -399,7 +405,8 @@ def flash_prefill_seconds(model: Model, load: Load) -> float | None:
 
 @functools.cache
 def flash_can(model: Model) -> bool:
-    """Return True if flash-attn is installed and computes such a model correctly: builds without a kernel return wrong numbers."""
+    """Return True if flash-attn is installed and computes such a model correctly: builds without a
+    kernel return wrong numbers."""
     if model.sinks or model.softcap or model.v_in_k:
         return False
     try:
@@ -425,7 +432,8 @@ def flash_can(model: Model) -> bool:
 def decode_table(bandwidth: float, cache_dtype: str | None, models: Sequence[Model]) -> None:
     print(f"\ndecode: K and V read, TB/s (device copy: {bandwidth / 1e12:.2f})")
     print(
-        f"{'model':52} {'load':28} {'us':>8} {'TB/s':>6} {'of copy':>8} {'plan us':>8} {'flash-attn':>11}"
+        f"{'model':52} {'load':28} {'us':>8} {'TB/s':>6} {'of copy':>8} {'plan us':>8} "
+        f"{'flash-attn':>11}"
     )
     for model in models:
         for load in DECODES if model == Model() else DECODES[:3]:
@@ -435,7 +443,10 @@ def decode_table(bandwidth: float, cache_dtype: str | None, models: Sequence[Mod
             rate = bench.bytes / seconds
             other = flash_decode_seconds(model, load)
             beside = f"{bench.bytes / other / 1e12:11.2f}" if other else f"{'-':>11}"
-            row = f"{seconds * 1e6:8.1f} {rate / 1e12:6.2f} {rate / bandwidth:8.0%} {plan * 1e6:8.0f} {beside}"
+            row = (
+                f"{seconds * 1e6:8.1f} {rate / 1e12:6.2f} {rate / bandwidth:8.0%} "
+                f"{plan * 1e6:8.0f} {beside}"
+            )
             print(f"{model!s:52} {load.name:28} {row}", flush=True)
 
 
@@ -449,7 +460,10 @@ def prefill_table(cache_dtype: str | None, models: Sequence[Model]) -> None:
             plan = bench.plan_seconds()
             other = flash_prefill_seconds(model, load)
             beside = f"{bench.operations / other / 1e12:11.0f}" if other else f"{'-':>11}"
-            row = f"{seconds * 1e3:8.3f} {bench.operations / seconds / 1e12:8.0f} {plan * 1e6:8.0f} {beside}"
+            row = (
+                f"{seconds * 1e3:8.3f} {bench.operations / seconds / 1e12:8.0f} "
+                f"{plan * 1e6:8.0f} {beside}"
+            )
             print(f"{model!s:52} {load.name:28} {row}", flush=True)
 
 
@@ -526,7 +540,8 @@ def main() -> None:
     require_gpu()
     bandwidth = copy_bandwidth()
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {bandwidth / 1e12:.2f} TB/s"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {bandwidth / 1e12:.2f} "
+        f"TB/s"
     )
     for what in ("decode", "prefill") if args.only is None else (args.only,):
         models = of_kinds or (DECODE_MODELS if what == "decode" else PREFILL_MODELS)

@@ -1,14 +1,17 @@
-"""`dovetail batch run`: its speed compared with `LLM.generate`, and the correctness of a job that is killed repeatedly.
+"""`dovetail batch run`: its speed compared with `LLM.generate`, and the correctness of a job that
+is killed repeatedly.
 
     python -m bench.batch speed --workload nano                      # on a GPU, with random weights in the model's true shape
     python -m bench.batch speed --rows 200 --tokens 32               # the demo model, anywhere
     python -m bench.batch kills --rows 200000 --kills 20             # the executor `toy`, anywhere; some twenty minutes
     python -m bench.batch kills --on ray --rows 20000 --kills 1 --worker-kills 3 --engines 2   # with a Ray cluster of its own on this machine
 
-`speed` runs the same rows through `LLM.generate`, after a call to warm up, and as jobs whose files are read and written, each in a process of its
-own; of both the time is that of the work, without the engine's start. `kills` runs a job once undisturbed and once with SIGKILLs at times drawn
-evenly from the first's length, goes on with it after each, and compares every answer with the one that its row's seed stands for. With `--on ray`,
-engines' processes in the cluster are killed too, and nobody but Ray starts them again.
+`speed` runs the same rows through `LLM.generate`, after a call to warm up, and as jobs whose files
+are read and written, each in a process of its own; of both the time is that of the work, without
+the engine's start. `kills` runs a job once undisturbed and once with SIGKILLs at times drawn evenly
+from the first's length, goes on with it after each, and compares every answer with the one that its
+row's seed stands for. With `--on ray`, engines' processes in the cluster are killed too, and nobody
+but Ray starts them again.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ def generated(config: Mapping[str, Any], work: Workload) -> list[float]:
 
 
 def batched(config: Mapping[str, Any], work: Workload, directory: Path, run: int) -> float:
-    """Return the seconds of a job with the same workload, from the engine's readiness to the last file."""
+    """Return the seconds of a job with the same workload, from the engine's readiness to the last
+    file."""
     from dovetail_batch.job import load_plan
     from dovetail_batch.runner import run as run_job
 
@@ -88,7 +92,8 @@ def batched(config: Mapping[str, Any], work: Workload, directory: Path, run: int
     summary = run_job(load_plan(str(job)))
     if (summary.failed, summary.output_tokens) != (0, work.output_tokens):
         raise SystemExit(
-            f"{summary.output_tokens} tokens were generated, not {work.output_tokens}: {summary.failures}"
+            f"{summary.output_tokens} tokens were generated, not {work.output_tokens}: "
+            f"{summary.failures}"
         )
     return summary.seconds
 
@@ -147,7 +152,8 @@ def command(
 
 
 def verdict(answers: Path, rows: int, tokens: int) -> Counter[str]:
-    """Count errors in the answers of a folder: rows that are lost, duplicated, or answered with other tokens than their seeds'."""
+    """Count errors in the answers of a folder: rows that are lost, duplicated, or answered with
+    other tokens than their seeds'."""
     times: Counter[int] = Counter()
     found: Counter[str] = Counter({"lost": 0, "doubled": 0, "wrong": 0})
     for path in sorted(answers.glob("part-*.jsonl")):
@@ -195,7 +201,8 @@ def killed(args: argparse.Namespace) -> None:
         start = alone - float(computing[1])
         right = dict(verdict(directory / "undisturbed", args.rows, args.tokens))
         print(
-            f"undisturbed: {args.rows:,} rows in {alone:.1f} s, of which {start:.1f} s until the engine was ready; {right}",
+            f"undisturbed: {args.rows:,} rows in {alone:.1f} s, of which {start:.1f} s until the "
+            f"engine was ready; {right}",
             flush=True,
         )
 
@@ -220,16 +227,19 @@ def killed(args: argparse.Namespace) -> None:
         code = process.wait()
         took = time.perf_counter() - begun
         print(
-            f"with kills ({dict(kills)}): {took:.1f} s, exit code {code}; {dict(verdict(directory / 'killed', args.rows, args.tokens))}"
+            f"with kills ({dict(kills)}): {took:.1f} s, exit code {code}; "
+            f"{dict(verdict(directory / 'killed', args.rows, args.tokens))}"
         )
         less = took - kills["command"] * start
         print(
-            f"{took / alone:.3f} times as long; without the starts that the kills of the command cost, {less / alone:.3f}"
+            f"{took / alone:.3f} times as long; without the starts that the kills of the command "
+            f"cost, {less / alone:.3f}"
         )
 
 
 class RayCluster:
-    """Ray cluster on this machine for the duration of the `with` block. Ray listens on all addresses, and requires its token."""
+    """Ray cluster on this machine for the duration of the `with` block. Ray listens on all
+    addresses, and requires its token."""
 
     def __init__(self, environment: Mapping[str, str], cpus: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -243,9 +253,8 @@ class RayCluster:
             f"--port={port}",
             f"--num-cpus={cpus}",
         ]
-        self._directory = tempfile.TemporaryDirectory(
-            prefix="ray-", ignore_cleanup_errors=True
-        )  # or others would take it for the machine's own
+        # or others would take it for the machine's own
+        self._directory = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
         options = [
             "--include-dashboard=false",
             "--disable-usage-stats",
@@ -362,9 +371,8 @@ def main() -> None:
     dying.add_argument("--seed", type=int, default=0)
     dying.set_defaults(run=killed)
     args = parser.parse_args()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # so that nothing that was started is left
+    # so that nothing that was started is left
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     args.run(args)
 
 

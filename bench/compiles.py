@@ -1,11 +1,13 @@
-"""Compiles every kernel for absent GPUs, and reports its resources: shared memory, registers, spills.
+"""Compiles every kernel for absent GPUs, and reports its resources: shared memory, registers,
+spills.
 
     python -m bench.compiles                                   # every architecture: for each kernel the most that any of its variants takes
     python -m bench.compiles --arch 75 89 --every              # two of them, a line for each variant
     python -m bench.compiles --head-sizes 64 128 --processes 8
 
-Kernels are launched as the engine launches them, by the functions that choose tilings, and compiled to machine code by the ptxas that Triton brings.
-Needs no GPU. All head sizes take some minutes of a core for each architecture.
+Kernels are launched as the engine launches them, by the functions that choose tilings, and compiled
+to machine code by the ptxas that Triton brings. Needs no GPU. All head sizes take some minutes of a
+core for each architecture.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ SAMPLED = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Launches to compile for one architecture: of attention, or without a head size of everything else."""
+    """Launches to compile for one architecture: of attention, or without a head size of everything
+    else."""
 
     arch: int
     dtype: str
@@ -106,11 +109,15 @@ class Case:
         if self.head_size is None:
             return self.dtype
         window = f", window {self.window}" if self.window else ""
-        return f"{self.dtype}{' over FP8' if self.fp8 else ''}, {self.group} x {self.head_size}, block {self.block_size}{window}"
+        return (
+            f"{self.dtype}{' over FP8' if self.fp8 else ''}, {self.group} x {self.head_size}, "
+            f"block {self.block_size}{window}"
+        )
 
 
 def cases(arch: int, head_sizes: Iterable[int] = HEAD_SIZES) -> Iterator[Case]:
-    """Everything supported on an architecture: every dtype, all of `head_sizes`; with windows, other groups and blocks for some."""
+    """Everything supported on an architecture: every dtype, all of `head_sizes`; with windows,
+    other groups and blocks for some."""
     for dtype in DTYPES:
         if dtype == "bfloat16" and not GPUS[arch].has_bfloat16:
             continue
@@ -161,7 +168,8 @@ def launch_attention(
     brief: bool = False,
     fp8: bool = False,
 ) -> None:
-    """A step of decodes with a shared prefix and a prefill, launched and as a graph; and all other kernels of a cache."""
+    """A step of decodes with a shared prefix and a prefill, launched and as a graph; and all other
+    kernels of a cache."""
     backend = TritonAttention(
         NoOptions(), AttentionContext("cpu", dtype, block_size, "float8_e4m3fn" if fp8 else None)
     )
@@ -203,7 +211,8 @@ def launch_attention(
 
 
 def launch_layers(dtype: torch.dtype) -> None:
-    """A decoder's layers besides attention, in two sizes, for few and many tokens; and the start and end of a step."""
+    """A decoder's layers besides attention, in two sizes, for few and many tokens; and the start
+    and end of a step."""
     addresses = torch.zeros(2, dtype=torch.int64)
     released = torch.zeros(1, dtype=torch.int32)
     exchange = rank_sums.Exchange(addresses, addresses, addresses, released, 0)
@@ -307,7 +316,8 @@ def launch_experts_of_float8(dtype: torch.dtype) -> None:
 
 
 def launch_states(dtype: torch.dtype, shape: DeltaShape | Mamba2Shape) -> None:
-    """A recurrent layer without its projections: a step of single tokens, one of a prefill, too, and one with drafts, which are accepted."""
+    """A recurrent layer without its projections: a step of single tokens, one of a prefill, too,
+    and one with drafts, which are accepted."""
     bound = bind_states([shape.spec(0)], 2, dtype, max_lines=8)
     state = bound.layers[0]
     is_delta = isinstance(shape, DeltaShape)
@@ -428,7 +438,8 @@ def _launch_linear(rows: int, hidden: int, dtype: torch.dtype) -> None:
 
 
 def launch_sampling(dtype: torch.dtype) -> None:
-    """Rows that use all features of the sampler `default`, drawn as in a step and in CUDA graphs; and log-probabilities of some."""
+    """Rows that use all features of the sampler `default`, drawn as in a step and in CUDA graphs;
+    and log-probabilities of some."""
     rows = list(SAMPLED)
     history = RowHistory(
         *(
@@ -452,7 +463,9 @@ def entry_points() -> set[str]:
     found = set()
     for path in (ROOT / top for top in ("core", "plugins", "apps")):
         for file in path.rglob("*.py"):
-            neighbour = file.stem  # `launch(_linear, …)` names a function of its own file, `launch(triton_cache.scatter, …)` one of a neighbour's
+            # `launch(_linear, …)` names a function of its own file,
+            # `launch(triton_cache.scatter, …)` one of a neighbour's
+            neighbour = file.stem
             for module, name in re.findall(
                 r"\b_?launch(?:_sorted)?\(\s*(?:(\w+)\.)?(\w+),\s+\(", file.read_text()
             ):
@@ -503,7 +516,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"sm_{arch} ({gpu.name}): {gpu.shared_bytes >> 10} KB of shared memory for a program\n"
         )
         print(
-            "| kernel | variants | shared KB | registers | spilled bytes | the variant that spills most, or takes most |"
+            "| kernel | variants | shared KB | registers | spilled bytes | the variant that spills "
+            "most, or takes most |"
         )
         print("|---|---:|---:|---:|---:|---|")
         of_kernel: dict[str, list[tuple[Case, Compiled]]] = {}
@@ -515,7 +529,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, variants in sorted(of_kernel.items()):
             most = Most.of(variants)
             print(
-                f"| {name} | {most.variants} | {most.shared_bytes / 1024:.0f} | {most.registers} | {most.spilled_bytes} | {most.worst} |"
+                f"| {name} | {most.variants} | {most.shared_bytes / 1024:.0f} | {most.registers} | "
+                f"{most.spilled_bytes} | {most.worst} |"
             )
         largest = max(
             kernel.shared_bytes for variants in of_kernel.values() for _, kernel in variants

@@ -1,4 +1,5 @@
-"""Compiles kernels for an absent GPU: launches compile down to its machine code, and then do nothing."""
+"""Compiles kernels for an absent GPU: launches compile down to its machine code, and then do
+nothing."""
 
 from __future__ import annotations
 
@@ -96,8 +97,9 @@ class NoKernel:
 
 @contextmanager
 def compiling_for(arch: int, only: str | None = None) -> Iterator[list[Compiled]]:
-    """Every kernel that is launched meanwhile, once for each way that it is specialised. Tensors lie on the CPU; nothing is computed, and what
-    kernels would have written is undefined. `gpu_of` tells of that GPU, for the CPU too. With `only`, kernels of other names aren't compiled."""
+    """Every kernel that is launched meanwhile, once for each way that it is specialised. Tensors
+    lie on the CPU; nothing is computed, and what kernels would have written is undefined. `gpu_of`
+    tells of that GPU, for the CPU too. With `only`, kernels of other names aren't compiled."""
     target, kernels, launched = GPUTarget("cuda", arch, 32), list[Compiled](), list[Any]()
 
     def do_compile(
@@ -153,9 +155,10 @@ def compiling_for(arch: int, only: str | None = None) -> Iterator[list[Compiled]
                     patches.enter_context(
                         patch.object(module, name, lambda *asked, answer=answer: answer)
                     )
+        # nothing is computed to look at
         patches.enter_context(
             patch.object(triton_backend, "_loads_apart_well", lambda likeness, limits: True)
-        )  # nothing is computed to look at
+        )
         patches.enter_context(patch.object(jit.JITFunction, "_do_compile", do_compile))
         patches.enter_context(patch.object(gpu, "_gpu_of", lambda device: GPUS[arch]))
         patches.enter_context(patch.object(driver, "_active", NoDevice(target)))

@@ -1,11 +1,14 @@
-"""The core's own time per step: policy, accounting, batch, results, stop checks and delta outputs, with a no-op executor.
+"""The core's own time per step: policy, accounting, batch, results, stop checks and delta outputs,
+with a no-op executor.
 
     python bench/core_overhead.py                   # 256 and 1,024 running decodes, short and long requests, ids only and with text
     python bench/core_overhead.py --json out.json
 
-Each figure is the median, over the steps, of the wall time of `LLMEngine.step()`. The work of a step doesn't depend on how long the requests are:
-the two contexts show it. "Streamed" is the mean of an `AsyncLLMEngine`, ids only, each request read by a task of its own in one event loop.
-Last come prompts, which the prefix cache hashes: the median CPU time of steps that admit 16 of 2,000 tokens, none of which begin alike.
+Each figure is the median, over the steps, of the wall time of `LLMEngine.step()`. The work of a
+step doesn't depend on how long the requests are: the two contexts show it. "Streamed" is the mean
+of an `AsyncLLMEngine`, ids only, each request read by a task of its own in one event loop. Last
+come prompts, which the prefix cache hashes: the median CPU time of steps that admit 16 of 2,000
+tokens, none of which begin alike.
 """
 
 from __future__ import annotations
@@ -115,13 +118,15 @@ def measure(num_seqs: int, context: int, text: bool, steps: int) -> float:
         times.append(time.perf_counter() - begun)
         if len(outputs) != num_seqs:
             raise SystemExit(
-                f"a step gave {len(outputs)} outputs, not {num_seqs}: not all requests were decoding"
+                f"a step gave {len(outputs)} outputs, not {num_seqs}: not all requests were "
+                f"decoding"
             )
     return statistics.median(times) * 1e3
 
 
 def measure_prompts(hash: str, steps: int, prompts: int = 16, tokens: int = 2000) -> float:
-    """Return the median CPU milliseconds of a step that admits and computes this many prompts, without the executor's time."""
+    """Return the median CPU milliseconds of a step that admits and computes this many prompts,
+    without the executor's time."""
     engine = make_engine(prompts, tokens, hash)
     params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
     times = []
@@ -136,7 +141,8 @@ def measure_prompts(hash: str, steps: int, prompts: int = 16, tokens: int = 2000
 
 
 async def streaming_seconds(num_seqs: int, context: int, tokens: int) -> float:
-    """Return the time of `num_seqs` answers of this many tokens, from the first request to the last token read."""
+    """Return the time of `num_seqs` answers of this many tokens, from the first request to the last
+    token read."""
     params = SamplingParams(
         max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=OutputKind.DELTA
     )
@@ -154,7 +160,8 @@ async def streaming_seconds(num_seqs: int, context: int, tokens: int) -> float:
 
 
 def measure_streamed(num_seqs: int, context: int, steps: int) -> float:
-    """Return the mean milliseconds of a step of `num_seqs` streamed answers, measured over `steps` additional steps."""
+    """Return the mean milliseconds of a step of `num_seqs` streamed answers, measured over `steps`
+    additional steps."""
     short, long = (
         asyncio.run(streaming_seconds(num_seqs, context, tokens)) for tokens in (20, 20 + steps)
     )
@@ -171,7 +178,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     print(
-        f"{'requests':>8} {'context':>8} {'ids only':>10} {'with text':>10} {'streamed':>10}   (median ms a step)"
+        f"{'requests':>8} {'context':>8} {'ids only':>10} {'with text':>10} {'streamed':>10}   "
+        f"(median ms a step)"
     )
     for num_seqs in (256, 1024):
         for context in args.contexts:
@@ -194,7 +202,8 @@ def main() -> None:
         prompts_ms = measure_prompts(hash, args.steps)
         rows.append({"prompts": 16, "tokens": 2000, "hash": hash, "step_ms": prompts_ms})
         print(
-            f"a step that admits 16 prompts of 2,000 tokens, kv_cache.hash {hash}: {prompts_ms:.2f} ms of CPU time",
+            f"a step that admits 16 prompts of 2,000 tokens, kv_cache.hash {hash}: "
+            f"{prompts_ms:.2f} ms of CPU time",
             flush=True,
         )
     if args.json:

@@ -1,13 +1,16 @@
-"""Dovetail compared with transformers' `generate` on this machine's CPU: float32, greedy, the same weights and work in one process.
+"""Dovetail compared with transformers' `generate` on this machine's CPU: float32, greedy, the same
+weights and work in one process.
 
     python bench/cpu_vs_transformers.py              # both comparisons
     python bench/cpu_vs_transformers.py --only 5m    # or 0.6b
 
-5m: 64 requests with prompts of 8 to 256 tokens and outputs of 16 to 256, on a model of 5 M parameters. transformers gets its best static
-batching: of several batch sizes, with requests sorted so that each batch has outputs of like length, the fastest counts; a batch runs until its
-longest output is done. Tokens per second count the tokens that were asked for.
+5m: 64 requests with prompts of 8 to 256 tokens and outputs of 16 to 256, on a model of 5 M
+parameters. transformers gets its best static batching: of several batch sizes, with requests sorted
+so that each batch has outputs of like length, the fastest counts; a batch runs until its longest
+output is done. Tokens per second count the tokens that were asked for.
 
-0.6b: one request at a time (prompt 32, output 24) on a model of Qwen3-0.6B's shape with random weights.
+0.6b: one request at a time (prompt 32, output 24) on a model of Qwen3-0.6B's shape with random
+weights.
 
 The two alternate, run by run; the medians are compared.
 """
@@ -82,7 +85,8 @@ def run_dovetail(llm: LLM, work: Work) -> float:
 
 @torch.inference_mode()
 def run_transformers(model: torch.nn.Module, work: Work, batch_size: int) -> float:
-    """Seconds, in static batches of requests whose outputs are of like length, padded on the left."""
+    """Seconds, in static batches of requests whose outputs are of like length, padded on the
+    left."""
     ordered = sorted(work, key=lambda item: item[1])
     begun = time.perf_counter()
     for start in range(0, len(ordered), batch_size):
@@ -142,7 +146,8 @@ def compare(
         "ratio": theirs / ours,
     }
     print(
-        f"{name:>5}: Dovetail {result['dovetail_tok_s']:8.1f} tok/s, transformers (batches of {best}) {result['transformers_tok_s']:8.1f} tok/s, "
+        f"{name:>5}: Dovetail {result['dovetail_tok_s']:8.1f} tok/s, transformers (batches of "
+        f"{best}) {result['transformers_tok_s']:8.1f} tok/s, "
         f"ratio {result['ratio']:.2f}",
         flush=True,
     )

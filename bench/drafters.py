@@ -1,10 +1,12 @@
-"""Measures drafters on edits of files, without a model: the answer is given, and each step accepts the drafts that agree with it, plus one token.
+"""Measures drafters on edits of files, without a model: the answer is given, and each step accepts
+the drafts that agree with it, plus one token.
 
     python -m bench.drafters
     python -m bench.drafters --drafter 'suffix' '{name: suffix, min_match: 3}' --max-drafts 4 8 16
 
-The prompts are Python files of the standard library, as the demo model's tokenizer or as random ids spell them; the answer is the same file with some
-lines left out, added or changed, and a name replaced everywhere. For each drafter: tokens a step, the share of drafts that were right, and
+The prompts are Python files of the standard library, as the demo model's tokenizer or as random ids
+spell them; the answer is the same file with some lines left out, added or changed, and a name
+replaced everywhere. For each drafter: tokens a step, the share of drafts that were right, and
 microseconds of `propose` a step.
 """
 
@@ -158,7 +160,8 @@ def main() -> None:
             for most in args.max_drafts:
                 rate, share, seconds = measure(drafter, works, most)
                 print(
-                    f"{name:10}  {drafter:40}  {most:2} drafts: {rate:5.2f} tokens a step, {share:4.0%} right, {1e6 * seconds:4.0f} µs a step"
+                    f"{name:10}  {drafter:40}  {most:2} drafts: {rate:5.2f} tokens a step, "
+                    f"{share:4.0%} right, {1e6 * seconds:4.0f} µs a step"
                 )
 
 

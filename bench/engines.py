@@ -1,7 +1,8 @@
 """Engines that `bench/throughput.py` can compare in one run: Dovetail, and other importable ones.
 
-Each adapter says its engine's own words for the same work: random weights in the model's true shape, bfloat16, the workload's lengths whatever the
-tokens, and as many requests at once as the workload asks for; everything else is the engine's default.
+Each adapter says its engine's own words for the same work: random weights in the model's true
+shape, bfloat16, the workload's lengths whatever the tokens, and as many requests at once as the
+workload asks for; everything else is the engine's default.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def warm_up(work: Workload, generate: Generate) -> None:
 
 
 def timed(work: Workload, generate: Generate) -> tuple[list[float], dict[str, float]]:
-    """Seconds of each run, with fresh prompts for each, or a prefix cache would help; and what the GPU's clock and power were meanwhile."""
+    """Seconds of each run, with fresh prompts for each, or a prefix cache would help; and what the
+    GPU's clock and power were meanwhile."""
     times = []
     with PowerWatch() as power:
         for run in range(RUNS):
@@ -127,7 +129,8 @@ def run_dovetail_transformers(
 
 
 def run_nano_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
-    """It has no random weights of its own: without a checkpoint, it computes with uninitialized memory."""
+    """It has no random weights of its own: without a checkpoint, it computes with uninitialized
+    memory."""
     from nanovllm import LLM, SamplingParams
 
     if not list(directory.glob("*.safetensors")):
@@ -150,9 +153,8 @@ def run_nano_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) ->
     warm_up(work, generate)
     times, power = timed(work, generate)
     llm.exit()
-    atexit.unregister(
-        llm.exit
-    )  # it asked to be ended once more when the program ends, and would fail
+    # it asked to be ended once more when the program ends, and would fail
+    atexit.unregister(llm.exit)
     return Measured(times, started, {"version": version_of("nano-vllm"), **power})
 
 
@@ -187,7 +189,8 @@ def run_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Meas
 
 
 def run_transformers(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
-    """Its continuous batching, with its default attention; tokens are decoded to text at the end."""
+    """Its continuous batching, with its default attention; tokens are decoded to text at the
+    end."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     begun = time.perf_counter()
@@ -217,7 +220,8 @@ def run_transformers(work: Workload, directory: Path, overrides: dict[str, Any])
                 result = manager.get_result(timeout=60)
                 if result is None or result.error is not None:
                     raise SystemExit(
-                        f"transformers: {'nothing came for a minute' if result is None else result.error}"
+                        f"transformers: "
+                        f"{'nothing came for a minute' if result is None else result.error}"
                     )
                 if result.is_finished():
                     outputs.append(result.generated_tokens)

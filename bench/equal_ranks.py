@@ -1,12 +1,13 @@
-"""Tokens of one rank and of several, in float32, with drafts, adapters and grammars among the requests.
+"""Tokens of one rank and of several, in float32, with drafts, adapters and grammars among the
+requests.
 
     python -m bench.equal_ranks                              # on two GPUs: four kinds of layers, one rank and two
     python -m bench.equal_ranks --device cpu --models demo   # the same code with ranks on the CPU
 
-The models have true shapes with fewer layers and random weights: a dense one, one with experts, one with windows and
-one with recurrent layers. Of 48 requests half are greedy and half are sampled with a seed, a third uses one of two
-adapters, and a quarter has a grammar. The engine drafts from its own texts. Each engine runs in a process of its own.
-Ends with status 1 if a sequence differs.
+The models have true shapes with fewer layers and random weights: a dense one, one with experts, one
+with windows and one with recurrent layers. Of 48 requests half are greedy and half are sampled with
+a seed, a third uses one of two adapters, and a quarter has a grammar. The engine drafts from its
+own texts. Each engine runs in a process of its own. Ends with status 1 if a sequence differs.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def tokens_of(model: str, ranks: int, device: str, folder: Path) -> dict[str, An
 
 
 def write_byte_level_tokenizer(shape: Shape, folder: Path) -> None:
-    """Replace the tokenizer by one whose tokens' bytes are known, as grammars need; name an EOS id."""
+    """Replace the tokenizer by one whose tokens' bytes are known, as grammars need; name an EOS
+    id."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

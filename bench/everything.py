@@ -1,12 +1,14 @@
-"""Reproduces all GPU figures of docs/performance.md and its two companion pages in one call: the tests that need a GPU, then every measurement.
+"""Reproduces all GPU figures of docs/performance.md and its two companion pages in one call: the
+tests that need a GPU, then every measurement.
 
     python -m bench.everything --list                                      # the parts, and the seconds that each may take
     python -m bench.everything --out DIR                                   # all of them
     python -m bench.everything --out DIR --parts gpu-tests nano stall      # some: `nano` is nano-triton and nano-flash_attn
     python -m bench.everything --out DIR --seconds 570                     # begin no part that may not end in time
 
-Each part is a process of its own. What it prints goes to DIR/<part>.txt while it runs, and its figures to DIR/<part>.json where it has some; what
-ended, and how, is in DIR/parts.json. Called again with the same DIR it goes on with the parts that haven't passed yet.
+Each part is a process of its own. What it prints goes to DIR/<part>.txt while it runs, and its
+figures to DIR/<part>.json where it has some; what ended, and how, is in DIR/parts.json. Called
+again with the same DIR it goes on with the parts that haven't passed yet.
 """
 
 from __future__ import annotations

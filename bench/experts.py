@@ -1,11 +1,12 @@
-"""The kernels of mixtures of experts: which tiling is quickest for how many tokens, and its share of what the memory allows.
+"""The kernels of mixtures of experts: which tiling is quickest for how many tokens, and its share
+of what the memory allows.
 
     python -m bench.experts --shape qwen3-30b-a3b --tokens 1 8 64 256           # as chosen now
     python -m bench.experts --shape qwen3-30b-a3b --tune                        # every tiling, quickest first
     python -m bench.experts --checkpoint fp8 --tune --tokens 1 8 64             # of weights in another format
 
-Routing is uniform. A CUDA graph computes several steps of one layer, each with its own tokens. The floor is reading the weights of the chosen experts
-once, or the arithmetic.
+Routing is uniform. A CUDA graph computes several steps of one layer, each with its own tokens. The
+floor is reading the weights of the chosen experts once, or the arithmetic.
 """
 
 from __future__ import annotations
@@ -141,9 +142,8 @@ def narrows(layer: Layer, tokens: int) -> bool:
 
 def candidates(tokens: int, layer: Layer, first: bool) -> Iterator[FewTiling | Tiling]:
     pairs = tokens * layer.per_token
-    held = (
-        2 * layer.gate_up.inputs if first else min(8, layer.per_token) * layer.down.inputs
-    )  # weights of an output that are asked for at once
+    # weights of an output that are asked for at once
+    held = 2 * layer.gate_up.inputs if first else min(8, layer.per_token) * layer.down.inputs
     for n, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8)):
         if tokens <= MOST_FEW and 16 <= n * held // (32 * warps) <= MOST_HELD:
             yield FewTiling(n, warps)
@@ -226,7 +226,8 @@ def tell(
     read = weight_bytes * weights * distinct / limits.copy_bytes_per_s
     floor = 1e6 * max(read, 2 * weights * tokens * layer.per_token / limits.flop_per_s)
     print(
-        f"    {tokens}: {choice},  # {us:.1f} us, {distinct:.1f} experts, {100 * floor / us:.0f} % of the floor",
+        f"    {tokens}: {choice},  # {us:.1f} us, {distinct:.1f} experts, {100 * floor / us:.0f} % "
+        f"of the floor",
         flush=True,
     )
 
@@ -254,7 +255,8 @@ def main() -> None:
         layer = layer_of(shape, args.checkpoint)
         weight_bytes = EXPERT_BYTES.get(args.checkpoint, BYTES)
         print(
-            f"{args.shape}: {limits.copy_bytes_per_s / 1e12:.2f} TB/s, {limits.flop_per_s / 1e12:.0f} TFLOP/s",
+            f"{args.shape}: {limits.copy_bytes_per_s / 1e12:.2f} TB/s, "
+            f"{limits.flop_per_s / 1e12:.0f} TFLOP/s",
             flush=True,
         )
         for tokens in args.tokens:

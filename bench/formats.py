@@ -1,5 +1,5 @@
-"""The weight formats of `dovetail.nn.format`: each kernel of each against dequantizing and multiplying in float32, its time beside bfloat16's, and
-what a decoder's layer takes with each.
+"""The weight formats of `dovetail.nn.format`: each kernel of each against dequantizing and
+multiplying in float32, its time beside bfloat16's, and what a decoder's layer takes with each.
 
     python -m bench.formats                                   # all tables: some ten minutes on an H200
     python -m bench.formats --only layers --rows 1 64 256     # whole layers alone, without attention
@@ -7,10 +7,12 @@ what a decoder's layer takes with each.
     python -m bench.formats --only one-row --shape qwen3-8b   # one row of 8 and 4 bits: layers, then outputs and warps of a program; 2 minutes
     TRITON_INTERPRET=1 python -m bench.formats --only check   # without a GPU: small sizes, in float16
 
-A line of the first table is one product: us, the share of the copy bandwidth measured in the same run at which weights, inputs and outputs pass, how
-often it fits into cuBLAS's time for bfloat16, and its error, ‖y - exact‖ / ‖exact‖, which must be below the rounding of what it rounds: 2**-8 where
-that is the result alone, 2**-4 where inputs are rounded to e4m3. What the format itself would choose is marked *. Times are of calls in a CUDA
-graph, whose weights take turns, so that together they exceed the L2.
+A line of the first table is one product: us, the share of the copy bandwidth measured in the same
+run at which weights, inputs and outputs pass, how often it fits into cuBLAS's time for bfloat16,
+and its error, ‖y - exact‖ / ‖exact‖, which must be below the rounding of what it rounds: 2**-8
+where that is the result alone, 2**-4 where inputs are rounded to e4m3. What the format itself would
+choose is marked *. Times are of calls in a CUDA graph, whose weights take turns, so that together
+they exceed the L2.
 """
 
 from __future__ import annotations
@@ -122,7 +124,8 @@ def _stream_of(rows: int, outputs: int) -> torch.Tensor:
 
 
 def as_chosen(form: WeightFormat, product: Product, x: torch.Tensor, weight: Any) -> torch.Tensor:
-    """Compute a layer. Partial sums aren't added up here: the next norm does that, for any format."""
+    """Compute a layer. Partial sums aren't added up here: the next norm does that, for any
+    format."""
     if not product.adds:
         return form.columns(weight, x, gated=product.gated)
     stream = Residual(_stream_of(len(x), product.outputs))
@@ -131,11 +134,11 @@ def as_chosen(form: WeightFormat, product: Product, x: torch.Tensor, weight: Any
 
 
 def kernels(form: WeightFormat, product: Product, rows: int) -> Iterator[tuple[str, Run, float]]:
-    """Return every kernel that computes the product, with its error bound; the format's choice first."""
+    """Return every kernel that computes the product, with its error bound; the format's choice
+    first."""
     gated = product.gated
-    narrow = (
-        isinstance(form, Float8) and rows > 1
-    )  # at most: few rows of small layers aren't rounded
+    # at most: few rows of small layers aren't rounded
+    narrow = isinstance(form, Float8) and rows > 1
     yield "*", partial(as_chosen, form, product), NARROW if narrow else WIDE
     if form == DENSE:
         yield (
@@ -237,7 +240,8 @@ def error(form: WeightFormat, product: Product, run: Run, x: torch.Tensor, weigh
 
 def product_table(shapes: Sequence[str], all_rows: Sequence[int], bandwidth: float) -> None:
     print(
-        f"\ncopy bandwidth {bandwidth / 1e12:.2f} TB/s\n{'shape':12} {'layer':8} {'rows':>5} {'format':12} {'kernel':16}",
+        f"\ncopy bandwidth {bandwidth / 1e12:.2f} TB/s\n{'shape':12} {'layer':8} {'rows':>5} "
+        f"{'format':12} {'kernel':16}",
         end="",
     )
     print(f" {'us':>8} {'share':>6} {'x cuBLAS':>8} {'error':>9}")
@@ -289,7 +293,10 @@ def told(
         return f"fails: {type(failure).__name__}: {' '.join(str(failure).split())[:120]}"
     moved = bytes_of(weights[0]) + 2 * rows * (product.inputs + product.outputs)
     verdict = "" if wrong <= bound else f"  MORE THAN {bound:.4f}"
-    return f"{took * 1e6:8.2f} {moved / took / bandwidth:6.2f} {cublas / took:8.2f} {wrong:9.6f}{verdict}"
+    return (
+        f"{took * 1e6:8.2f} {moved / took / bandwidth:6.2f} {cublas / took:8.2f} "
+        f"{wrong:9.6f}{verdict}"
+    )
 
 
 def timed(run: Run, rows: int, product: Product, weights: list[Any]) -> float:
@@ -326,7 +333,8 @@ def decoder(shape: Shape, form: WeightFormat) -> Any:
 
 def layer_table(shapes: Sequence[str], all_rows: Sequence[int], bandwidth: float) -> None:
     print(
-        f"\na layer of the decoder without attention, us (share of the copy bandwidth for its weights)\n{'shape':12} {'rows':>5}",
+        f"\na layer of the decoder without attention, us (share of the copy bandwidth for its "
+        f"weights)\n{'shape':12} {'rows':>5}",
         end="",
     )
     print("".join(f" {label:>18}" for label in FORMATS))
@@ -362,7 +370,8 @@ def layer_seconds(model: Any, rows: int) -> float:
 
 
 def tune(shapes: Sequence[str], all_rows: Sequence[int]) -> None:
-    """Every tiling of `streamed` for each product, for weights that are widened; then for float8 inputs, where scales are of blocks."""
+    """Every tiling of `streamed` for each product, for weights that are widened; then for float8
+    inputs, where scales are of blocks."""
     from dovetail.nn.kernels import streamed
 
     for name, product in every(shapes):
@@ -424,9 +433,11 @@ def tilings(product: Product, rows: int) -> Iterator[Any]:
 
 
 def one_row_table(shapes: Sequence[str], bandwidth: float) -> None:
-    """Each product of one row with so many outputs and warps of a program, in its own graph; what the kernel chooses itself comes first."""
+    """Each product of one row with so many outputs and warps of a program, in its own graph; what
+    the kernel chooses itself comes first."""
     print(
-        f"\n{'shape':12} {'product':8} {'format':12} {'outputs':>8} {'warps':>5} {'us':>8} {'GB/s':>6} {'share':>6}"
+        f"\n{'shape':12} {'product':8} {'format':12} {'outputs':>8} {'warps':>5} {'us':>8} "
+        f"{'GB/s':>6} {'share':>6}"
     )
     for name, product in every(shapes):
         for label, form in FORMATS.items():
@@ -442,7 +453,8 @@ def one_row_table(shapes: Sequence[str], bandwidth: float) -> None:
                 if isinstance(form, Float8) and warps == 8:
                     continue  # its warps are fixed
                 print(
-                    f"{name:12} {product.name:8} {label:12} {at_once or 'chosen':>8} {warps or '':>5}",
+                    f"{name:12} {product.name:8} {label:12} {at_once or 'chosen':>8} "
+                    f"{warps or '':>5}",
                     end=" ",
                 )
                 try:
@@ -518,7 +530,8 @@ def check() -> None:
                     with suppress(KernelUnavailable):
                         wrong = error(form, product, run, x, weight)
                         print(
-                            f"{product.name:8} {rows:3} {label:12} {kernel:16} {wrong:9.6f} {'' if wrong <= bound else 'MORE THAN ' + str(bound)}"
+                            f"{product.name:8} {rows:3} {label:12} {kernel:16} {wrong:9.6f} "
+                            f"{'' if wrong <= bound else 'MORE THAN ' + str(bound)}"
                         )
 
 

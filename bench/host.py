@@ -1,4 +1,5 @@
-"""Measures how fast and how evenly the host runs Python. Other load on its cores affects all figures that involve the host.
+"""Measures how fast and how evenly the host runs Python. Other load on its cores affects all
+figures that involve the host.
 
 python -m bench.host
 """

@@ -1,9 +1,11 @@
-"""The engine process's own time per step, with all running requests streamed to a front end, compared with the offline engine's.
+"""The engine process's own time per step, with all running requests streamed to a front end,
+compared with the offline engine's.
 
     python bench/host_step.py            # 256 and 1,024 running decodes over an executor that does nothing, ids only
 
-"Offline" is the median wall time of `LLMEngine.step()`, "host" that of a turn of `EngineHost`'s loop: to hear, to step, to make, encode and send
-the frame. The frames go through a ZeroMQ socket to a thread that reads and drops them.
+"Offline" is the median wall time of `LLMEngine.step()`, "host" that of a turn of `EngineHost`'s
+loop: to hear, to step, to make, encode and send the frame. The frames go through a ZeroMQ socket to
+a thread that reads and drops them.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def read_and_drop(address: str, messages: list[bytes], over: threading.Event) ->
 
 
 def measure_host(num_seqs: int, context: int, steps: int) -> float:
-    """Return the median milliseconds of a turn of the host's loop in which all `num_seqs` requests decode."""
+    """Return the median milliseconds of a turn of the host's loop in which all `num_seqs` requests
+    decode."""
     engine = make_engine(num_seqs, context)
     core = engine.core
     intake = engine._intake
@@ -82,7 +85,8 @@ def main() -> None:
         offline = measure(num_seqs, 100, False, 300)
         host = measure_host(num_seqs, 100, 300)
         print(
-            f"{num_seqs:>5} requests: offline {offline:.2f} ms, host {host:.2f} ms a step: {host / offline:.2f} times"
+            f"{num_seqs:>5} requests: offline {offline:.2f} ms, host {host:.2f} ms a step: "
+            f"{host / offline:.2f} times"
         )
 
 

@@ -1,11 +1,14 @@
-"""Counts the instructions per weight of the kernels for one row, as compiled by ptxas, without a GPU.
+"""Counts the instructions per weight of the kernels for one row, as compiled by ptxas, without a
+GPU.
 
     python -m bench.instructions                          # the products of Qwen3-8B's layers, for an H200
     python -m bench.instructions --shape qwen3-0.6b --arch 89 --outputs 4 8 16
 
-These kernels have no loops: each instruction is issued once by each warp, so the count is that of the machine code. It includes what is done for the
-inputs and around the layer. A processor issues four warps' instructions a cycle. For a layer it is told how long that takes at best, and how long
-memory takes for its weights at 4.8 TB/s, both on an H200. What a kernel takes in truth only a GPU tells: `python -m bench.formats --only one-row`.
+These kernels have no loops: each instruction is issued once by each warp, so the count is that of
+the machine code. It includes what is done for the inputs and around the layer. A processor issues
+four warps' instructions a cycle. For a layer it is told how long that takes at best, and how long
+memory takes for its weights at 4.8 TB/s, both on an H200. What a kernel takes in truth only a GPU
+tells: `python -m bench.formats --only one-row`.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ CYCLES_PER_S = 1.98e9
 BYTES_PER_S = 4.8e12
 SCHEDULERS = 4  # of a processor
 FORMATS = ("bf16", "fp8 one_row", "fp8", "int4 g128", "int4 g128 z", "int4 g32 z")
+# those that tell the kernels apart
 KINDS = (
     "IDP",
     "FFMA",
@@ -45,7 +49,7 @@ KINDS = (
     "F2FP",
     "HMMA",
     "LDG",
-)  # those that tell the kernels apart
+)
 
 
 def instructions(cubin: bytes) -> Counter[str]:
@@ -153,7 +157,8 @@ def told(kernel: Compiled, programs: int, weights: int) -> tuple[str, float]:
         f" {kinds[kind] * kernel.warps * programs * 32 / weights:5.2f}" for kind in KINDS
     )
     return (
-        f"{issued * 32 / weights:12.2f}{some} {kernel.registers:5} {kernel.spilled_bytes:7} {of_processor:8}",
+        f"{issued * 32 / weights:12.2f}{some} {kernel.registers:5} {kernel.spilled_bytes:7} "
+        f"{of_processor:8}",
         issued,
     )
 
@@ -175,7 +180,8 @@ def main() -> None:
     args = parser.parse_args()
     kinds = "".join(f" {kind:>5}" for kind in KINDS)
     print(
-        f"{'shape':12} {'format':12} {'product':8} {'instr/weight':>12}{kinds} {'regs':>5} {'spilled':>7} {'warps/SM':>8}"
+        f"{'shape':12} {'format':12} {'product':8} {'instr/weight':>12}{kinds} {'regs':>5} "
+        f"{'spilled':>7} {'warps/SM':>8}"
     )
     for name in args.shape:
         for form in args.format:
@@ -193,7 +199,8 @@ def main() -> None:
                 issue_us = issued / (PROCESSORS * SCHEDULERS * CYCLES_PER_S) * 1e6
                 memory_us = weight_bytes / BYTES_PER_S * 1e6
                 print(
-                    f"{name:12} {form:12} a layer: {issue_us:.1f} us to issue, {memory_us:.1f} us to read weights\n",
+                    f"{name:12} {form:12} a layer: {issue_us:.1f} us to issue, {memory_us:.1f} us "
+                    f"to read weights\n",
                     flush=True,
                 )
 

@@ -1,12 +1,14 @@
-"""Compares the kernels of `dovetail.nn` and of the sampler with their twins in plain torch: accuracy, time, bytes per second.
+"""Compares the kernels of `dovetail.nn` and of the sampler with their twins in plain torch:
+accuracy, time, bytes per second.
 
     python -m bench.kernels                 # check, then time; needs a GPU
     python -m bench.kernels --only check    # also without one: TRITON_INTERPRET=1, small and slow
     python -m bench.kernels --only tune     # how the sampler's work is cut: every candidate, quickest first
 
-Errors are ‖out - exact‖ / ‖exact‖ against float64, of kernel and twin; for the sampler, how many of the tokens differ from the twin's. Times are
-medians of CUDA events, of calls in a CUDA graph whose inputs take turns, so that together they exceed the L2. Where the twin of the sampler asks
-the host or waits for it, it can't be in a graph, and its time has the launches in it.
+Errors are ‖out - exact‖ / ‖exact‖ against float64, of kernel and twin; for the sampler, how many of
+the tokens differ from the twin's. Times are medians of CUDA events, of calls in a CUDA graph whose
+inputs take turns, so that together they exceed the L2. Where the twin of the sampler asks the host
+or waits for it, it can't be in a graph, and its time has the launches in it.
 """
 
 from __future__ import annotations
@@ -43,9 +45,10 @@ if TYPE_CHECKING:
 
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+# the interpreter rounds bfloat16 wrongly
 DTYPES = (
     [torch.bfloat16, torch.float16, torch.float32] if ON_GPU else [torch.float16, torch.float32]
-)  # the interpreter rounds bfloat16 wrongly
+)
 DISPATCHERS = (
     "dovetail.nn.activation",
     "dovetail.nn.logprobs",
@@ -54,9 +57,8 @@ DISPATCHERS = (
     "dovetail_samplers.default",
 )
 DISPATCHERS += ("dovetail_samplers.table",)
-ROTATED_BYTES = (
-    256 << 20
-)  # that the inputs of one case take together, at least, unless that is more than MAX_TURNS of them
+# that the inputs of one case take together, at least, unless that is more than MAX_TURNS of them
+ROTATED_BYTES = 256 << 20
 MAX_TURNS = 64
 REPEATS = 20
 BLOCK_SIZE = 16
@@ -88,7 +90,8 @@ def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Draw:
-    """One case's random inputs: what is timed; what is checked, once, as it may overwrite them; and what that should be, before."""
+    """One case's random inputs: what is timed; what is checked, once, as it may overwrite them; and
+    what that should be, before."""
 
     run: Run
     outputs: Callable[[], Tensors]
@@ -157,7 +160,10 @@ class TurnAndWrite(Case):
     normed: bool
 
     def __str__(self) -> str:
-        return f"{'norm + ' if self.normed else ''}rope + write {self.heads}/{self.kv_heads} x {self.size}"
+        return (
+            f"{'norm + ' if self.normed else ''}rope + write {self.heads}/{self.kv_heads} x "
+            f"{self.size}"
+        )
 
     def draw(self, dtype: torch.dtype) -> Draw:
         heads = self.heads
@@ -308,7 +314,8 @@ VOCAB = 151_936 if ON_GPU else 700
 
 
 def peaked_logits(rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return logits like a trained model's: most tokens negligible, some thousand in an exponential tail."""
+    """Return logits like a trained model's: most tokens negligible, some thousand in an exponential
+    tail."""
     bulk = torch.randn(rows, VOCAB, device=DEVICE) * 2.5
     tail = torch.empty(rows, VOCAB, device=DEVICE).exponential_(0.4) * (
         torch.rand(rows, VOCAB, device=DEVICE) < 0.02
@@ -330,7 +337,8 @@ LOGITS = {"peaked": peaked_logits, "flat": flat_logits, "tied": tied_logits}
 
 
 def make_sampler(rows: int, samplings: Sequence[RowSampling]) -> DefaultSampler:
-    """One that has taken `rows` requests, the i-th with samplings[i % …] and seed i, some tokens long."""
+    """One that has taken `rows` requests, the i-th with samplings[i % …] and seed i, some tokens
+    long."""
     lens = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE)
     history = RowHistory(
         torch.zeros((rows + 1, 8), dtype=torch.int32, device=DEVICE), lens + 5, lens // 2
@@ -351,7 +359,8 @@ def lines_of(rows: int) -> Lines:
 
 
 def check_sampler() -> None:
-    """Return the number of tokens that differ from the twin's: rounding may decide between close winners, or the last token of top-p."""
+    """Return the number of tokens that differ from the twin's: rounding may decide between close
+    winners, or the last token of top-p."""
     rows = 256 if ON_GPU else 2 * len(SAMPLINGS)
     print(f"\n{f'sampler, tokens of {rows} rows that differ':38} {'':5} {'dtype':>9}")
     for dtype, shape in itertools.product(DTYPES, LOGITS):
@@ -388,7 +397,8 @@ def check_nn() -> None:
         kernel, twin = (error_of(case, dtype, to_kernels) for to_kernels in (True, False))
         limit = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
         print(
-            f"{case!s:38} {case.n:5} {str(dtype)[6:]:>9} {kernel:9.1e} {twin:9.1e}{'' if kernel <= limit else '  WRONG'}"
+            f"{case!s:38} {case.n:5} {str(dtype)[6:]:>9} {kernel:9.1e} "
+            f"{twin:9.1e}{'' if kernel <= limit else '  WRONG'}"
         )
 
 
@@ -455,7 +465,8 @@ def time_nn() -> None:
 
 def time_sampler() -> None:
     print(
-        f"\n{'sampler, bfloat16 logits':38} {'n':>5} {'twin us':>9} {'kernel us':>9} {'x':>6} {'TB/s':>6}"
+        f"\n{'sampler, bfloat16 logits':38} {'n':>5} {'twin us':>9} {'kernel us':>9} {'x':>6} "
+        f"{'TB/s':>6}"
     )
     for rows, shape in itertools.product((1, 8, 64, 256), ("peaked", "flat")):
         size = rows * VOCAB * 2
@@ -481,13 +492,15 @@ def sampler_seconds(
 
 def print_times(name: str, n: int, twin: float, kernel: float, size: int) -> None:
     print(
-        f"{name:38} {n:5} {twin * 1e6:9.1f} {kernel * 1e6:9.1f} {twin / kernel:6.1f} {size / kernel / 1e12:6.2f}",
+        f"{name:38} {n:5} {twin * 1e6:9.1f} {kernel * 1e6:9.1f} {twin / kernel:6.1f} "
+        f"{size / kernel / 1e12:6.2f}",
         flush=True,
     )
 
 
 def tune() -> None:
-    """The candidates of `fused.Sizes`, by the sum of the medians over the cases that they are for."""
+    """The candidates of `fused.Sizes`, by the sum of the medians over the cases that they are
+    for."""
     from dovetail_samplers.fused import SIZES
 
     surveys = [

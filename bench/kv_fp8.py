@@ -1,10 +1,12 @@
-"""K and V in FP8 compared with bfloat16 on one GPU: correctness of the triton backend's kernels, and their times.
+"""K and V in FP8 compared with bfloat16 on one GPU: correctness of the triton backend's kernels,
+and their times.
 
     python -m bench.kv_fp8                  # both
     python -m bench.kv_fp8 --only exact     # or `decode`, `prefill`
 
-Exact: steps of every kind against attention in float64 over K and V as stored, held to the bounds of the conformance suite, and every code of
-FP8 that `write` makes against torch's rounding. Times: a layer, replayed from a CUDA graph, as `bench.attention` measures them.
+Exact: steps of every kind against attention in float64 over K and V as stored, held to the bounds
+of the conformance suite, and every code of FP8 that `write` makes against torch's rounding. Times:
+a layer, replayed from a CUDA graph, as `bench.attention` measures them.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def cases() -> Iterator[tuple[str, Case]]:
                 kv_scales=SCALES,
             )
             yield (
-                f"{name}, {dtype}, {2 * group}/2 heads of {head_size}, block {block_size}, window {window}",
+                f"{name}, {dtype}, {2 * group}/2 heads of {head_size}, block {block_size}, window "
+                f"{window}",
                 replace(case, mixed_graph=mixed),
             )
 
@@ -82,7 +85,8 @@ def check_steps() -> None:
 
 
 def check_codes() -> None:
-    """Write numbers of all sizes, the midpoints between those of FP8 among them, and compare each code with torch's."""
+    """Write numbers of all sizes, the midpoints between those of FP8 among them, and compare each
+    code with torch's."""
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     numbers = numbers[~numbers.isnan()].unique()
     ties = (numbers[1:] + numbers[:-1]) / 2
@@ -96,9 +100,8 @@ def check_codes() -> None:
             others,
         ]
     )
-    x = (
-        torch.nn.functional.pad(x, (0, -len(x) % 128)).view(-1, 1, 128).to(DEVICE)
-    )  # [tokens, 1, 128]
+    # [tokens, 1, 128]
+    x = torch.nn.functional.pad(x, (0, -len(x) % 128)).view(-1, 1, 128).to(DEVICE)
     case = Case(
         (0,),
         (len(x),),
@@ -127,9 +130,11 @@ def check_codes() -> None:
 
 
 def times(loads: Sequence[Load], bandwidth: float) -> None:
-    """Print microseconds of both, their ratio, and the share of the copy bandwidth at which FP8 is read."""
+    """Print microseconds of both, their ratio, and the share of the copy bandwidth at which FP8 is
+    read."""
     print(
-        f"{'model':46} {'load':28} {'bf16 us':>9} {'fp8 us':>9} {'faster':>7} {'bf16 of copy':>13} {'fp8 of copy':>12}"
+        f"{'model':46} {'load':28} {'bf16 us':>9} {'fp8 us':>9} {'faster':>7} {'bf16 of copy':>13} "
+        f"{'fp8 of copy':>12}"
     )
     for model, load in product(MODELS, loads):
         wide = Bench(model, load)
@@ -140,7 +145,10 @@ def times(loads: Sequence[Load], bandwidth: float) -> None:
             bench.bytes / seconds / bandwidth
             for bench, seconds in ((wide, wide_s), (small, small_s))
         ]
-        row = f"{wide_s * 1e6:9.1f} {small_s * 1e6:9.1f} {wide_s / small_s:6.2f}x {shares[0]:13.0%} {shares[1]:12.0%}"
+        row = (
+            f"{wide_s * 1e6:9.1f} {small_s * 1e6:9.1f} {wide_s / small_s:6.2f}x "
+            f"{shares[0]:13.0%} {shares[1]:12.0%}"
+        )
         print(f"{model!s:46} {load.name:28} {row}", flush=True)
 
 
@@ -156,7 +164,8 @@ def main() -> None:
         check_steps()
     bandwidth = copy_bandwidth()
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {bandwidth / 1e12:.2f} TB/s"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {bandwidth / 1e12:.2f} "
+        f"TB/s"
     )
     if args.only in (None, "decode"):
         times(DECODES, bandwidth)

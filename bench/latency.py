@@ -3,9 +3,10 @@
     python -m bench.latency --rate 4 16 --overlap on off --json out.json      # Poisson arrivals
     python -m bench.latency --workload stall                                  # long prompts among 64 streamed answers
 
-Times are measured from the intended arrival. Random weights in the model's true shape, bfloat16, random prompts, temperature 0.6, detokenization on,
-everything else as `engine.yaml` has it by default. The share of the floor is of the device's busy time: what memory and matrix units would need for
-the same requests in the same batches (`bench/limits.py`).
+Times are measured from the intended arrival. Random weights in the model's true shape, bfloat16,
+random prompts, temperature 0.6, detokenization on, everything else as `engine.yaml` has it by
+default. The share of the floor is of the device's busy time: what memory and matrix units would
+need for the same requests in the same batches (`bench/limits.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ UNCHUNKED = {"pace": None}  # a prompt of 4,096 fits the default budget of a ste
 
 
 def prompt_of(length: int, seed: int) -> array[int]:
-    """An array, which the garbage collector leaves alone, as all that clients hold (`bench/driver.py`)."""
+    """An array, which the garbage collector leaves alone, as all that clients hold
+    (`bench/driver.py`)."""
     rng = random.Random(seed)
     return array("q", (rng.randint(0, MAX_ID) for _ in range(length)))
 
@@ -103,7 +105,8 @@ def under_poisson(
     overlap: bool,
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """Requests of about `--prompt` and `--output` tokens: each is drawn from half to one and a half times that."""
+    """Requests of about `--prompt` and `--output` tokens: each is drawn from half to one and a half
+    times that."""
     with engine_of(directory, {"overlap": overlap, **settings}) as engine:
         warm_up(engine, args.prompt)
         driver = Driver(engine)
@@ -144,8 +147,8 @@ def latencies(timelines: list[Timeline]) -> dict[str, Any]:
 
 
 def stalled(args: argparse.Namespace, directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """`STREAMS` answers go on throughout, each taken up again as it ends (its prompt is in the prefix cache by then). First nothing disturbs
-    them, then long prompts come."""
+    """`STREAMS` answers go on throughout, each taken up again as it ends (its prompt is in the
+    prefix cache by then). First nothing disturbs them, then long prompts come."""
     with engine_of(directory, settings) as engine:
         warm_up(engine, LONG_PROMPT)
         driver = Driver(engine)
@@ -164,9 +167,8 @@ def stalled(args: argparse.Namespace, directory: Path, settings: dict[str, Any])
             driver.schedule("stream", begin, prompt, output_tokens, again)
 
         for index in range(STREAMS):
-            stream(
-                index, 1 + (index + 1) * STREAM_OUTPUT // STREAMS
-            )  # the first answers end one after the other
+            # the first answers end one after the other
+            stream(index, 1 + (index + 1) * STREAM_OUTPUT // STREAMS)
         for index, at in enumerate(poisson(LONG_RATE, args.seconds, args.seed)):
             driver.schedule("prompt", rough + at, prompt_of(LONG_PROMPT, seed=10_000 + index), 1)
         driver.run(until=calm)
@@ -263,7 +265,8 @@ def main() -> None:
                 tell(stalled(args, directory, {**settings, **changes}))
             bounded, free = rows
             print(
-                f"prefill throughput over unchunked: {bounded['prompt_tok_s'] / free['prompt_tok_s']:.3f}"
+                f"prefill throughput over unchunked: "
+                f"{bounded['prompt_tok_s'] / free['prompt_tok_s']:.3f}"
             )
             return
         limits = measure_limits(SHAPES[args.shape])

@@ -1,4 +1,5 @@
-"""Limits of the machine, measured in the same run: copy bandwidth and matrix product rate; and the least time a workload can take."""
+"""Limits of the machine, measured in the same run: copy bandwidth and matrix product rate; and the
+least time a workload can take."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def sustained_seconds(run: Callable[[], object], for_s: float = 1.0) -> float:
 
 
 def measure_limits(shape: Shape) -> Limits:
-    """A copy of 4 GiB, and the best product rate over 8192³ and the model's own shapes, each kept up for a second; random data."""
+    """A copy of 4 GiB, and the best product rate over 8192³ and the model's own shapes, each kept
+    up for a second; random data."""
     copy = copy_bytes_per_s()
     rates = []
     for m, n, k in [
@@ -78,13 +80,14 @@ def floor_seconds(
     shared_prefix: int = 0,
     expert_bytes: float = BYTES,
 ) -> float:
-    """The least time for requests of (prompt, output) tokens that all run together: each K and V read once a step, states read and written, weights
-    read once a step (or the arithmetic, where that takes longer), the prompts' arithmetic once. A `shared_prefix` is computed once, and read once a
-    step. `expert_bytes`: of a weight of experts, of which a step reads those that are chosen if routing is uniform."""
+    """The least time for requests of (prompt, output) tokens that all run together: each K and V
+    read once a step, states read and written, weights read once a step (or the arithmetic, where
+    that takes longer), the prompts' arithmetic once. A `shared_prefix` is computed once, and read
+    once a step. `expert_bytes`: of a weight of experts, of which a step reads those that are chosen
+    if routing is uniform."""
     steps = max(out for _, out in lens)
-    decodes = [
-        sum(1 for _, out in lens if out > step) for step in range(1, steps)
-    ]  # the first token of each comes from its prefill
+    # the first token of each comes from its prefill
+    decodes = [sum(1 for _, out in lens if out > step) for step in range(1, steps)]
     return busy_floor_seconds(shape, lens, decodes, limits, shared_prefix, expert_bytes)
 
 
@@ -96,7 +99,8 @@ def busy_floor_seconds(
     shared_prefix: int = 0,
     expert_bytes: float = BYTES,
 ) -> float:
-    """The same where requests come and go: `decodes` are the numbers of rows that decoded, step by step."""
+    """The same where requests come and go: `decodes` are the numbers of rows that decoded, step by
+    step."""
     kv_bytes = shape.kv_numbers_per_token * BYTES
     reads = sum(out * (prompt - shared_prefix) + out * (out - 1) // 2 for prompt, out in lens)
     reads += shared_prefix * (max(out for _, out in lens) if shared_prefix else 0)

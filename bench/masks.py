@@ -1,10 +1,12 @@
-"""Time of token masks, without a GPU or a model: one answer, and many together, for the ten schemas of `bench/schemas.py`.
+"""Time of token masks, without a GPU or a model: one answer, and many together, for the ten schemas
+of `bench/schemas.py`.
 
     python -m bench.masks --tokenizer DIRECTORY                              # of a model: tokenizer.json and tokenizer_config.json, such as Qwen3's
     python -m bench.masks --tokenizer DIRECTORY --grammar llguidance --schemas tags call --json out.json
 
-Answers of tokens drawn from the masks, each as likely as any. One answer: CPU milliseconds of a mask, and microseconds for going on by a token.
-Many together: wall milliseconds of all masks of a step, over the threads that the backend takes.
+Answers of tokens drawn from the masks, each as likely as any. One answer: CPU milliseconds of a
+mask, and microseconds for going on by a token. Many together: wall milliseconds of all masks of a
+step, over the threads that the backend takes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ VOCABULARY = 151_936
 # one after the other
 ANSWERS = 4
 TOKENS = 200
-# of answers together; masks of the first aren't counted, since threads and what they share are being made
+# of answers together; masks of the first aren't counted, since threads and what they share are
+# being made
 STEPS = 40
 SKIPPED = 10
 
@@ -141,8 +144,10 @@ def main() -> None:
                 for count, each in row["together"].items()
             )
             print(
-                f"{name:>10} {schema:>9}  compile {row['compile_ms']:7.1f} ms  mask mean {row['mask_mean']:.3f}  p50 {row['mask_p50']:.3f}  "
-                f"p90 {row['mask_p90']:.3f}  p99 {row['mask_p99']:.3f} ms  token {row['token_us']:.1f} us  {many}",
+                f"{name:>10} {schema:>9}  compile {row['compile_ms']:7.1f} ms  mask mean "
+                f"{row['mask_mean']:.3f}  p50 {row['mask_p50']:.3f}  "
+                f"p90 {row['mask_p90']:.3f}  p99 {row['mask_p99']:.3f} ms  token "
+                f"{row['token_us']:.1f} us  {many}",
                 flush=True,
             )
             if args.json:

@@ -1,5 +1,5 @@
-"""The clock and the power of the GPU while work runs. At its power limit a GPU lowers its clock: then work that fits better takes no less time, and
-only less work does.
+"""The clock and the power of the GPU while work runs. At its power limit a GPU lowers its clock:
+then work that fits better takes no less time, and only less work does.
 
 python -m bench.throughput tells of it in each result.
 """
@@ -60,7 +60,8 @@ class PowerWatch:
             self.process.wait()
 
     def summary(self) -> dict[str, float]:
-        """Medians, and the share of the time at the power limit; nothing, where `nvidia-smi` told nothing."""
+        """Medians, and the share of the time at the power limit; nothing, where `nvidia-smi` told
+        nothing."""
         samples = [sample for line in self.lines if (sample := _read(line)) is not None]
         if not samples:
             return {}

@@ -197,7 +197,8 @@ def tell(name: str, layers: Layers, rows: int) -> None:
         for product in PRODUCTS
     )
     print(
-        f"{name:>12} {rows:4} rows: {ours:6.1f} us a layer, with torch's {plain:6.1f}; of these alone, {', '.join(without)}",
+        f"{name:>12} {rows:4} rows: {ours:6.1f} us a layer, with torch's {plain:6.1f}; of these "
+        f"alone, {', '.join(without)}",
         flush=True,
     )
 

@@ -1,7 +1,7 @@
 """Profiles a decode step on a GPU by kernel, or a step with a prompt.
 
-python -m bench.profile_decode --rows 1 8 256 --context 800
-python -m bench.profile_decode --shape qwen3-next --layers 8 --checkpoint fp8 --rows 1 --prompts 8192
+python -m bench.profile_decode --rows 1 8 256 --context 800 python -m bench.profile_decode --shape
+qwen3-next --layers 8 --checkpoint fp8 --rows 1 --prompts 8192
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def tell_kernels(run: Callable[[], object], steps: int) -> None:
     print(f"while it is profiled, {busy:.0f} us in kernels")
     for event in events[:KERNELS]:
         print(
-            f"{event.self_device_time_total / steps:9.1f} us {event.count / steps:7.1f} x  {event.key[:110]}",
+            f"{event.self_device_time_total / steps:9.1f} us {event.count / steps:7.1f} x  "
+            f"{event.key[:110]}",
             flush=True,
         )
 

@@ -1,12 +1,14 @@
-"""Faults of engines with several ranks, and leaked resources: each engine runs in a separate process, which this one watches.
+"""Faults of engines with several ranks, and leaked resources: each engine runs in a separate
+process, which this one watches.
 
     python -m bench.rank_faults                                  # on two GPUs: each fault once, and 20 kills at random moments
     python -m bench.rank_faults --faults normal-float32 kill-a-rank --kills 0
     python -m bench.rank_faults --kills 20 --seed 7 --json out.json
     python -m bench.rank_faults --device cpu                     # the same with ranks on the CPU
 
-An engine must tell of the fault, close and end within their limits, and leave no process and no GPU memory; what runs on two ranks must generate the
-tokens of one. The weights are random, in the shape of Qwen3-0.6B; on the CPU it is the bundled model. An engine that doesn't end in time has its
+An engine must tell of the fault, close and end within their limits, and leave no process and no GPU
+memory; what runs on two ranks must generate the tokens of one. The weights are random, in the shape
+of Qwen3-0.6B; on the CPU it is the bundled model. An engine that doesn't end in time has its
 threads' stacks written to stderr, and is killed. Ends with status 1 if anything was wrong.
 """
 
@@ -81,7 +83,8 @@ class Seen:
 
 
 def run_engine(spec: dict[str, Any]) -> None:
-    """Start an engine, generate for `work_s`, close it, and report each stage on stdout as a line of JSON."""
+    """Start an engine, generate for `work_s`, close it, and report each stage on stdout as a line
+    of JSON."""
     from dovetail import LLMEngine
     from dovetail.errors import DovetailError
 
@@ -170,9 +173,8 @@ class Watched:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.said: dict[
-            str, tuple[float, dict[str, Any]]
-        ] = {}  # by stage: when it was said first, and all of it
+        # by stage: when it was said first, and all of it
+        self.said: dict[str, tuple[float, dict[str, Any]]] = {}
         self.ranks: set[int] = set()
         self._lines: Queue[str] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -184,7 +186,8 @@ class Watched:
         self._lines.put("")
 
     def wait_for(self, stages: tuple[str, ...], seconds: float) -> str | None:
-        """Wait for one of these reports, or one that begins with one of `stages`. None on timeout, or if the process ends."""
+        """Wait for one of these reports, or one that begins with one of `stages`. None on timeout,
+        or if the process ends."""
         until = time.monotonic() + seconds
         while True:
             if found := next((stage for stage in self.said if stage.startswith(stages)), None):
@@ -348,7 +351,8 @@ class Faults:
             seen.figures["sequences_equal"] = equal
             if equal < PROMPTS:
                 seen.wrong.append(
-                    f"{PROMPTS - equal} of {PROMPTS} sequences differ from those of {self._size} ranks"
+                    f"{PROMPTS - equal} of {PROMPTS} sequences differ from those of {self._size} "
+                    f"ranks"
                 )
         return watched
 
@@ -411,7 +415,8 @@ class Faults:
             watched.process.wait(CLOSED_S)
         except subprocess.TimeoutExpired:
             seen.wrong.append(
-                f"its process was still there {CLOSED_S:g} s later; last it said: {list(watched.said)[-1:]}"
+                f"its process was still there {CLOSED_S:g} s later; last it said: "
+                f"{list(watched.said)[-1:]}"
             )
             watched.stacks()
             watched.process.kill()
@@ -493,7 +498,8 @@ def main() -> None:
                 )
     wrong = sum(bool(seen.wrong) for seen in all_seen)
     print(
-        f"{len(all_seen) - wrong} of {len(acts)} right, {wrong} wrong, after {time.monotonic() - begun:.0f} s",
+        f"{len(all_seen) - wrong} of {len(acts)} right, {wrong} wrong, after "
+        f"{time.monotonic() - begun:.0f} s",
         flush=True,
     )
     raise SystemExit(bool(wrong))

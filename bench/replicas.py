@@ -1,4 +1,5 @@
-"""Replicas behind their router, on this machine: effects on clients when replicas are killed or replaced, and the router's costs and savings.
+"""Replicas behind their router, on this machine: effects on clients when replicas are killed or
+replaced, and the router's costs and savings.
 
     python -m bench.replicas kills --seconds 120
     python -m bench.replicas kills --seconds 120 --key secret --router
@@ -6,11 +7,13 @@
     python -m bench.replicas router
     python -m bench.replicas prefixes
 
-Each starts `dovetail cluster up` with the demo model. `kills` kills one replica every ten seconds under load, `restart` does a rolling restart
-under load: clients, who try each request at most twice, must get all answers, with the tokens that the same seeds give without any of this. With
-`--router` every other kill is the router's, and clients try again for 30 seconds; with `--key` the cluster requires that key. `router`
-compares the time to the first token with and without the router between. `prefixes` compares the share of prompt tokens that is found in a cache with
-that of one engine with the memory of all replicas.
+Each starts `dovetail cluster up` with the demo model. `kills` kills one replica every ten seconds
+under load, `restart` does a rolling restart under load: clients, who try each request at most
+twice, must get all answers, with the tokens that the same seeds give without any of this. With
+`--router` every other kill is the router's, and clients try again for 30 seconds; with `--key` the
+cluster requires that key. `router` compares the time to the first token with and without the router
+between. `prefixes` compares the share of prompt tokens that is found in a cache with that of one
+engine with the memory of all replicas.
 """
 
 from __future__ import annotations
@@ -39,9 +42,8 @@ from bench.soak import free_port
 UP_S = 240.0
 REQUEST_S = 120.0
 ROUTER_BACK_S = 30.0  # for which clients try again while the router is started
-KV_BYTES = (
-    24 * 2**20
-)  # of K and V that a replica of `prefixes` has; the one engine has as much as all
+# of K and V that a replica of `prefixes` has; the one engine has as much as all
+KV_BYTES = 24 * 2**20
 WORDS = (
     *("king", "crown", "sword", "night", "love", "grief", "honest", "noble", "blood", "sun"),
     *("moon", "earth", "heaven", "mercy", "time", "death", "brother", "queen", "father", "ghost"),
@@ -123,7 +125,8 @@ def request(number: int, tokens: int) -> dict[str, Any]:
 
 @dataclass
 class Load:
-    """Clients that send requests in a loop until stopped. `tries_s`: for how long they try one again; 0: once."""
+    """Clients that send requests in a loop until stopped. `tries_s`: for how long they try one
+    again; 0: once."""
 
     url: str
     expected: Sequence[Answer]
@@ -292,7 +295,8 @@ def cluster(
 
 
 def expected(up: Cluster, count: int, tokens: int, key: str | None = None) -> list[Answer]:
-    """Return the answers by seed of one undisturbed replica; of the router with a `key`, which is none of the replicas'."""
+    """Return the answers by seed of one undisturbed replica; of the router with a `key`, which is
+    none of the replicas'."""
     url = up.serving()[0]["url"] if key is None else up.url
     return [ask(url, request(number, tokens), key) for number in range(count)]
 
@@ -320,7 +324,9 @@ def kills(arguments: argparse.Namespace) -> dict[str, Any]:
                 serving = up.serving()
                 if (
                     len(serving) < 2
-                ):  # on few cores a replica takes longer to start: the last one isn't taken from the clients
+                    # on few cores a replica takes longer to start: the last one isn't taken from
+                    # the clients
+                ):
                     waited += 1
                     continue
                 os.kill(random.choice(serving)["pid"], signal.SIGKILL)

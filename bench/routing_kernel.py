@@ -25,8 +25,9 @@ def _choose(
     SHARED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token, as `dovetail.nn.kernels.routing` does it, but by a hash of its first logits' bits, its row and an expert's number:
-    rows of a random model often come to the same token, whose states are then bit for bit the same."""
+    """One token, as `dovetail.nn.kernels.routing` does it, but by a hash of its first logits' bits,
+    its row and an expert's number: rows of a random model often come to the same token, whose
+    states are then bit for bit the same."""
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, PADDED)
     let_next_begin(PDL)
@@ -60,7 +61,8 @@ def _choose(
 def choose_by_hash(
     logits: torch.Tensor, k: int, last: torch.Tensor, shared: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids [tokens, k] and equal weights; the ids are kept in `last`, too. `shared`: as `dovetail.nn.moe.choose` has it."""
+    """Return ids [tokens, k] and equal weights; the ids are kept in `last`, too. `shared`: as
+    `dovetail.nn.moe.choose` has it."""
     tokens = logits.shape[0]
     count = logits.shape[1] - shared
     ids = torch.empty((tokens, k + shared), dtype=torch.int32, device=logits.device)

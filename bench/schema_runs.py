@@ -1,4 +1,5 @@
-"""Runs the schemas of `bench/schemas.py` through an engine, alternating with plain text of the same lengths: `bench/structured.py --schemas`."""
+"""Runs the schemas of `bench/schemas.py` through an engine, alternating with plain text of the same
+lengths: `bench/structured.py --schemas`."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from bench.workloads import Workload
 PROMPT = 100
 OUTPUT = 300
 
-Generate = Callable[
-    [list[list[int]], dict[str, Any] | None], dict[str, float]
-]  # prompts, and perhaps a schema -> the tokens, and more
+# prompts, and perhaps a schema -> the tokens, and more
+Generate = Callable[[list[list[int]], dict[str, Any] | None], dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`settings`: keys of `engine.yaml`. `demo`: use the demo model instead of random weights in a real shape, to test the program without a GPU."""
+    """`settings`: keys of `engine.yaml`. `demo`: use the demo model instead of random weights in a
+    real shape, to test the program without a GPU."""
 
     directory: Path
     schemas: list[str]
@@ -66,7 +67,8 @@ def dovetail(plan: Plan) -> Iterator[Generate]:
             wrong = [output for output in outputs if output.finish_reason != "length"]
             if wrong:
                 raise RuntimeError(
-                    f"{len(wrong)} answers ended by {wrong[0].finish_reason}: {wrong[0].stop_reason}: {wrong[0].text[:200]}"
+                    f"{len(wrong)} answers ended by {wrong[0].finish_reason}: "
+                    f"{wrong[0].stop_reason}: {wrong[0].text[:200]}"
                 )
             stats = llm.engine.stats()
             steps = stats.steps - steps
@@ -116,7 +118,8 @@ ENGINES = {"dovetail": dovetail, "vllm": vllm}
 
 
 def run(engine: str, plan: Plan) -> list[dict[str, Any]]:
-    """Print and return a row for each schema and number of requests; unsupported schemas have an error."""
+    """Print and return a row for each schema and number of requests; unsupported schemas have an
+    error."""
     rows: list[dict[str, Any]] = []
     with ENGINES[engine](plan) as generate:
         for requests in plan.requests:
@@ -168,4 +171,7 @@ def _line(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{head} {row['error']}"
     first = row["rates"]["ruled"][0]
-    return f"{head} {row['tok_s']:9,.0f} of {row['plain_tok_s']:9,.0f} tok/s  {100 * row['share']:5.1f} %  (the first time {first:,.0f})"
+    return (
+        f"{head} {row['tok_s']:9,.0f} of {row['plain_tok_s']:9,.0f} tok/s  "
+        f"{100 * row['share']:5.1f} %  (the first time {first:,.0f})"
+    )

@@ -1,4 +1,5 @@
-"""Ten realistic JSON Schemas: with bounded strings, patterns, formats, enums, counted arrays, ranges and nested objects."""
+"""Ten realistic JSON Schemas: with bounded strings, patterns, formats, enums, counted arrays,
+ranges and nested objects."""
 
 from __future__ import annotations
 

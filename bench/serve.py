@@ -1,19 +1,24 @@
-"""Throughput and latency of an OpenAI-compatible server under load, over `/v1/completions`, streamed, with prompts of token ids (or `--chat`).
+"""Throughput and latency of an OpenAI-compatible server under load, over `/v1/completions`,
+streamed, with prompts of token ids (or `--chat`).
 
     python -m bench.serve --url http://127.0.0.1:8000 --workload nano --concurrency 256 --processes 4 --json out.json    # closed loop
     python -m bench.serve --url http://127.0.0.1:8000 --prompt 512 --output 128 --rate 4 16 60 --seconds 30              # Poisson arrivals
     python -m bench.serve --url http://127.0.0.1:8000 --trace AzureLLMInferenceTrace_conv.csv --requests 1000            # at the trace's own times
 
-Metrics are defined as by vLLM's `bench serve`. They are of completed requests; an *event* is a server-sent event with a choice, and may hold several
-tokens; times of a request begin when its first byte is sent, on a connection that is open (`late`: how long after it was due).
+Metrics are defined as by vLLM's `bench serve`. They are of completed requests; an *event* is a
+server-sent event with a choice, and may hold several tokens; times of a request begin when its
+first byte is sent, on a connection that is open (`late`: how long after it was due).
 
 * TTFT: until the first event. E2E: until the last one.
-* ITL: each time between two events of an answer. TPOT: (E2E - TTFT) / (output tokens - 1), one value a request, of those with 2 tokens or more.
-* Tokens are those of `usage`. Request throughput is completed requests by the duration, from the start of the run to its last event;
-  output throughput is output tokens by it, and total throughput prompt and output tokens.
+* ITL: each time between two events of an answer. TPOT: (E2E - TTFT) / (output tokens - 1), one
+  value a request, of those with 2 tokens or more.
+* Tokens are those of `usage`. Request throughput is completed requests by the duration, from the
+  start of the run to its last event; output throughput is output tokens by it, and total throughput
+  prompt and output tokens.
 
-Answers have the workload's lengths (`ignore_eos`; an answer that is shorter all the same is told of). Clients are processes of their own: the server
-should have other cores. What they cost is told, too.
+Answers have the workload's lengths (`ignore_eos`; an answer that is shorter all the same is told
+of). Clients are processes of their own: the server should have other cores. What they cost is told,
+too.
 """
 
 from __future__ import annotations
@@ -99,7 +104,8 @@ class Quantiles:
 
 
 def metrics(records: list[Record], wanted_tokens: int | None = None) -> dict[str, Any]:
-    """Return the metrics of a run as plain values. `wanted_tokens`: of all answers, if none is short."""
+    """Return the metrics of a run as plain values. `wanted_tokens`: of all answers, if none is
+    short."""
     outcomes = [outcome for record in records for outcome in record.outcomes]
     done = [outcome for outcome in outcomes if outcome.kind == COMPLETED]
     failures: Counter[str] = sum((record.failures for record in records), Counter())
@@ -152,7 +158,8 @@ def show(row: dict[str, Any]) -> None:
     """Print a run's metrics."""
     hung_up = f", {row['hung_up']} hung up by the client" if row["hung_up"] else ""
     print(
-        f"{row['load']}: {row['completed']} of {row['requests']} requests completed{hung_up} in {row['duration_s']:.2f} s"
+        f"{row['load']}: {row['completed']} of {row['requests']} requests completed{hung_up} in "
+        f"{row['duration_s']:.2f} s"
     )
     for kind, number in row["failures"].items():
         print(
@@ -161,10 +168,12 @@ def show(row: dict[str, Any]) -> None:
     if row["missing_tokens"]:
         print(f"  answers are {row['missing_tokens']} tokens shorter than asked for")
     print(
-        f"  output {row['output_tok_s']:,.0f} tok/s, total {row['total_tok_s']:,.0f} tok/s, {row['requests_per_s']:.2f} requests/s"
+        f"  output {row['output_tok_s']:,.0f} tok/s, total {row['total_tok_s']:,.0f} tok/s, "
+        f"{row['requests_per_s']:.2f} requests/s"
     )
     print(
-        f"  prompt tokens {row['prompt_tokens']:,} ({row['cached_tokens']:,} cached), output {row['output_tokens']:,}"
+        f"  prompt tokens {row['prompt_tokens']:,} ({row['cached_tokens']:,} cached), output "
+        f"{row['output_tokens']:,}"
     )
     print(f"  {'':8}" + "".join(f"{name:>11}" for name in Quantiles.__slots__))
     for key in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms", "late_ms"):
@@ -173,7 +182,8 @@ def show(row: dict[str, Any]) -> None:
                 f"  {key[:-3].upper():4} ms " + "".join(f"{value:11.2f}" for value in told.values())
             )
     print(
-        f"  clients: {row['client_cpu_us_per_event']:.1f} us of CPU an event, {row['tokens_per_event']:.2f} tokens an event, "
+        f"  clients: {row['client_cpu_us_per_event']:.1f} us of CPU an event, "
+        f"{row['tokens_per_event']:.2f} tokens an event, "
         f"{100 * row['client_cpu_share']:.0f} % of a core each",
         flush=True,
     )
@@ -191,7 +201,8 @@ def model_of(url: str, api_key: str | None) -> str:
 
 
 def poisson(rate: float, requests: int, seed: int) -> tuple[float, ...]:
-    """Return the times of `count` arrivals, with `rate` per second on average; the first is immediate."""
+    """Return the times of `count` arrivals, with `rate` per second on average; the first is
+    immediate."""
     rng = random.Random(seed)
     times = [0.0]
     while len(times) < requests:
@@ -200,7 +211,8 @@ def poisson(rate: float, requests: int, seed: int) -> tuple[float, ...]:
 
 
 def drawn_workload(prompt: int, output: int, requests: int, seed: int, max_id: int) -> Workload:
-    """Return requests of about this many tokens: uniform from half to one and a half times that, as in `bench/latency.py`."""
+    """Return requests of about this many tokens: uniform from half to one and a half times that, as
+    in `bench/latency.py`."""
     rng = random.Random(seed)
     means = (prompt, output)
     lens = tuple(
@@ -281,7 +293,8 @@ def params_of(texts: list[str]) -> dict[str, Any]:
 
 
 def warm_up(plan: Plan, requests: int) -> None:
-    """Send some requests one after the other, so that one-time work of the server is done. Exits if one fails."""
+    """Send some requests one after the other, so that one-time work of the server is done. Exits if
+    one fails."""
     if not requests:
         return
     warm = replace(

@@ -1,7 +1,9 @@
-"""CPU time of a front end per streamed token: `python -m bench.serve_frontend`. The engine is fake: its frames are created here.
+"""CPU time of a front end per streamed token: `python -m bench.serve_frontend`. The engine is fake:
+its frames are created here.
 
-Streams of chat over loopback, 512 of them: each step gives every stream one token, in one frame that the front end decodes, detokenizes and streams
-as always. The client is a process of its own, which reads and counts, so that its time isn't counted. On loopback the kernel's time to receive is
+Streams of chat over loopback, 512 of them: each step gives every stream one token, in one frame
+that the front end decodes, detokenizes and streams as always. The client is a process of its own,
+which reads and counts, so that its time isn't counted. On loopback the kernel's time to receive is
 the sender's: system time is told apart.
 """
 
@@ -152,8 +154,10 @@ async def _measure(streams: int, tokens: int, step_s: float) -> None:
     engine.close()
     each = 1e6 / (streams * tokens)
     print(
-        f"{streams} streams x {tokens} tokens, a step each {1e3 * step_s:g} ms, {events} events read: "
-        f"{(user + system) * each:.2f} us of CPU a token, {user * each:.2f} user and {system * each:.2f} system"
+        f"{streams} streams x {tokens} tokens, a step each {1e3 * step_s:g} ms, {events} events "
+        f"read: "
+        f"{(user + system) * each:.2f} us of CPU a token, {user * each:.2f} user and "
+        f"{system * each:.2f} system"
     )
 
 
@@ -180,8 +184,8 @@ async def _read_all(port: int, streams: int) -> int:
         {"messages": [{"role": "user", "content": "x"}], "stream": True, "chat_template": _TEMPLATE}
     ).encode()
     ask = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
-        % (len(body), body)
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: "
+        b"%d\r\n\r\n%b" % (len(body), body)
     )
 
     async def one() -> int:

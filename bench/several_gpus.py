@@ -1,10 +1,12 @@
-"""Reproduces the figures of docs/several-gpus.md for two GPUs in one call: tests, faults and measurements, like bench/everything.py.
+"""Reproduces the figures of docs/several-gpus.md for two GPUs in one call: tests, faults and
+measurements, like bench/everything.py.
 
     python -m bench.several_gpus --list                                     # the parts, and the seconds that each may take
     python -m bench.several_gpus --out DIR --seconds 570                    # those that may end in time; the rest in the next call
     python -m bench.several_gpus --out DIR --parts faults two --again
 
-A fault that leaves something behind is reported by its own part, and what a part leaves behind is killed before the next one.
+A fault that leaves something behind is reported by its own part, and what a part leaves behind is
+killed before the next one.
 """
 
 from __future__ import annotations

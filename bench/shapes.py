@@ -1,4 +1,5 @@
-"""Real model shapes as checkpoint directories: without weights, for `load_format: dummy`, which uses random ones; or with weights.
+"""Real model shapes as checkpoint directories: without weights, for `load_format: dummy`, which
+uses random ones; or with weights.
 
 The shapes themselves are read where torch is missing, too.
 """
@@ -14,7 +15,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Sizes of the layers that are Gated DeltaNets: all but every `every`-th, which has attention with an output gate."""
+    """Sizes of the layers that are Gated DeltaNets: all but every `every`-th, which has attention
+    with an output gate."""
 
     k_heads: int
     v_heads: int
@@ -51,9 +53,8 @@ class Shape:
     rope_theta: float
     experts: int = 0  # of each layer, `intermediate` wide; 0: the feed-forwards are dense
     experts_per_token: int = 0
-    window: int | None = (
-        None  # of every second layer, beginning with the first; of Gemma 3, of five in six
-    )
+    # of every second layer, beginning with the first; of Gemma 3, of five in six
+    window: int | None = None
     delta: Delta | None = None
     shared: int = 0  # inner size of the expert that all tokens go through
 
@@ -97,7 +98,8 @@ class Shape:
         return self.layers * 3 * self.hidden * self.intermediate if self.experts else 0
 
     def distinct_experts(self, tokens: int) -> float:
-        """Return the expected number of a layer's experts used by this many tokens, with uniform routing."""
+        """Return the expected number of a layer's experts used by this many tokens, with uniform
+        routing."""
         return (
             self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens)
             if self.experts
@@ -241,9 +243,8 @@ def config_of(shape: Shape) -> dict[str, Any]:
         }
         own |= {"num_local_experts": shape.experts, "sliding_window": shape.window}
     if kind == "gemma3_text":
-        scalar = (
-            shape.hidden // shape.heads if shape.layers == 62 else 256
-        )  # 27B alone divides by the former
+        # 27B alone divides by the former
+        scalar = shape.hidden // shape.heads if shape.layers == 62 else 256
         own = {
             "rope_theta": shape.rope_theta,
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
@@ -275,7 +276,8 @@ def config_of(shape: Shape) -> dict[str, Any]:
 
 
 def write_checkpoint(shape: Shape, directory: Path, quantized: str | None = None) -> None:
-    """config.json and a made-up tokenizer of the right size: each id is a word, so that detokenizing costs what it costs.
+    """config.json and a made-up tokenizer of the right size: each id is a word, so that
+    detokenizing costs what it costs.
 
     `quantized`: a name in `QUANTIZED`, if weights are to be stored so.
     """
@@ -299,14 +301,16 @@ def write_checkpoint(shape: Shape, directory: Path, quantized: str | None = None
 
 
 def write_weights(directory: Path) -> float:
-    """Write random weights for the config in `directory`, generated on the GPU if available. Returns their size in GB."""
+    """Write random weights for the config in `directory`, generated on the GPU if available.
+    Returns their size in GB."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        # which draws them
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(directory), dtype=torch.bfloat16
-        )  # which draws them
+        )
     model.save_pretrained(directory)
     del model
     gc.collect()

@@ -1,12 +1,14 @@
-"""Soak test of a server: a thousand streams for minutes, some with disconnects. Checks for lost or duplicated tokens, growing memory and leaked
-blocks.
+"""Soak test of a server: a thousand streams for minutes, some with disconnects. Checks for lost or
+duplicated tokens, growing memory and leaked blocks.
 
     python -m bench.soak --streams 1000 --seconds 200
     python -m bench.soak --streams 1000 --seconds 200 --disconnects 0.3 --json out.json
 
-It starts `dovetail serve` with the demo model's tokenizer on the executor `toy` (`bench/toy.py`), whose every token is known beforehand, and compares
-every text that arrives. Afterwards all blocks must be free and the server must end as it is told to. Memory is the resident size of each of its
-processes; it is flat if it grows by no more than 5 % and 8 MiB after the first minute, or the first third of a shorter run.
+It starts `dovetail serve` with the demo model's tokenizer on the executor `toy` (`bench/toy.py`),
+whose every token is known beforehand, and compares every text that arrives. Afterwards all blocks
+must be free and the server must end as it is told to. Memory is the resident size of each of its
+processes; it is flat if it grows by no more than 5 % and 8 MiB after the first minute, or the first
+third of a shorter run.
 """
 
 from __future__ import annotations
@@ -81,14 +83,16 @@ class ServerProcess:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def wait_until_ready(self) -> None:
-        """Wait until it is ready. Raises `SystemExit` with the end of the log if it ends before, or takes too long."""
+        """Wait until it is ready. Raises `SystemExit` with the end of the log if it ends before, or
+        takes too long."""
         deadline = time.monotonic() + READY_S
         while self.process.poll() is None and time.monotonic() < deadline:
             with suppress(OSError), urlopen(f"{self.url}/ready", timeout=5):
                 return
             time.sleep(0.1)
         raise SystemExit(
-            f"the server isn't ready, status {self.process.poll()}:\n{self.log.read_text(errors='replace')[-3000:]}"
+            f"the server isn't ready, status "
+            f"{self.process.poll()}:\n{self.log.read_text(errors='replace')[-3000:]}"
         )
 
     def gauges(self) -> dict[str, float] | None:
@@ -112,7 +116,8 @@ class ServerProcess:
         return gauges
 
     def stop(self) -> int | None:
-        """Terminate it, and return its exit status, or None if it had to be killed with all its processes."""
+        """Terminate it, and return its exit status, or None if it had to be killed with all its
+        processes."""
         family = list(processes_of(self.process.pid))
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -220,7 +225,8 @@ def serving(
 def serving_toy(
     config: Mapping[str, Any], arguments: Sequence[str] = ()
 ) -> Iterator[ServerProcess]:
-    """Yield a server with the demo model's tokenizer and the executor `toy`. `config`: keys of `engine.yaml`."""
+    """Yield a server with the demo model's tokenizer and the executor `toy`. `config`: keys of
+    `engine.yaml`."""
     with tempfile.TemporaryDirectory() as directory:
         settings = Path(directory) / "engine.yaml"
         settings.write_text(yaml.safe_dump({"model": "demo", **config}))

@@ -1,15 +1,19 @@
-"""Speculative decoding beside plain decoding, on one GPU and in one run: tokens per second, and how many tokens a step yields.
+"""Speculative decoding beside plain decoding, on one GPU and in one run: tokens per second, and how
+many tokens a step yields.
 
     python -m bench.speculation --rows 1 8 64 --drafter none oracle --max-drafts 4
     python -m bench.speculation --rows 1 8 64 256 --drafter none adversary
     python -m bench.speculation --work edit --rows 1 8 --drafter none suffix ngram --max-drafts 8 --json out.json
     python -m bench.speculation --drafter none eagle3 --max-drafts 4 --acceptance 0.85
 
-Random weights in the model's true shape, bfloat16. With random weights no drafter could be right, so the answers are forced: the sampler draws as
-ever, and then returns the token of a rule that `answer_id` states. The oracle knows the rule, the adversary is always wrong. Answers of the work
-`fixed` can't be found in the prompts; those of `edit` are the prompt, with every 23rd token replaced and every 64th left out. `eagle3` is a head of
-random weights in the true shape of those for the model; its drafts are right at a share of all positions (`--acceptance`): with four drafts and 0.85,
-3.7 tokens a step. One warm-up call, then three timed runs; each drafter runs in a process of its own.
+Random weights in the model's true shape, bfloat16. With random weights no drafter could be right,
+so the answers are forced: the sampler draws as ever, and then returns the token of a rule that
+`answer_id` states. The oracle knows the rule, the adversary is always wrong. Answers of the work
+`fixed` can't be found in the prompts; those of `edit` are the prompt, with every 23rd token
+replaced and every 64th left out. `eagle3` is a head of random weights in the true shape of those
+for the model; its drafts are right at a share of all positions (`--acceptance`): with four drafts
+and 0.85, 3.7 tokens a step. One warm-up call, then three timed runs; each drafter runs in a process
+of its own.
 """
 
 from __future__ import annotations
@@ -48,13 +52,13 @@ DRAFTERS = {
 EDITS = True  # set by `--work`
 ACCEPTANCE = 1.0  # share of positions at which a draft of a head is right
 DRAFT_VOCAB = 32_000
-NOT_DRAFTED = (
-    1  # an id that no head of random weights drafts: its ids are apart by vocab // DRAFT_VOCAB
-)
+# an id that no head of random weights drafts: its ids are apart by vocab // DRAFT_VOCAB
+NOT_DRAFTED = 1
 
 
 def answer_id(prompt: Any, prompt_len: Any, position: Any, edits: bool) -> Any:
-    """Return the id at `position` of an answer: of integers, or elementwise of arrays or tensors. `prompt(i)`: the prompt's id at i."""
+    """Return the id at `position` of an answer: of integers, or elementwise of arrays or tensors.
+    `prompt(i)`: the prompt's id at i."""
     if not edits:
         return (position * 7919 + prompt_len * 31) % MAX_ID
     copied = prompt((position + position // LEFT_OUT) % prompt_len)
@@ -159,7 +163,8 @@ def install(directory: Path) -> None:
 
 
 def write_head(shape: Shape, directory: Path) -> None:
-    """config.json of an EAGLE-3 head for a model of this shape: one layer as the model's, without norms of heads."""
+    """config.json of an EAGLE-3 head for a model of this shape: one layer as the model's, without
+    norms of heads."""
     layer = {
         "model_type": "llama",
         "vocab_size": shape.vocab,
@@ -194,7 +199,8 @@ def run(
     edits: bool,
     acceptance: float,
 ) -> dict[str, Any]:
-    """Measure one engine. Its answers are checked against the rule. `drafter`: its name, or what `speculation.drafter` is."""
+    """Measure one engine. Its answers are checked against the rule. `drafter`: its name, or what
+    `speculation.drafter` is."""
     import bench.speculation as home  # components are made from this module, not from `__main__`
     from dovetail import LLM, SamplingParams
 

@@ -3,8 +3,9 @@
     python -m bench.startup --json out.json
     python -m bench.startup --set executor.name=tensor --verbose     # over two ranks, with each one's stages
 
-A random checkpoint of the model's true shape is written first, in safetensors; so the files lie in the page cache when they are read. With `--set
-load_format=dummy` none is written, and weights are drawn on the device. Runs are made with the compiled kernels of earlier runs on disk, as on a
+A random checkpoint of the model's true shape is written first, in safetensors; so the files lie in
+the page cache when they are read. With `--set load_format=dummy` none is written, and weights are
+drawn on the device. Runs are made with the compiled kernels of earlier runs on disk, as on a
 machine that has served before, and, the first, without any.
 """
 

@@ -1,12 +1,15 @@
-"""Measures the layers with recurrent states: time of a step, and its share of what the memory or the matrix units allow.
+"""Measures the layers with recurrent states: time of a step, and its share of what the memory or
+the matrix units allow.
 
     python -m bench.states                                        # decode and prefill of each model's layer
     python -m bench.states --only prefill --shapes qwen3-next --parts     # each kernel by itself
     python -m bench.states --only decode --tune                   # tilings, quickest first
 
-A layer is the short convolution, the recurrence and the gated norm, without projections. The floor of a decode is reading and writing each row's
-states once; beside a prefill stands the time of the layer's projections at the rate of the device's matrix product. Random data, states in random
-order; several layers take turns, so that their states exceed the L2 many times. All is replayed from a CUDA graph.
+A layer is the short convolution, the recurrence and the gated norm, without projections. The floor
+of a decode is reading and writing each row's states once; beside a prefill stands the time of the
+layer's projections at the rate of the device's matrix product. Random data, states in random order;
+several layers take turns, so that their states exceed the L2 many times. All is replayed from a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -62,11 +65,13 @@ class Model:
 
     @property
     def projection_flop(self) -> int:
-        """Return the multiplications of a token in the layer's projections: inputs of convolution, gate and heads, and the output."""
+        """Return the multiplications of a token in the layer's projections: inputs of convolution,
+        gate and heads, and the output."""
         return 2 * self.hidden * (self.shape.conv_channels + 2 * self.channels + 2 * self.heads)
 
     def flop(self) -> int:
-        """Return the operations of a token in chunks of 64: matrix products, without the triangular inverse."""
+        """Return the operations of a token in chunks of 64: matrix products, without the triangular
+        inverse."""
         if isinstance(self.shape, DeltaShape):
             d = self.shape
             return 2 * d.v_heads * (3 * d.k_size * d.v_size + 64 * (2 * d.k_size + 2 * d.v_size))
@@ -196,7 +201,8 @@ class Bench:
         }
 
     def recurrence_seconds(self) -> float:
-        """Return the time of the recurrence alone. Raises `KernelUnavailable` if a kernel doesn't compile."""
+        """Return the time of the recurrence alone. Raises `KernelUnavailable` if a kernel doesn't
+        compile."""
         x = self.conv(self.layers[0])
 
         def recurrences() -> None:
@@ -232,7 +238,8 @@ def decode_table(names: Sequence[str], state_dtype: torch.dtype, with_parts: boo
             / seconds
         )
         print(
-            f"{name:20} {rows:5} {seconds * 1e6:8.1f} {share:8.0%}  {describe(bench.parts()) if with_parts else ''}",
+            f"{name:20} {rows:5} {seconds * 1e6:8.1f} {share:8.0%}  "
+            f"{describe(bench.parts()) if with_parts else ''}",
             flush=True,
         )
 
@@ -241,16 +248,21 @@ def prefill_table(names: Sequence[str], state_dtype: torch.dtype, with_parts: bo
     rate = product_rate()
     print(f"\nprefill (matrix product: {rate / 1e12:.0f} TFLOP/s)")
     print(
-        f"{'layer':20} {'step':>10} {'ms':>8} {'TFLOP/s':>8} {'projections ms':>14} {'of them':>8}  parts, us"
+        f"{'layer':20} {'step':>10} {'ms':>8} {'TFLOP/s':>8} {'projections ms':>14} {'of them':>8} "
+        f" parts, us"
     )
     for name, (rows, length) in itertools.product(names, PREFILLS):
         bench = Bench(MODELS[name], [length] * rows, state_dtype)
         seconds = bench.seconds()
         tokens = rows * length
         projections = tokens * bench.model.projection_flop / rate
-        numbers = f"{seconds * 1e3:8.3f} {tokens * bench.model.flop() / seconds / 1e12:8.0f} {projections * 1e3:14.3f} {seconds / projections:8.0%}"
+        numbers = (
+            f"{seconds * 1e3:8.3f} {tokens * bench.model.flop() / seconds / 1e12:8.0f} "
+            f"{projections * 1e3:14.3f} {seconds / projections:8.0%}"
+        )
         print(
-            f"{name:20} {f'{rows} x {length}':>10} {numbers}  {describe(bench.parts()) if with_parts else ''}",
+            f"{name:20} {f'{rows} x {length}':>10} {numbers}  "
+            f"{describe(bench.parts()) if with_parts else ''}",
             flush=True,
         )
 

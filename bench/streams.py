@@ -1,6 +1,8 @@
-"""Low-overhead client of an OpenAI-compatible server. `Client` keeps hundreds of streams open in one process and timestamps arrivals.
+"""Low-overhead client of an OpenAI-compatible server. `Client` keeps hundreds of streams open in
+one process and timestamps arrivals.
 
-`bench/serve.py` and `bench/soak.py` run it. A connection is an asyncio protocol with httptools' parser: no task, future or object for each token.
+`bench/serve.py` and `bench/soak.py` run it. A connection is an asyncio protocol with httptools'
+parser: no task, future or object for each token.
 """
 
 from __future__ import annotations
@@ -38,13 +40,14 @@ HUNG_UP = "hung up by the client"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Requests to send, by index, and settings. Each process gets a copy, and sends every `processes`-th request."""
+    """Requests to send, by index, and settings. Each process gets a copy, and sends every
+    `processes`-th request."""
 
     url: str  # of the server: http://host:port
     model: str
-    work: (
-        Workload | None
-    )  # lengths of prompts and answers; more requests than it has go through it again, with other tokens
+    # lengths of prompts and answers; more requests than it has go through it again, with other
+    # tokens
+    work: Workload | None
     trace: tuple[TraceRequest, ...] = ()  # instead of `work`
     arrivals: tuple[float, ...] = ()  # seconds since the start; empty: a closed loop
     requests: int | None = None  # None: for `seconds`
@@ -53,7 +56,8 @@ class Plan:
     processes: int = 1
     disconnects: float = 0.0  # share of requests whose client hangs up on the way
     checked: bool = False  # the server runs the executor `toy`: compare every text
-    chat: bool = False  # /v1/chat/completions, with a message of about as many letters as the prompt has tokens
+    # /v1/chat/completions, with a message of about as many letters as the prompt has tokens
+    chat: bool = False
     params: Mapping[str, Any] = field(default_factory=dict)
     api_key: str | None = None
     timeout_s: float = 600.0  # for one request
@@ -131,7 +135,8 @@ class Job:
 
 @dataclass(slots=True)
 class Outcome:
-    """A finished request. Times are seconds on the machine's monotonic clock, NaN if it didn't happen."""
+    """A finished request. Times are seconds on the machine's monotonic clock, NaN if it didn't
+    happen."""
 
     kind: str  # `COMPLETED`, `HUNG_UP`, or what went wrong
     sent: float
@@ -149,12 +154,10 @@ class Record:
 
     began: float
     outcomes: list[Outcome] = field(default_factory=list)
-    gaps: array[float] = field(
-        default_factory=lambda: array("d")
-    )  # seconds between events of one answer, of those completed
-    examples: dict[str, str] = field(
-        default_factory=dict
-    )  # kind of failure -> the first one in words
+    # seconds between events of one answer, of those completed
+    gaps: array[float] = field(default_factory=lambda: array("d"))
+    # kind of failure -> the first one in words
+    examples: dict[str, str] = field(default_factory=dict)
     cpu_s: float = 0.0  # of this process, while requests ran
     events: int = 0
 
@@ -248,7 +251,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._end(
             "cut off",
-            f"the connection ended after {self._events if self._done else 0} events: {error or 'closed'}",
+            f"the connection ended after {self._events if self._done else 0} events: "
+            f"{error or 'closed'}",
         )
 
     # What the parser calls.
@@ -337,7 +341,10 @@ class Connection(asyncio.Protocol):
             (i for i, (a, b) in enumerate(zip(text, whole, strict=False)) if a != b),
             min(len(text), len(whole)),
         )
-        told = f"request {self._job.index}: {len(text)} of {len(whole)} tokens, usage says {self._outcome.output_tokens}"
+        told = (
+            f"request {self._job.index}: {len(text)} of {len(whole)} tokens, usage says "
+            f"{self._outcome.output_tokens}"
+        )
         return (
             "lost or doubled tokens",
             f"{told}; from {at} on {text[at : at + 20]!r} instead of {whole[at : at + 20]!r}",
@@ -346,7 +353,8 @@ class Connection(asyncio.Protocol):
     def _hang_up(self) -> None:
         self._end(*(self._compared() or (HUNG_UP, "")))
         if self.transport is not None:
-            self.transport.abort() if self._job.index % 2 else self.transport.close()  # a reset, or an orderly end
+            # a reset, or an orderly end
+            self.transport.abort() if self._job.index % 2 else self.transport.close()
 
     def _end(self, kind: str, example: str = "") -> None:
         if self._done is None or self._done.done():
@@ -373,12 +381,16 @@ class Client:
         self._host = self._address.hostname or "127.0.0.1"
         key = f"Authorization: Bearer {plan.api_key}\r\n" if plan.api_key else ""
         path = f"{self._address.path.rstrip('/')}/v1/{'chat/completions' if plan.chat else 'completions'}"
-        head = f"POST {path} HTTP/1.1\r\nHost: {self._address.netloc}\r\nContent-Type: application/json\r\nAccept: text/event-stream\r\n{key}"
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {self._address.netloc}\r\nContent-Type: "
+            f"application/json\r\nAccept: text/event-stream\r\n{key}"
+        )
         self._headers = head.encode()
         self._idle: list[Connection] = []
 
     async def run(self, wait: Any) -> Record:
-        """Run this process's part of the plan. `wait()` blocks until all processes are ready to start."""
+        """Run this process's part of the plan. `wait()` blocks until all processes are ready to
+        start."""
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         streams = self.plan.streams(self.process)

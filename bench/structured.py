@@ -1,13 +1,16 @@
-"""Tokens per second with a grammar in all, one or none of the requests, in one run; and the time from a new grammar to its first mask.
+"""Tokens per second with a grammar in all, one or none of the requests, in one run; and the time
+from a new grammar to its first mask.
 
     python -m bench.structured --tokenizer DIRECTORY                        # of a model: tokenizer.json and tokenizer_config.json, such as Qwen3's
     python -m bench.structured --tokenizer DIRECTORY --grammar llguidance --json out.json
     python -m bench.structured --tokenizer DIRECTORY --schemas --engine dovetail vllm             # ten schemas as people write them
     python -m bench.structured --schemas tags call --requests 8 --demo                            # the program without a GPU
 
-256 requests of 200 tokens in and 300 out, on random weights in a model's true shape. A list of objects with strings, numbers, lists and a pattern,
-which isn't over before 300 tokens; the same lengths without a grammar. Medians of three runs with fresh prompts. With `--schemas`: each of
-`bench/schemas.py` in 1, 64 and 256 requests of 100 tokens in and 300 out, beside as many without a rule, in turns.
+256 requests of 200 tokens in and 300 out, on random weights in a model's true shape. A list of
+objects with strings, numbers, lists and a pattern, which isn't over before 300 tokens; the same
+lengths without a grammar. Medians of three runs with fresh prompts. With `--schemas`: each of
+`bench/schemas.py` in 1, 64 and 256 requests of 100 tokens in and 300 out, beside as many without a
+rule, in turns.
 """
 
 from __future__ import annotations
@@ -85,7 +88,8 @@ def run(directory: Path, grammar: str, settings: dict[str, Any]) -> dict[str, An
                 ]
                 if wrong:
                     raise SystemExit(
-                        f"an answer ended by {wrong[0].finish_reason}: {wrong[0].stop_reason}: {wrong[0].text[:200]}"
+                        f"an answer ended by {wrong[0].finish_reason}: {wrong[0].stop_reason}: "
+                        f"{wrong[0].text[:200]}"
                     )
                 return sum(len(output.outputs[0].token_ids) for output in outputs)
 
@@ -107,7 +111,8 @@ def run(directory: Path, grammar: str, settings: dict[str, Any]) -> dict[str, An
 
 
 def first_tokens(llm: Any) -> dict[str, float]:
-    """Milliseconds to the first token of requests one after the other: without a grammar, and with one that is new each time."""
+    """Milliseconds to the first token of requests one after the other: without a grammar, and with
+    one that is new each time."""
     from dovetail import SamplingParams, Structured
 
     def first(variant: int | None) -> float:
@@ -148,7 +153,8 @@ def run_schemas(args: argparse.Namespace, directory: Path) -> None:
             )
             if worst is not None:
                 print(
-                    f"{engine}: {requests} requests: the worst is {worst['schema']} with {100 * worst['share']:.1f} %",
+                    f"{engine}: {requests} requests: the worst is {worst['schema']} with "
+                    f"{100 * worst['share']:.1f} %",
                     flush=True,
                 )
 
@@ -220,7 +226,8 @@ def main() -> None:
                     for key in ("device_ms_a_step", "core_ms_a_step", "wall_ms_a_step")
                 )
                 print(
-                    f"{grammar}: {way:4} with a grammar {told['tok_s']:10,.0f} tok/s ({share:.1f} %)  {steps}"
+                    f"{grammar}: {way:4} with a grammar {told['tok_s']:10,.0f} tok/s ({share:.1f} "
+                    f"%)  {steps}"
                 )
             print(f"{grammar}: first token, ms: {row['first_token_ms']}", flush=True)
             if args.json:

@@ -1,9 +1,11 @@
-"""Tokens of ordinary streams while requests with hostile grammars arrive: huge, deeply nested or exponential ones. Each must be rejected or served.
+"""Tokens of ordinary streams while requests with hostile grammars arrive: huge, deeply nested or
+exponential ones. Each must be rejected or served.
 
     python -m bench.structured_attacks
     python -m bench.structured_attacks --grammar llguidance --rounds 3
 
-Eight streams of the demo model, first undisturbed, then with some twenty hostile requests at once, a round after the other.
+Eight streams of the demo model, first undisturbed, then with some twenty hostile requests at once,
+a round after the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Tokens per second of whole workloads on one GPU, as a share of what the memory and the matrix units allow.
+"""Tokens per second of whole workloads on one GPU, as a share of what the memory and the matrix
+units allow.
 
     python -m bench.throughput --workload nano --attention triton
     python -m bench.throughput --workload nano --shape llama-3.2-1b
@@ -8,9 +9,10 @@
     python -m bench.throughput --workload moe-one moe-64      # tokens are routed uniformly: routers of random models choose few experts
     python -m bench.throughput --workload nano one eight --engine dovetail nano-vllm vllm transformers --json out.json
 
-Random weights in the model's true shape, bfloat16; one warm-up call, then three timed runs with fresh token ids each; detokenization on. The floor
-(`bench/limits.py`) is computed from the shapes, and the copy bandwidth and product rate measured in the same run. Each engine runs each workload in a
-process of its own.
+Random weights in the model's true shape, bfloat16; one warm-up call, then three timed runs with
+fresh token ids each; detokenization on. The floor (`bench/limits.py`) is computed from the shapes,
+and the copy bandwidth and product rate measured in the same run. Each engine runs each workload in
+a process of its own.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def report(
         **measured.details,
     }
     print(
-        f"{name:>10} {engine:>10} {row['tok_s']:>9,.0f} tok/s {median:8.3f} s  floor {floor:6.3f} s ({100 * row['share_of_floor']:.0f} %)  "
+        f"{name:>10} {engine:>10} {row['tok_s']:>9,.0f} tok/s {median:8.3f} s  floor {floor:6.3f} "
+        f"s ({100 * row['share_of_floor']:.0f} %)  "
         f"start {measured.start_s:.1f} s  "
         + " ".join(
             f"{k}={_short(v)}"

@@ -1,7 +1,9 @@
-"""Executor `toy`: no model and no memory. A token is a function of its request's seed and position only, and a step takes as long as it is told to,
-on the wall clock. Tests and soaks of the server use it: whoever knows a request's seed knows its whole answer.
+"""Executor `toy`: no model and no memory. A token is a function of its request's seed and position
+only, and a step takes as long as it is told to, on the wall clock. Tests and soaks of the server
+use it: whoever knows a request's seed knows its whole answer.
 
-With the demo model's tokenizer the tokens are printable characters of ASCII, one each, so that a text shows every token that was lost or came twice.
+With the demo model's tokenizer the tokens are printable characters of ASCII, one each, so that a
+text shows every token that was lost or came twice.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ FIRST_LETTER = ord("!")
 
 
 def answer_ids(seed: int | NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the ids [n] at these positions [n] of an answer, 0 being its first token: SplitMix64's mixing of seed and position."""
+    """Return the ids [n] at these positions [n] of an answer, 0 being its first token: SplitMix64's
+    mixing of seed and position."""
     x = np.uint64(seed) if isinstance(seed, int) else seed
     x = x + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -110,9 +113,8 @@ class ToyExecutor(Executor):
             batch.yields_token, answer_ids(self._seeds[rows], self._answered[rows]), -1
         )
         self._answered[rows] += batch.yields_token
-        started = max(
-            self.context.clock.now(), self._last_ended
-        )  # as on a device, which begins a step when the one before has ended
+        # as on a device, which begins a step when the one before has ended
+        started = max(self.context.clock.now(), self._last_ended)
         self._last_ended = (
             math.inf if batch.step == self.options.hangs_at_step else started + self.options.step_s
         )
@@ -131,7 +133,8 @@ class ToyExecutor(Executor):
 
 
 class ToySampler(Sampler):
-    """No-op sampler, since the executor computes its tokens: an engine's process then doesn't need torch."""
+    """No-op sampler, since the executor computes its tokens: an engine's process then doesn't need
+    torch."""
 
     def prepare(self, max_rows: int) -> None: ...
 
@@ -163,7 +166,8 @@ def dovetail_components() -> list[ComponentSpec]:
 
 
 def installed_in(directory: Path) -> dict[str, str]:
-    """Install the toy as a distribution into a directory, and return an environment in which other processes find it."""
+    """Install the toy as a distribution into a directory, and return an environment in which other
+    processes find it."""
     info = directory / "dovetail_toy-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dovetail-toy\nVersion: 1.0\n")

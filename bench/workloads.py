@@ -1,4 +1,5 @@
-"""Workloads of docs/performance.md: prompts and output lengths. Each call of `prompts` draws new token ids of the same lengths."""
+"""Workloads of docs/performance.md: prompts and output lengths. Each call of `prompts` draws new
+token ids of the same lengths."""
 
 from __future__ import annotations
 
@@ -14,9 +15,8 @@ class Workload:
     shared_prefix: int = 0
     max_id: int = 10_000
     temperature: float = 0.6
-    params: dict[str, Any] = field(
-        default_factory=dict
-    )  # further sampling parameters, as Dovetail and vLLM call them
+    # further sampling parameters, as Dovetail and vLLM call them
+    params: dict[str, Any] = field(default_factory=dict)
     max_num_seqs: int | None = None  # None: as many as there are requests
 
     def prompts(self, seed: int) -> list[list[int]]:
@@ -47,7 +47,8 @@ class Workload:
 
 
 def _nano() -> tuple[tuple[int, int], ...]:
-    """nano-vllm's benchmark: 256 requests of 100 to 1,024 tokens in and out, drawn as it draws them."""
+    """nano-vllm's benchmark: 256 requests of 100 to 1,024 tokens in and out, drawn as it draws
+    them."""
     rng = random.Random(0)
     prompts = [
         len([rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))]) for _ in range(256)

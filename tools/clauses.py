@@ -1,7 +1,8 @@
-"""Generates docs/plugins/clauses.md: every sentence of the contracts that requires something of a component, with the checks that verify it; and all
-checks.
+"""Generates docs/plugins/clauses.md: every sentence of the contracts that requires something of a
+component, with the checks that verify it; and all checks.
 
-Run `python -m tools.clauses > docs/plugins/clauses.md` to update it. The page is committed, so that it can be read without building the site.
+Run `python -m tools.clauses > docs/plugins/clauses.md` to update it. The page is committed, so that
+it can be read without building the site.
 """
 
 from __future__ import annotations

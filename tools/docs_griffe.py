@@ -1,7 +1,8 @@
 """Griffe extensions for the API reference, listed in `mkdocs.yml`.
 
-In this code base `seed: int = 0  # 64 bits` documents the field. `FieldComments` turns such comments into docstrings; `FieldTables` then lists the
-fields of a class in one table instead of a heading each. `docs_templates/` has the table's template.
+In this code base `seed: int = 0  # 64 bits` documents the field. `FieldComments` turns such
+comments into docstrings; `FieldTables` then lists the fields of a class in one table instead of a
+heading each. `docs_templates/` has the table's template.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import griffe
 
 
 class FieldComments(griffe.Extension):
-    """Gives attributes without a docstring the comment at the end of their line, otherwise the comment lines right above."""
+    """Gives attributes without a docstring the comment at the end of their line, otherwise the
+    comment lines right above."""
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         if attr.docstring is None and attr.lineno is not None and isinstance(attr.filepath, Path):
@@ -26,7 +28,8 @@ class FieldComments(griffe.Extension):
 
 
 class FieldTables(griffe.Extension):
-    """Moves the fields of each class to a section of its docstring. They stay in the tree, but templates skip non-public members."""
+    """Moves the fields of each class to a section of its docstring. They stay in the tree, but
+    templates skip non-public members."""
 
     def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
         hidden = [
@@ -72,7 +75,8 @@ def _has_signature(cls: griffe.Class) -> bool:
 
 
 def _meaning(field: griffe.Attribute) -> str | None:
-    """Return a field's description for the table: "" if only its type is known, None if not even that."""
+    """Return a field's description for the table: "" if only its type is known, None if not even
+    that."""
     typed = field.annotation is not None or _take_type_of_parameter(field)
     if field.docstring is not None:
         return " ".join(field.docstring.value.split())

@@ -1,8 +1,10 @@
-"""Fills in generated parts of the documentation site: `mkdocs.yml` lists this file as a hook, and `tests/docs/` calls it too.
+"""Fills in generated parts of the documentation site: `mkdocs.yml` lists this file as a hook, and
+`tests/docs/` calls it too.
 
-A page includes a part with a comment on a separate line, `<!-- generated: NAME -->`; `PIECES` lists the names.
-`<!-- generated: keys of FILE -->` is the table of a model's file. `<!-- generated: code FILE NAME -->`
-includes a definition from a Python file of the repository, or the whole file without NAME.
+A page includes a part with a comment on a separate line, `<!-- generated: NAME -->`; `PIECES` lists
+the names. `<!-- generated: keys of FILE -->` is the table of a model's file.
+`<!-- generated: code FILE NAME -->` includes a definition from a Python file of the repository, or
+the whole file without NAME.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def fill_in(markdown: str) -> str:
-    """Return the text with each marker replaced by its part. Raises `KeyError` for an unknown name."""
+    """Return the text with each marker replaced by its part. Raises `KeyError` for an unknown
+    name."""
 
     def piece(marker: re.Match[str]) -> str:
         kind, *words = marker["name"].split()
@@ -76,7 +79,8 @@ def fill_in(markdown: str) -> str:
 
 
 def code(path: str, name: str | None = None) -> str:
-    """Return a Python file of the repository, or a top-level definition in it. Raises `KeyError` if there is none."""
+    """Return a Python file of the repository, or a top-level definition in it. Raises `KeyError` if
+    there is none."""
     text = (ROOT / path).read_text(encoding="utf-8")
     shown = text if name is None else definitions(text)[name]
     return f'```python title="{path.rpartition("/")[2]}"\n{shown.strip()}\n```'
@@ -96,7 +100,8 @@ def definitions(text: str) -> dict[str, str]:
 
 
 def drawing(name: str) -> str:
-    """Return a drawing inlined into the page, so that it uses the page's colors; the file has its own, light and dark."""
+    """Return a drawing inlined into the page, so that it uses the page's colors; the file has its
+    own, light and dark."""
     svg = (ASSETS / f"{name}.svg").read_text(encoding="utf-8").strip()
     return f'<figure class="drawing">\n{svg}\n</figure>'
 
@@ -193,7 +198,8 @@ def request_fields() -> str:
             for index, (name, values, reason) in enumerate(ONLY[operation.request]):
                 accepted = _code(*(json.dumps(value) for value in values)) or "none"
                 lines.append(
-                    f"| {'' if index else f'`{operation.path}`'} | `{name}` | {accepted} | {reason.replace('|', chr(92) + '|')} |"
+                    f"| {'' if index else f'`{operation.path}`'} | `{name}` | {accepted} | "
+                    f"{reason.replace('|', chr(92) + '|')} |"
                 )
     return "\n".join(lines)
 
@@ -215,7 +221,8 @@ def advisory_fields() -> str:
     rows = ["| field | of | without effect, since | with `refuse` |", "|---|---|---|---|"]
     for field, paths in found.items():
         rows.append(
-            f"| `{field.path}` | {_code(*paths)} | {field.reason} | {'refused' if field.hint else 'accepted'} |"
+            f"| `{field.path}` | {_code(*paths)} | {field.reason} | "
+            f"{'refused' if field.hint else 'accepted'} |"
         )
     return "\n".join(rows)
 
@@ -249,7 +256,8 @@ def vllm_arguments() -> str:
         examples = _code(*map(repr, row.accepted)) if row.rejected else "any"
         values = row.meaning if row.key else f"{examples}: {row.meaning}"
         rows.append(
-            f"| `{row.name}` | {here} | {values} | {row.advice or ('as for the key' if row.key else 'nothing')} |"
+            f"| `{row.name}` | {here} | {values} | "
+            f"{row.advice or ('as for the key' if row.key else 'nothing')} |"
         )
     return "\n".join(rows)
 
@@ -264,7 +272,8 @@ def vllm_groups() -> str:
 
 
 def vllm_examples() -> str:
-    """Return a table of vLLM's offline examples: which run, which are refused, and which need a package that isn't installed."""
+    """Return a table of vLLM's offline examples: which run, which are refused, and which need a
+    package that isn't installed."""
     known = json.loads(
         (Path(__file__).parents[1] / "docs" / "assets" / "vllm_examples.json").read_text(
             encoding="utf-8"
@@ -274,7 +283,8 @@ def vllm_examples() -> str:
     for name, row in known["examples"].items():
         why = row["why"].replace("|", "\\|").replace("<", "&lt;")
         rows.append(
-            f"| `{name.removesuffix('_offline')}` | {row['verdict']} | {f'`{why}`' if row['verdict'] == 'needs' else why} |"
+            f"| `{name.removesuffix('_offline')}` | {row['verdict']} | "
+            f"{f'`{why}`' if row['verdict'] == 'needs' else why} |"
         )
     return "\n".join(rows)
 
@@ -303,20 +313,23 @@ def api_versions() -> str:
 
 
 def api_changes() -> str:
-    """Return the table of deprecations: what changed between versions, and whether an older component runs."""
+    """Return the table of deprecations: what changed between versions, and whether an older
+    component runs."""
     rows = ["| kind | written for | now | still runs | to upgrade |", "|---|---|---|---|---|"]
     for change in CHANGES:
         runs = (
             "no" if change.refused else "as it is" if change.bridge is None else "through a bridge"
         )
         rows.append(
-            f"| `{change.kind}` | {change.before} | {change.after} | {runs} | {change.upgrade.replace('|', chr(92) + '|')} |"
+            f"| `{change.kind}` | {change.before} | {change.after} | {runs} | "
+            f"{change.upgrade.replace('|', chr(92) + '|')} |"
         )
     return "\n".join(rows)
 
 
 def check_table(group: str) -> str:
-    """Return a table of the checks that a component of a kind must pass; for "hygiene", of those for all kinds."""
+    """Return a table of the checks that a component of a kind must pass; for "hygiene", of those
+    for all kinds."""
     from dovetail.testing.checks import checks_of  # suites of some kinds import torch
     from dovetail.testing.suites import suite_for
 
@@ -325,7 +338,8 @@ def check_table(group: str) -> str:
     for check in checks_of(suite).values():
         if check.id.startswith(f"{group}."):
             rows.append(
-                f"| `{check.id}`{{ #{check.id} }} | {check.level} | {check.since} | {check.help.replace('|', chr(92) + '|')} |"
+                f"| `{check.id}`{{ #{check.id} }} | {check.level} | {check.since} | "
+                f"{check.help.replace('|', chr(92) + '|')} |"
             )
     return "\n".join(rows)
 
@@ -381,9 +395,11 @@ def _table(
     anchor: str = "",
     types: Mapping[str, str] | None = None,
 ) -> str:
-    """Return a row for each field; its type in words is from `types`, otherwise from its JSON Schema in `properties`.
+    """Return a row for each field; its type in words is from `types`, otherwise from its JSON
+    Schema in `properties`.
 
-    Raises `ValueError` for one without a description: undocumented settings must not get into the site."""
+    Raises `ValueError` for one without a description: undocumented settings must not get into the
+    site."""
     types = types or {}
     rows = [f"| {noun} | type | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
@@ -396,7 +412,8 @@ def _table(
         )
         meaning = " ".join(field.description.split()).replace("|", "\\|")
         rows.append(
-            f"| `{prefix}{name}`{{ #{anchor}{prefix}{name} }} | {types.get(name) or _type(properties[name])} | {default} | {meaning} |"
+            f"| `{prefix}{name}`{{ #{anchor}{prefix}{name} }} | "
+            f"{types.get(name) or _type(properties[name])} | {default} | {meaning} |"
         )
     return "\n".join(rows)
 
@@ -444,7 +461,8 @@ def _code(*names: str) -> str:
 
 
 def all_file_keys() -> tuple[FileKeys, ...]:
-    """Return the table of each file of a model. Those of models and weight formats need torch, which other parts of the site don't."""
+    """Return the table of each file of a model. Those of models and weight formats need torch,
+    which other parts of the site don't."""
     from dovetail.nn.format import awq, compressed_tensors, fp8, gptq, mxfp4
     from dovetail_models import arch, eagle3
 
@@ -468,7 +486,8 @@ def all_file_keys() -> tuple[FileKeys, ...]:
 
 
 def file_keys(file: str) -> str:
-    """Return a table of what the keys of a file do; those that are used come first. Raises `KeyError` if there is no such file."""
+    """Return a table of what the keys of a file do; those that are used come first. Raises
+    `KeyError` if there is no such file."""
     table = {table.file: table for table in all_file_keys()}[file]
     lines: list[list[str]] = [[], [], []]
     for key, rule in table.keys.items():
@@ -488,7 +507,8 @@ def file_keys(file: str) -> str:
 
 
 def commands() -> dict[tuple[str, ...], str]:
-    """Return every command of the core, "config show" as `("config", "show")`, with the first line of its `--help`."""
+    """Return every command of the core, "config show" as `("config", "show")`, with the first line
+    of its `--help`."""
     return dict(_leaves(typer.main.get_command(app), ()))
 
 

@@ -1,4 +1,5 @@
-"""Draws the packages of Dovetail as `docs/assets/house.svg`: the core, plugins around it, apps on top.
+"""Draws the packages of Dovetail as `docs/assets/house.svg`: the core, plugins around it, apps on
+top.
 
     python -m tools.house            # writes the drawing
     python -m tools.house --check    # exits with 1 if the existing one is out of date

@@ -4,9 +4,10 @@
     python -m tools.seeded_faults --out faults.json                 # tries each against its package's tests
     python -m tools.seeded_faults --out faults.json --seconds 3000  # stops in time; called again, it goes on
 
-A fault is one changed operator, constant, branch or call. Faults are spread evenly over the packages, and the seed
-decides which. Each is tried against the quick tests of its package, and against the slow ones if those don't find it.
-The file is changed in place and restored, so it needs a checkout without changes. A run that times out counts as found.
+A fault is one changed operator, constant, branch or call. Faults are spread evenly over the
+packages, and the seed decides which. Each is tried against the quick tests of its package, and
+against the slow ones if those don't find it. The file is changed in place and restored, so it needs
+a checkout without changes. A run that times out counts as found.
 """
 
 from __future__ import annotations
@@ -252,13 +253,15 @@ def main() -> None:
         results.append({"fault": asdict(fault), "runs": runs})
         args.out.write_text(json.dumps(results, indent=1))
         print(
-            f"{'found' if runs[-1]['found'] else 'missed'} by {runs[-1]['profile']} {runs[-1]['by']}: {fault}",
+            f"{'found' if runs[-1]['found'] else 'missed'} by {runs[-1]['profile']} "
+            f"{runs[-1]['by']}: {fault}",
             flush=True,
         )
     quick = sum(bool(result["runs"][0]["found"]) for result in results)
     either = sum(bool(result["runs"][-1]["found"]) for result in results)
     print(
-        f"of {len(results)} faults, the tests find {either}: quick ones {quick}, {100 * quick / max(1, either):.0f} % of them"
+        f"of {len(results)} faults, the tests find {either}: quick ones {quick}, "
+        f"{100 * quick / max(1, either):.0f} % of them"
     )
 
 

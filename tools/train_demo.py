@@ -143,7 +143,8 @@ def training_batches(ids: Tensor, recipe: Recipe) -> Iterator[tuple[Tensor, Tens
     while True:
         start = int(torch.randint(len(ids), (1,), generator=rng))
         ring = ids.roll(-start)
-        # [num_windows, length + 1]: neighbours share one token, the target of one and input of the next
+        # [num_windows, length + 1]: neighbours share one token, the target of one and input of the
+        # next
         windows = ring.unfold(0, length + 1, length)
         order = torch.randperm(len(windows), generator=rng)
         for chosen in torch.split(order, recipe.batch_windows):
@@ -250,7 +251,8 @@ def learning_rate(step: int, progress: float, recipe: Recipe) -> float:
 def train_step(
     model: nn.Module, inputs: Tensor, targets: Tensor, optimizer: torch.optim.Optimizer
 ) -> Tensor:
-    """One update of `model` in bfloat16 autocast; returns the loss before it, still on the device."""
+    """One update of `model` in bfloat16 autocast; returns the loss before it, still on the
+    device."""
     model.train()
     with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
         logits = model(input_ids=inputs, use_cache=False).logits  # [windows, length, vocab]

@@ -2,8 +2,9 @@
 
     python tools/train_demo_draft.py --data tinyshakespeare.txt --out DIR
 
-It has the demo model's vocabulary, and learns the demo model's distribution at each position of the training text (knowledge distillation): what
-counts is how often both draw the same token, not how well it writes. Those logits are computed once, so that some minutes on a CPU suffice.
+It has the demo model's vocabulary, and learns the demo model's distribution at each position of the
+training text (knowledge distillation): what counts is how often both draw the same token, not how
+well it writes. Those logits are computed once, so that some minutes on a CPU suffice.
 """
 
 from __future__ import annotations
@@ -43,14 +44,16 @@ WINDOW = 256  # tokens
 
 @torch.no_grad()
 def targets(teacher: Qwen3ForCausalLM, windows: Tensor) -> Tensor:
-    """Return the teacher's logits [num_windows, WINDOW, vocab] float16 for windows [num_windows, WINDOW]."""
+    """Return the teacher's logits [num_windows, WINDOW, vocab] float16 for windows [num_windows,
+    WINDOW]."""
     return torch.cat(
         [teacher(input_ids=some, use_cache=False).logits.half() for some in torch.split(windows, 8)]
     )
 
 
 def divergence(student: Qwen3ForCausalLM, windows: Tensor, logits: Tensor) -> Tensor:
-    """Return the mean KL divergence of the student from the teacher with these `logits`, in nats a token."""
+    """Return the mean KL divergence of the student from the teacher with these `logits`, in nats a
+    token."""
     own = student(input_ids=windows, use_cache=False).logits.float()
     return F.kl_div(
         own.log_softmax(-1).flatten(0, 1),
@@ -69,7 +72,8 @@ def agreement(student: Qwen3ForCausalLM, windows: Tensor, logits: Tensor) -> flo
 
 
 def main() -> None:
-    """Train, save, and report how often the draft model draws the demo model's token on the held-out text."""
+    """Train, save, and report how often the draft model draws the demo model's token on the
+    held-out text."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="the training text, UTF-8")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
@@ -102,7 +106,8 @@ def main() -> None:
         optimizer.step()
         if step % 100 == 99:
             print(
-                f"step {step + 1}  training {loss.item():.3f}  held-out agreement {agreement(student, held_out, held_out_logits):.3f}",
+                f"step {step + 1}  training {loss.item():.3f}  held-out agreement "
+                f"{agreement(student, held_out, held_out_logits):.3f}",
                 flush=True,
             )
             arguments.out.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,13 @@
 
     python -m tools.vllm_examples vllm-0.33.0.tar.gz [part of a name ...]
 
-The source distribution comes from a package index (`pip download --no-deps --no-binary :all: vllm`).
-Nothing of it is kept but the names of its examples. Each runs in a process of its own, with
-`vllm` replaced by `dovetail.compat.vllm` in its imports, names of models on the hub replaced by
-checkpoints with random weights, and adapters likewise. `docs/assets/vllm_examples.json` gets a row
-for each: "runs", "refused" with the sentence, "needs" with the package that isn't installed, or
-"broken" with the error. Without parts of names all are run, which takes some ten minutes.
+The source distribution comes from a package index
+(`pip download --no-deps --no-binary :all: vllm`). Nothing of it is kept but the names of its
+examples. Each runs in a process of its own, with `vllm` replaced by `dovetail.compat.vllm` in its
+imports, names of models on the hub replaced by checkpoints with random weights, and adapters
+likewise. `docs/assets/vllm_examples.json` gets a row for each: "runs", "refused" with the sentence,
+"needs" with the package that isn't installed, or "broken" with the error. Without parts of names
+all are run, which takes some ten minutes.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 OWNERS = re.compile(
     r"(application|image|video|audio|text|path|tmp|outputs?|data)/.*|.*\.(py|json|jinja|png|jpg|wav|csv)"
 )
+# part of a name -> labels of the classifier that it gets
 LABELS = (
     ("score/", 1),
     ("basic/.*/score", 1),
     ("reward/|classif", 2),
-)  # part of a name -> labels of the classifier that it gets
+)
 START = "import sys, tools.vllm_examples as tool; tool.start(*sys.argv[1:])"
 
 

@@ -1,4 +1,5 @@
-"""Read names and defaults from vLLM's source: `python -m tools.vllm_names SOURCE > tests/e2e/data/vllm_names.json`.
+"""Read names and defaults from vLLM's source: `python -m tools.vllm_names SOURCE >
+tests/e2e/data/vllm_names.json`.
 
 `SOURCE` is an unpacked source distribution, or its `tar.gz`. Only names and plain default values
 are kept; tests check that each name is translated, accepted at its default, or rejected with a

@@ -1,11 +1,13 @@
-"""Mooncake's conversation trace through the KV-cache manager `prefix`, one request at a time: hit rates by cache size.
+"""Mooncake's conversation trace through the KV-cache manager `prefix`, one request at a time: hit
+rates by cache size.
 
     python -m bench.lab.mooncake_cache --traces DIR                 # a minute or two
     python -m bench.lab.mooncake_cache --traces DIR --blocks 2929
 
-No engine and no clock: each request looks its prompt up, takes its blocks, commits prompt and answer and lets go, before the next one comes. Blocks
-of 512 tokens, as the trace has its hash ids; only full ones are ever found, and the end of a chain goes before its beginning. An answer is text of
-its own: no later prompt holds it, since the trace doesn't say what was answered.
+No engine and no clock: each request looks its prompt up, takes its blocks, commits prompt and
+answer and lets go, before the next one comes. Blocks of 512 tokens, as the trace has its hash ids;
+only full ones are ever found, and the end of a chain goes before its beginning. An answer is text
+of its own: no later prompt holds it, since the trace doesn't say what was answered.
 """
 
 from __future__ import annotations
@@ -39,13 +41,11 @@ def hits(trace: Trace, num_blocks: int) -> tuple[int, int]:
         )
         found += manager.lookup(request)
         total += one.prompt_tokens
-        computed = (
-            one.prompt_tokens + one.output_tokens - 1
-        )  # the last token's K and V are never needed
+        # the last token's K and V are never needed
+        computed = one.prompt_tokens + one.output_tokens - 1
         manager.allocate(request, computed)
-        request.output_token_ids.extend(
-            output_ids(one, VOCAB_SIZE).tolist()
-        )  # what the engine's core does when ids arrive
+        # what the engine's core does when ids arrive
+        request.output_token_ids.extend(output_ids(one, VOCAB_SIZE).tolist())
         manager.commit(request, computed)
         manager.free(request)
     return found, total

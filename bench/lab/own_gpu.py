@@ -1,19 +1,22 @@
-"""Validates simulations against real runs: calibrates on this machine's GPU, runs other workloads and policies on it, and simulates them.
+"""Validates simulations against real runs: calibrates on this machine's GPU, runs other workloads
+and policies on it, and simulates them.
 
     python -m bench.lab.own_gpu --out DIR                          # Qwen3-0.6B's shape: calibrate, run, compare
     python -m bench.lab.own_gpu --out DIR --shape qwen3-8b         # calibrate only
     python -m bench.lab.own_gpu --out DIR --shape all --cases      # calibrate every shape of bench/shapes.py: four minutes
     python -m bench.lab.own_gpu --out DIR --again                  # no GPU: fit anew what was measured, and compare the runs with it
 
-Of what was measured the median over the real runs of a case counts, and of what was simulated the median over as many seeds: a host has slow seconds.
+Of what was measured the median over the real runs of a case counts, and of what was simulated the
+median over as many seeds: a host has slow seconds.
 
-Random weights in the model's true shape, bfloat16, the engine's defaults otherwise: overlap on, prefix reuse on (nobody shares a prefix), blocks as
-the attention backend likes them. Calibration sees its grid, and a short workload unlike these. A run's first seconds are not compared: kernels are
-compiled then. The profiles that the lab ships are what this leaves: tar xzf DIR/own.tgz -C apps/lab/dovetail_lab/profiles --wildcards
-'h200-*.json'.
+Random weights in the model's true shape, bfloat16, the engine's defaults otherwise: overlap on,
+prefix reuse on (nobody shares a prefix), blocks as the attention backend likes them. Calibration
+sees its grid, and a short workload unlike these. A run's first seconds are not compared: kernels
+are compiled then. The profiles that the lab ships are what this leaves: tar xzf DIR/own.tgz -C
+apps/lab/dovetail_lab/profiles --wildcards 'h200-*.json'.
 
-DIR gets one file, own.tgz, which every invocation adds to, after each stage: the profile, every step that was sighted while it was measured, each
-run, real and simulated, and results.json.
+DIR gets one file, own.tgz, which every invocation adds to, after each stage: the profile, every
+step that was sighted while it was measured, each run, real and simulated, and results.json.
 """
 
 from __future__ import annotations
@@ -58,7 +61,8 @@ PAPERS = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A workload, without its duration, and a policy. The runs that are kept were measured before `pace` was a key: only `fcfs` had one."""
+    """A workload, without its duration, and a policy. The runs that are kept were measured before
+    `pace` was a key: only `fcfs` had one."""
 
     workload: str
     scheduler: str | dict[str, Any]
@@ -113,7 +117,8 @@ def known_shapes() -> list[str]:
 
 
 def calibrated(shape: str, args: argparse.Namespace) -> bool:
-    """Measure a shape, or refit earlier measurements, and compare the cases. Return True if all figures are within bounds."""
+    """Measure a shape, or refit earlier measurements, and compare the cases. Return True if all
+    figures are within bounds."""
     cases = (
         args.cases if args.cases is not None else list(CASES)[:2] if shape == CASES_SHAPE else []
     )
@@ -209,7 +214,8 @@ def measure_all(
     archive.pack()
     took = time.perf_counter() - begun
     print(
-        f"calibrated in {took:.0f} s: off by {made.profile.error:.1%} ({made.profile.judged_on}); all of the grid: {made.complete}",
+        f"calibrated in {took:.0f} s: off by {made.profile.error:.1%} ({made.profile.judged_on}); "
+        f"all of the grid: {made.complete}",
         flush=True,
     )
     for name, _ in runs:
@@ -246,8 +252,8 @@ def fit_anew(archive: Archive, shape: str, profile: Path) -> None:
 
 
 def compare(out: Path, profile: Path, cases: list[str], seconds: float) -> bool:
-    """Run the part that needs no GPU: simulate each case and compare it with the real run. Return True if all is within `WITHIN`. Ends the program
-    if nothing was run."""
+    """Run the part that needs no GPU: simulate each case and compare it with the real run. Return
+    True if all is within `WITHIN`. Ends the program if nothing was run."""
     results: dict[str, Any] = {
         "profile": StepTimeProfile.load(str(profile)).model_dump(mode="json"),
         "cases": {},

@@ -10,7 +10,8 @@ API = "0.4"  # of schedulers
 
 
 def registry_with(name: str, target: str, options: str | None = None) -> Registry:
-    """Return the installed plugins, and beside them the scheduler `name`, a class and its options by "package.module:Class"."""
+    """Return the installed plugins, and beside them the scheduler `name`, a class and its options
+    by "package.module:Class"."""
     spec = ComponentSpec(
         kind="scheduler",
         name=name,

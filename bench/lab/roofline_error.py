@@ -3,12 +3,14 @@
     python -m bench.lab.roofline_error --traces DIR             # half a minute
     python -m bench.lab.roofline_error --traces DIR --fit       # find its constants anew, on `FITTED` alone: two minutes
 
-Its constants (`bandwidth_share`, `flops_share`, `attention_share`, `layer_s`) were found on `FITTED` as `bench/lab/own_gpu.py` measured them on
-2026-11-22, before the profiles that ship now; everything else here is a prediction. Engines of 2023 launch their kernels one by one from Python, and
-are bound by that: for them the table has a second line, with `launched_layer_s` as the quickest measured decode of the same engine, model and number
-of GPUs has it.
+Its constants (`bandwidth_share`, `flops_share`, `attention_share`, `layer_s`) were found on
+`FITTED` as `bench/lab/own_gpu.py` measured them on 2026-11-22, before the profiles that ship now;
+everything else here is a prediction. Engines of 2023 launch their kernels one by one from Python,
+and are bound by that: for them the table has a second line, with `launched_layer_s` as the quickest
+measured decode of the same engine, model and number of GPUs has it.
 
-Compared are steps of decodes alone, by rows and context, and of prompts alone, or beside decodes where a profile knows them.
+Compared are steps of decodes alone, by rows and context, and of prompts alone, or beside decodes
+where a profile knows them.
 """
 
 from __future__ import annotations
@@ -144,14 +146,14 @@ def of_profiles() -> Iterator[Source]:
 
 def of_vtc(traces: Path) -> Iterator[Source]:
     batches = single_batches(traces / "vtc_arena" / "cost_profile_a10g_llama7b.json")
-    steps = [
-        (one.shapes[len(one.shapes) // 2], one.seconds / len(one.shapes)) for one in batches
-    ]  # of decodes the middle one, and the mean
+    # of decodes the middle one, and the mean
+    steps = [(one.shapes[len(one.shapes) // 2], one.seconds / len(one.shapes)) for one in batches]
     yield Source("A10G Llama-2-7B, S-LoRA", LLAMA_2_7B, "a10g", 1, steps)
 
 
 def of_distserve(traces: Path) -> Iterator[Source]:
-    """Their fits, in milliseconds: of prompts over tokens and their squares, of decodes over context and rows."""
+    """Their fits, in milliseconds: of prompts over tokens and their squares, of decodes over
+    context and rows."""
     for engine in ("distserve", "vllm"):
         fits = json.loads(
             (traces / "calibration" / f"distserve_profiler-a100-80g.{engine}.json").read_text()
@@ -186,7 +188,8 @@ def of_distserve(traces: Path) -> Iterator[Source]:
 
 
 def of_splitwise(traces: Path) -> Iterator[Source]:
-    """Medians of repetitions: prompts of one request, since those of more were cut into several steps, and decodes of up to 32."""
+    """Medians of repetitions: prompts of one request, since those of more were cut into several
+    steps, and decodes of up to 32."""
     cells: dict[tuple[str, str, str], dict[tuple[int, int], list[tuple[float, float]]]] = (
         defaultdict(lambda: defaultdict(list))
     )
@@ -213,7 +216,8 @@ def of_splitwise(traces: Path) -> Iterator[Source]:
 
 
 def fitted(sources: Sequence[Source]) -> dict[str, float]:
-    """Return the constants with the smallest mean of |log(predicted / measured)| over `FITTED`, each profile counting as much."""
+    """Return the constants with the smallest mean of |log(predicted / measured)| over `FITTED`,
+    each profile counting as much."""
     from scipy.optimize import minimize  # type: ignore[import-untyped]
 
     chosen = [source for source in sources if source.name in FITTED]

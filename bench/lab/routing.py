@@ -1,10 +1,11 @@
-"""Routers on the conversation trace of Mooncake (Qin et al., FAST '25): the share of the prompts' tokens that the replicas' prefix caches hold, and
-how long first tokens take.
+"""Routers on the conversation trace of Mooncake (Qin et al., FAST '25): the share of the prompts'
+tokens that the replicas' prefix caches hold, and how long first tokens take.
 
     python -m bench.lab.routing --traces DIR [--replicas 4] [--blocks 1500] [--requests 12031]
 
-DIR holds `mooncake/conversation_trace.jsonl`. Each replica is an H200 with Qwen3-8B, whose step times were measured, and `--blocks` blocks of 512
-tokens, about what its memory holds. The last line is one engine with the memory of all, whose steps take a tenth of the time: it shows what a prefix
+DIR holds `mooncake/conversation_trace.jsonl`. Each replica is an H200 with Qwen3-8B, whose step
+times were measured, and `--blocks` blocks of 512 tokens, about what its memory holds. The last line
+is one engine with the memory of all, whose steps take a tenth of the time: it shows what a prefix
 cache finds if nothing has to be routed.
 """
 
@@ -47,7 +48,10 @@ def told(name: str, records: Iterable[RequestRecord]) -> str:
     share = sum(record.cached_tokens for record in done) / sum(
         record.prompt_tokens for record in done
     )
-    return f"{name:32} {share:8.1%} {ttft.mean():9.3f} {np.percentile(ttft, 99):9.2f}   {len(done):,} completed"
+    return (
+        f"{name:32} {share:8.1%} {ttft.mean():9.3f} {np.percentile(ttft, 99):9.2f}   "
+        f"{len(done):,} completed"
+    )
 
 
 def main() -> None:
@@ -62,7 +66,8 @@ def main() -> None:
         WorkloadOptions(slice=f"0:{args.requests}"),
     )
     print(
-        f"{'router':32} {'cached':>8} {'mean TTFT':>9} {'p99 TTFT':>9}   of {len(trace):,} requests, {args.replicas} x {args.blocks} blocks"
+        f"{'router':32} {'cached':>8} {'mean TTFT':>9} {'p99 TTFT':>9}   of {len(trace):,} "
+        f"requests, {args.replicas} x {args.blocks} blocks"
     )
     aware = f"prefix_aware(blocks={args.blocks}, block_tokens={BLOCK_TOKENS}"
     for router in ("round_robin", "least_tokens", "vllm", f"{aware})", f"{aware}, least_match=0)"):

@@ -1,14 +1,18 @@
-"""Chunked prefills against prefills first, by capacity: the comparison of Sarathi-Serve (Agrawal et al., OSDI '24, arXiv:2403.02310, section 5.2).
+"""Chunked prefills against prefills first, by capacity: the comparison of Sarathi-Serve (Agrawal et
+al., OSDI '24, arXiv:2403.02310, section 5.2).
 
     python -m bench.lab.sarathi_capacity --traces DIR               # ten minutes
     python -m bench.lab.sarathi_capacity --traces DIR --chunk 2048 --tbt 0.5    # the relaxed objective
 
-The capacity is the highest Poisson rate at which 2,048 requests of ShareGPT's lengths have a P99 of all times between tokens (TBT) within `--tbt` and
-a median scheduling delay within 2 s. Overlap off, with 2 ms of the core's own time a step, prefix reuse off, blocks of 16, 128 seats.
+The capacity is the highest Poisson rate at which 2,048 requests of ShareGPT's lengths have a P99 of
+all times between tokens (TBT) within `--tbt` and a median scheduling delay within 2 s. Overlap off,
+with 2 ms of the core's own time a step, prefix reuse off, blocks of 16, 128 seats.
 
-Step times are those of Mistral-7B on one A100 of 80 GB, from its data sheet, not from a measurement: 14.5 GB of weights at 1.7 TB/s (83 % of the
-peak) a step; 14.5 GFLOP a token at 188 TFLOP/s (60 %); 131 kB of K and V a token of context at 1.7 TB/s; 0.52 MFLOP for each pair of a query and a
-key, 32 layers of 4,096, at 188 TFLOP/s. The pool holds 416,000 tokens: 54.5 of the 80 GB.
+Step times are those of Mistral-7B on one A100 of 80 GB, from its data sheet, not from a
+measurement: 14.5 GB of weights at 1.7 TB/s (83 % of the peak) a step; 14.5 GFLOP a token at 188
+TFLOP/s (60 %); 131 kB of K and V a token of context at 1.7 TB/s; 0.52 MFLOP for each pair of a
+query and a key, 32 layers of 4,096, at 188 TFLOP/s. The pool holds 416,000 tokens: 54.5 of the 80
+GB.
 """
 
 from __future__ import annotations
@@ -94,11 +98,13 @@ def main() -> None:
             raise SystemExit(f"{name}: no rate meets {', '.join(map(str, objectives))}")
         found[name] = capacity.scale
         print(
-            f"{name}: {capacity.scale:.3g} requests/s, to {args.tolerance:.0%}{'' if capacity.monotone else '; a higher rate passed, too'}"
+            f"{name}: {capacity.scale:.3g} requests/s, to "
+            f"{args.tolerance:.0%}{'' if capacity.monotone else '; a higher rate passed, too'}"
         )
     ratio = found["chunked"] / found["prefills first"]
     print(
-        f"\nchunked over prefills first: {ratio:.2f} times; the paper: {EXPECTED[0]:g} to {EXPECTED[1]:g}"
+        f"\nchunked over prefills first: {ratio:.2f} times; the paper: {EXPECTED[0]:g} to "
+        f"{EXPECTED[1]:g}"
     )
     raise SystemExit(not EXPECTED[0] <= ratio <= EXPECTED[1])
 

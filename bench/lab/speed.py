@@ -1,10 +1,12 @@
-"""How fast the lab is: the whole Azure conversation trace of 2023, 19,366 requests in 58 minutes, in one process; and whether it repeats itself.
+"""How fast the lab is: the whole Azure conversation trace of 2023, 19,366 requests in 58 minutes,
+in one process; and whether it repeats itself.
 
     python -m bench.lab.speed --traces DIR
     python -m bench.lab.speed --traces DIR --requests 2000 --twice      # a part, twice, compared byte by byte
     python -m bench.lab.speed --traces DIR --trace-calls                # where the time goes
 
-Llama-3.1-8B's shipped step times (vLLM on an RTX PRO 6000), `fcfs`, 256 seats, overlap on, prefix reuse on, blocks of 16.
+Llama-3.1-8B's shipped step times (vLLM on an RTX PRO 6000), `fcfs`, 256 seats, overlap on, prefix
+reuse on, blocks of 16.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ START_BUDGET_S = 1.0
 def start_seconds() -> float:
     """Return the time from process start to the first simulated token."""
     code = (
-        "from dovetail_lab.simulate import replay; from dovetail_lab.traces import Trace, TraceRequest; "
+        "from dovetail_lab.simulate import replay; from dovetail_lab.traces import Trace, "
+        "TraceRequest; "
         f"replay({ENGINE!r}, Trace('one', 'one', (TraceRequest('0', 0.0, 10, 1),)))"
     )
     begun = time.perf_counter()
@@ -43,7 +46,8 @@ def start_seconds() -> float:
 
 
 def run_seconds(path: Path, requests: int | None) -> tuple[float, str]:
-    """Wall time of one replay, reading the trace and writing the result included; and a digest of the result's bytes."""
+    """Wall time of one replay, reading the trace and writing the result included; and a digest of
+    the result's bytes."""
     from dovetail_lab.simulate import replay
     from dovetail_lab.traces import load_trace, slice_trace
 
@@ -56,7 +60,8 @@ def run_seconds(path: Path, requests: int | None) -> tuple[float, str]:
         digest = hashlib.sha256((Path(folder) / "run.json").read_bytes()).hexdigest()
     tokens = sum(record.output_tokens for record in result)
     print(
-        f"{len(result)} requests, {tokens} tokens, {len(result.timeline)} steps: {seconds:.1f} s, sha256 {digest[:16]}"
+        f"{len(result)} requests, {tokens} tokens, {len(result.timeline)} steps: {seconds:.1f} s, "
+        f"sha256 {digest[:16]}"
     )
     return seconds, digest
 

@@ -1,4 +1,5 @@
-"""Real vLLM 0.19.0, simulated: 300 chats at 10 a second on RTX PRO 6000s, as LLMServingSim's authors measured them.
+"""Real vLLM 0.19.0, simulated: 300 chats at 10 a second on RTX PRO 6000s, as LLMServingSim's
+authors measured them.
 
     python -m bench.lab.vllm_measured --traces DIR                         # fits both models: five minutes
     python -m bench.lab.vllm_measured --traces DIR --profiles              # with the profiles that the lab ships, which this script wrote
@@ -6,15 +7,19 @@
     python -m bench.lab.vllm_measured --traces DIR --runs HARDWARE__MODEL  # another run of the same kind
     python -m bench.lab.vllm_measured --traces DIR --runs HARDWARE__MODEL --step-time FILE    # by step times that were fitted on another run
 
-The coefficients of a linear step-time model are fitted, for each run by itself, so that the simulated times of the first 150 requests come close to
-the measured ones; nothing measured of the last 150 is used. Then all 300 are simulated, and the last 150 compared. The first half is busy from
-beginning to end, so it can't tell reading the weights from reading K and V, nor those of the experts from the others; all of these are held near what
-the model's sizes and the GPU's bandwidth say.
+The coefficients of a linear step-time model are fitted, for each run by itself, so that the
+simulated times of the first 150 requests come close to the measured ones; nothing measured of the
+last 150 is used. Then all 300 are simulated, and the last 150 compared. The first half is busy from
+beginning to end, so it can't tell reading the weights from reading K and V, nor those of the
+experts from the others; all of these are held near what the model's sizes and the GPU's bandwidth
+say.
 
-How the engine was set up is read from the run's own files (`vllm_run.py`), which also says what can't be simulated. Who runs when is vLLM's own
-policy (`vllm_scheduling.py`); overlap is on, each step planned as soon as there is room for it, not late. Prompts, of which only lengths are known,
-share nothing; but with prefix reuse, vLLM's default, a preempted request finds what is left of its own K and V. Replicas are engines of their own,
-dealt to as vLLM does; those of a mixture of experts keep in step with each other.
+How the engine was set up is read from the run's own files (`vllm_run.py`), which also says what
+can't be simulated. Who runs when is vLLM's own policy (`vllm_scheduling.py`); overlap is on, each
+step planned as soon as there is room for it, not late. Prompts, of which only lengths are known,
+share nothing; but with prefix reuse, vLLM's default, a preempted request finds what is left of its
+own K and V. Replicas are engines of their own, dealt to as vLLM does; those of a mixture of experts
+keep in step with each other.
 """
 
 from __future__ import annotations
@@ -45,7 +50,9 @@ RUNS = {  # of the measurements -> the profile that came of it
     "RTXPRO6000__Llama-3.1-8B": "rtxpro6000-llama-3.1-8b",
     "RTXPRO6000__Qwen3-32B": "rtxpro6000x2-qwen3-32b",
 }
-NEAR = 1.0  # weight of the squared logarithm by which a coefficient is away from the data sheet's; the misfit itself is about 0.4
+# weight of the squared logarithm by which a coefficient is away from the data sheet's; the misfit
+# itself is about 0.4
+NEAR = 1.0
 FIRST_STEP = 0.2  # of the search, in logarithms
 TOLERATED = 0.05  # relative errors beyond this count linearly, not squared
 
@@ -71,7 +78,8 @@ def measured_times(trace: Trace) -> dict[str, Floats]:
 
 
 def misfit(simulated: dict[str, Floats], measured: dict[str, Floats]) -> float:
-    """Over the first half. A TTFT of less than 0.3 s counts as one of 0.3 s: below that it is chance which step a request meets."""
+    """Over the first half. A TTFT of less than 0.3 s counts as one of 0.3 s: below that it is
+    chance which step a request meets."""
     first = slice(0, FIRST_HALF)
     errors = [
         (simulated["TTFT"] - measured["TTFT"])[first] / np.maximum(measured["TTFT"][first], 0.3),
@@ -111,8 +119,9 @@ def simulated(run: VLLMRun, step_time: dict[str, Any]) -> dict[str, Floats]:
 
 
 def by_data_sheet(run: VLLMRun) -> dict[str, float]:
-    """Return the seconds for the weights, for one token's K and V, and for the weights of all experts, read once by GPUs that share them. Experts are
-    shared by the GPUs of all replicas, all else by those of one. Nothing for a model of unknown sizes."""
+    """Return the seconds for the weights, for one token's K and V, and for the weights of all
+    experts, read once by GPUs that share them. Experts are shared by the GPUs of all replicas, all
+    else by those of one. Nothing for a model of unknown sizes."""
     sizes = run.sizes
     per_s = run.bytes_per_s * run.gpus
     if sizes is None:
@@ -130,7 +139,8 @@ def by_data_sheet(run: VLLMRun) -> dict[str, float]:
 
 
 def experts_chosen(run: VLLMRun) -> dict[str, float]:
-    """Return the share of the experts that one token of each replica chooses: they choose together."""
+    """Return the share of the experts that one token of each replica chooses: they choose
+    together."""
     if run.sizes is None or not run.sizes.experts:
         return {}
     return {
@@ -139,8 +149,9 @@ def experts_chosen(run: VLLMRun) -> dict[str, float]:
 
 
 def first_guess(run: VLLMRun) -> dict[str, float]:
-    """Return where the search begins: half of the quickest answer's TPOT is the base; the first request, which is alone, tells what a prompt token
-    takes; what a typical TPOT is beyond the base is half context, a quarter rows. The data sheet, where there is one, knows better."""
+    """Return where the search begins: half of the quickest answer's TPOT is the base; the first
+    request, which is alone, tells what a prompt token takes; what a typical TPOT is beyond the base
+    is half context, a quarter rows. The data sheet, where there is one, knows better."""
     measured = measured_times(run.trace)
     first_half = slice(0, FIRST_HALF)
     base = 0.5 * float(measured["TPOT"][first_half].min())
@@ -166,7 +177,8 @@ def first_guess(run: VLLMRun) -> dict[str, float]:
 
 
 def fit(run: VLLMRun, evaluations: int) -> LinearStepTime:
-    """Nelder and Mead's simplex over the logarithms of the coefficients; each evaluation simulates the whole run."""
+    """Nelder and Mead's simplex over the logarithms of the coefficients; each evaluation simulates
+    the whole run."""
     from scipy.optimize import minimize  # type: ignore[import-untyped]
 
     measured, guess, held = measured_times(run.trace), first_guess(run), by_data_sheet(run)
@@ -216,7 +228,8 @@ def profile_of(model: LinearStepTime, run: VLLMRun, held_out: list[Figure]) -> S
         name=RUNS.get(run.name, run.name.lower()),
         step_time=model.model_dump(mode="json", exclude_defaults=True) | {"kind": model.kind},
         error=round(error, 4),
-        judged_on=f"means and percentiles of TTFT, TPOT and E2E of {len(run.trace) - FIRST_HALF} requests that it wasn't fitted on",
+        judged_on=f"means and percentiles of TTFT, TPOT and E2E of {len(run.trace) - FIRST_HALF} "
+        f"requests that it wasn't fitted on",
         machine=f"{run.replicas * run.gpus} x {run.name.split('__')[0]}",
         model=run.model,
         engine="vLLM 0.19.0, its own time included",

@@ -1,5 +1,6 @@
-"""A measured run of vLLM as LLMServingSim's authors record it (`HARDWARE__MODEL__meta.json`, `__config.json`, `__requests.jsonl`): what was sent, and
-how the engine was set up. What can't be simulated is refused by name."""
+"""A measured run of vLLM as LLMServingSim's authors record it
+(`HARDWARE__MODEL__meta.json`, `__config.json`, `__requests.jsonl`): what was sent, and how the
+engine was set up. What can't be simulated is refused by name."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from dovetail_lab.traces import Trace, load_trace
 
 BLOCK_SIZE = 16  # vLLM's, where nothing else is recorded
 MEMORY_SHARE = 0.9
-ACTIVATIONS_BYTES = 1.6e9  # of a GPU, that neither weights nor K and V get: a step's activations, graphs, the CUDA context
+# of a GPU, that neither weights nor K and V get: a step's activations, graphs, the CUDA context
+ACTIVATIONS_BYTES = 1.6e9
 LONGEST = 40_960  # tokens of a request: more than any run here has
 WEIGHT_BYTES = 2
 KV_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -110,10 +112,11 @@ class VLLMRun:
 
     @classmethod
     def load(cls, folder: Path, name: str, model_config: Path | None = None) -> VLLMRun:
-        """Read the three files of a run. `model_config`: the config.json of a model that isn't among `MODELS`.
+        """Read the three files of a run. `model_config`: the config.json of a model that isn't
+        among `MODELS`.
 
-        Raises `ConfigError` that names each setting that isn't simulated, a model of unknown sizes where they are needed, and files that don't fit
-        together.
+        Raises `ConfigError` that names each setting that isn't simulated, a model of unknown sizes
+        where they are needed, and files that don't fit together.
         """
         meta, config = (
             json.loads((folder / f"{name}__{what}.json").read_text()) for what in ("meta", "config")
@@ -128,7 +131,8 @@ class VLLMRun:
         trace = load_trace(folder / f"{name}__requests.jsonl")
         if len(trace) != meta.get("num_requests", len(trace)):
             raise ConfigError(
-                f"{name}: meta.json says {meta['num_requests']} requests, and {len(trace)} have times"
+                f"{name}: meta.json says {meta['num_requests']} requests, and {len(trace)} have "
+                f"times"
             )
         memory = instances[0]["npu_mem"]
         gpus = settings["tensor_parallel_size"]
@@ -143,7 +147,8 @@ class VLLMRun:
         recorded = settings.get("num_gpu_blocks_override") or _recorded(meta, "num_gpu_blocks")
         if recorded is None and sizes is None:
             raise ConfigError(
-                f"{name}: meta.json doesn't record num_gpu_blocks, and the sizes of {settings['model']} aren't known: give its config.json"
+                f"{name}: meta.json doesn't record num_gpu_blocks, and the sizes of "
+                f"{settings['model']} aren't known: give its config.json"
             )
         caching = _recorded(meta, "enable_prefix_caching")
         return cls(
@@ -169,12 +174,19 @@ class VLLMRun:
 
     @property
     def in_step(self) -> bool:
-        """True if replicas begin each step together: those of a mixture, since a token's experts are on the GPUs of all."""
+        """True if replicas begin each step together: those of a mixture, since a token's experts
+        are on the GPUs of all."""
         return self.replicas > 1 and self.sizes is not None and self.sizes.experts > 0
 
     def __str__(self) -> str:
-        pool = f"{self.num_blocks:,} blocks of {self.block_size}, {'as recorded' if self.pool_is_recorded else 'estimated from the memory'}"
-        shared = f"{self.replicas} x {self.gpus} GPUs, {self.max_num_seqs} sequences, {self.budget:,} tokens a step, reuse {'on' if self.reuse else 'off'}"
+        pool = (
+            f"{self.num_blocks:,} blocks of {self.block_size}, "
+            f"{'as recorded' if self.pool_is_recorded else 'estimated from the memory'}"
+        )
+        shared = (
+            f"{self.replicas} x {self.gpus} GPUs, {self.max_num_seqs} sequences, "
+            f"{self.budget:,} tokens a step, reuse {'on' if self.reuse else 'off'}"
+        )
         return f"{self.name}: {shared}, {pool}"
 
 
@@ -195,7 +207,8 @@ def _not_simulated(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unlike(instances: list[Mapping[str, Any]], settings: Mapping[str, Any]) -> Iterator[str]:
-    """Name what config.json says that isn't simulated: several kinds of GPU, prefills and decodes apart."""
+    """Name what config.json says that isn't simulated: several kinds of GPU, prefills and decodes
+    apart."""
     for key in ("hardware", "model_name"):
         if len(found := {str(instance[key]) for instance in instances}) > 1:
             yield f"config.json has instances of different {key}: {', '.join(sorted(found))}"
@@ -210,7 +223,8 @@ def _unlike(instances: list[Mapping[str, Any]], settings: Mapping[str, Any]) -> 
 
 
 def _recorded(meta: Mapping[str, Any], key: str) -> Any:
-    """Return what vLLM resolved, by the run's own record: newer files have it in a section of its own, or in a copy of the whole config."""
+    """Return what vLLM resolved, by the run's own record: newer files have it in a section of its
+    own, or in a copy of the whole config."""
     resolved = meta.get("resolved_config") or {}
     for section in (
         meta.get("kv_cache") or {},
@@ -229,8 +243,8 @@ def _estimated_blocks(
     settings: Mapping[str, Any],
     bytes_per_number: int,
 ) -> int:
-    """Return the blocks that fit beside weights and activations, or into what K and V were given; `bytes_per_number`: of a number of K or V, for all
-    tokens of a block."""
+    """Return the blocks that fit beside weights and activations, or into what K and V were given;
+    `bytes_per_number`: of a number of K or V, for all tokens of a block."""
     if sizes is None:
         raise ConfigError("the pool can't be estimated for a model of unknown sizes")
     gpus = settings["tensor_parallel_size"]

@@ -1,8 +1,11 @@
-"""vLLM's scheduler (v1, 0.19) as a policy: order, preemption and admission. Used by `vllm_measured.py`.
+"""vLLM's scheduler (v1, 0.19) as a policy: order, preemption and admission. Used by
+`vllm_measured.py`.
 
-Requests that run come first, in the order in which they were admitted, decodes and chunks of prompts alike. Whoever lacks a block takes those of the
-request that was admitted last, until that is itself. Then waiting requests are admitted in turn, those that were preempted before all others, unless
-somebody was preempted in this very step; and only if the pool has room for all tokens that a request has (`scheduler_reserve_full_isl`).
+Requests that run come first, in the order in which they were admitted, decodes and chunks of
+prompts alike. Whoever lacks a block takes those of the request that was admitted last, until that
+is itself. Then waiting requests are admitted in turn, those that were preempted before all others,
+unless somebody was preempted in this very step; and only if the pool has room for all tokens that a
+request has (`scheduler_reserve_full_isl`).
 """
 
 from __future__ import annotations

@@ -1,19 +1,23 @@
-"""The VTC paper's measured runs, simulated: requests of up to 27 clients on an A10G with a KV pool of 10,000 tokens (arXiv:2401.00588).
+"""The VTC paper's measured runs, simulated: requests of up to 27 clients on an A10G with a KV pool
+of 10,000 tokens (arXiv:2401.00588).
 
     python -m bench.lab.vtc_arena --traces DIR                      # five minutes
     python -m bench.lab.vtc_arena --traces DIR --profile out.json   # and keep the step times
     python -m bench.lab.vtc_arena --traces DIR --fit-on FCFS__real  # fits on one run, and predicts the others
 
-Fitted are the device's times and the host's (`vtc_served.py`): on the paper's profile of single batches, and on how long answers took in the two runs
-under FCFS. Then one factor for all of the host's times, with which FCFS has the measured throughput of the Arena's requests. All other figures, of
-FCFS too, are predictions; LCF and VTC are wholly so.
+Fitted are the device's times and the host's (`vtc_served.py`): on the paper's profile of single
+batches, and on how long answers took in the two runs under FCFS. Then one factor for all of the
+host's times, with which FCFS has the measured throughput of the Arena's requests. All other
+figures, of FCFS too, are predictions; LCF and VTC are wholly so.
 
-Overlap off, prefix reuse off, blocks of one token, prompts of at most 3,072 tokens admitted at once, no oftener than every 10 decode steps. Memory is
-reserved for each answer's true length, which the benchmark sends as `max_new_tokens`, and for the adapter of each client in the batch.
+Overlap off, prefix reuse off, blocks of one token, prompts of at most 3,072 tokens admitted at
+once, no oftener than every 10 decode steps. Memory is reserved for each answer's true length, which
+the benchmark sends as `max_new_tokens`, and for the adapter of each client in the batch.
 
-Who is admitted first is chaotic: a request that comes a moment later changes all that follows, and the difference in service by a tenth. So every
-arrival is put off by up to 20 ms at random, as a network does, and the figures are means over `--repeats` runs; how far those lie apart is
-printed, too. Times to the first token count from when the request was sent.
+Who is admitted first is chaotic: a request that comes a moment later changes all that follows, and
+the difference in service by a tenth. So every arrival is put off by up to 20 ms at random, as a
+network does, and the figures are means over `--repeats` runs; how far those lie apart is printed,
+too. Times to the first token count from when the request was sent.
 """
 
 from __future__ import annotations
@@ -153,7 +157,8 @@ def with_host(profile: StepTimeProfile, factor: float) -> StepTimeProfile:
 
 
 def host_factor(run: ServedRun, profile: StepTimeProfile) -> float:
-    """Return the factor of the host's times with which `run` has its measured throughput: two steps of the secant method from 1 and 1.2."""
+    """Return the factor of the host's times with which `run` has its measured throughput: two steps
+    of the secant method from 1 and 1.2."""
     target = figures_of_measured(run)["tokens/s"]
     low = 1.0
     high = 1.2
@@ -218,11 +223,13 @@ def main() -> None:
     profile = with_host(fitted, factor)
     host = ", ".join(f"{name} {1e3 * getattr(profile, name):.3f} ms" for name in HOST)
     print(
-        f"step times: {profile.step_time}, off by {profile.error:.1%} on {profile.judged_on}\nhost, times {factor:g}: {host}"
+        f"step times: {profile.step_time}, off by {profile.error:.1%} on "
+        f"{profile.judged_on}\nhost, times {factor:g}: {host}"
     )
     for run in runs:
         print(
-            f"  {run.name}: answers take {answers_off_by(fitted, run):.1%} more or less than fitted, on average"
+            f"  {run.name}: answers take {answers_off_by(fitted, run):.1%} more or less than "
+            f"fitted, on average"
         )
     if args.profile:
         profile.save(args.profile)
@@ -243,7 +250,8 @@ def main() -> None:
     ]
     same_order = by_fairness(simulated) == by_fairness(measured)
     print(
-        f"\nfrom fair to unfair: simulated {' '.join(by_fairness(simulated))}, measured {' '.join(by_fairness(measured))}"
+        f"\nfrom fair to unfair: simulated {' '.join(by_fairness(simulated))}, measured "
+        f"{' '.join(by_fairness(measured))}"
     )
     raise SystemExit(not (all(held) and same_order))
 

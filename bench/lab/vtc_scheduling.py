@@ -1,5 +1,5 @@
-"""The admission of the server that the VTC paper measured: `lightllm`, with a router that reads its socket once a step. `vtc_arena.py` simulates with
-it."""
+"""The admission of the server that the VTC paper measured: `lightllm`, with a router that reads its
+socket once a step. `vtc_arena.py` simulates with it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NAME = "s-lora"
 
 
 class SLoRAScheduler(LightLLM):
-    """LightLLM, which hears a step late of a request that arrives while others run: its event loop turns to its socket after the next step has
-    begun. Where a request ends, the loop turns once more, and it hears in time."""
+    """LightLLM, which hears a step late of a request that arrives while others run: its event loop
+    turns to its socket after the next step has begun. Where a request ends, the loop turns once
+    more, and it hears in time."""
 
-    _heard_of: frozenset[str] = (
-        frozenset()
-    )  # ids of those that waited when the step before was planned
+    # ids of those that waited when the step before was planned
+    _heard_of: frozenset[str] = frozenset()
     _turned = False  # a request has ended since then
 
     def schedule(self, step: Step) -> None:

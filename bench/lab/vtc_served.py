@@ -1,13 +1,17 @@
-"""The step times and the host's own times of the server that the VTC paper measured, fitted together on single batches and on what its clients saw.
+"""The step times and the host's own times of the server that the VTC paper measured, fitted
+together on single batches and on what its clients saw.
 
-A batch measured alone says what the device takes. A served request's answer, from its first token to its last, took its decode steps and what came in
-between: prompts that were admitted meanwhile. Who was in the batch at each moment is known from the same file. So each request gives one equation:
+A batch measured alone says what the device takes. A served request's answer, from its first token
+to its last, took its decode steps and what came in between: prompts that were admitted meanwhile.
+Who was in the batch at each moment is known from the same file. So each request gives one equation:
 
     last - first = decode steps x (device at the rows and the context of the time + host a step + host a row x rows)
-                   + prompts admitted meanwhile (device) + host an admission x admissions + host a request x requests admitted
+                   + prompts admitted meanwhile (device) + host an admission x admissions + host a
+                     request x requests admitted
 
-Requests that ran when the server was full and those that ran alone at its end tell a row's share from a step's. Rows and context are means over
-steps, not over time: a moment counts as much as decode steps fit into it, by single batches alone, and not at all while prompts are computed.
+Requests that ran when the server was full and those that ran alone at its end tell a row's share
+from a step's. Rows and context are means over steps, not over time: a moment counts as much as
+decode steps fit into it, by single batches alone, and not at all while prompts are computed.
 """
 
 from __future__ import annotations
@@ -35,7 +39,9 @@ from dovetail_lab.traces.request import TraceRequest
 
 Floats = NDArray[np.float64]
 
-BEGINNING = 1  # token that the server puts before each prompt: 11 prompts of 256 fit its 3,072 tokens, and 12 don't
+# token that the server puts before each prompt: 11 prompts of 256 fit its 3,072 tokens, and 12
+# don't
+BEGINNING = 1
 KNOTS = (1, 64, 256, 10_000)  # tokens: up to 64 rows share a tile of the products
 HOST = ("core_s", "core_per_row_s", "admission_s", "per_admitted_s")
 GRID_S = 0.01  # the batch is looked at so often
@@ -66,7 +72,8 @@ class ServedRun:
 
     @classmethod
     def load(cls, path: Path) -> ServedRun:
-        """Read a file of the artifact. Raises `ValueError` if a request was aborted, which the simulation can't tell."""
+        """Read a file of the artifact. Raises `ValueError` if a request was aborted, which the
+        simulation can't tell."""
         result = json.loads(path.read_text())["result"]
         if result["num_abort"]:
             raise ValueError(
@@ -103,7 +110,8 @@ class ServedRun:
 
 
 def single_batches(path: Path) -> list[Measurement]:
-    """Return two measurements of each (input, output): `batch` prompts at once, and `output` decodes of them. The file has seconds a request."""
+    """Return two measurements of each (input, output): `batch` prompts at once, and `output`
+    decodes of them. The file has seconds a request."""
     found = []
     for prompt, outputs in json.loads(path.read_text()).items():
         for output, (batch, prefill_s, decode_s) in outputs.items():
@@ -118,7 +126,8 @@ def single_batches(path: Path) -> list[Measurement]:
 
 
 def fit_server(batches: Sequence[Measurement], runs: Sequence[ServedRun]) -> StepTimeProfile:
-    """Fit device and host together: non-negative least squares of relative errors, in which each run counts as much as all `batches`."""
+    """Fit device and host together: non-negative least squares of relative errors, in which each
+    run counts as much as all `batches`."""
     model = fit_piecewise(batches, KNOTS, terms=("per_context_s",))
     alone = np.stack(
         [np.concatenate([_device(one.shapes), np.zeros(len(HOST))]) for one in batches]
@@ -139,7 +148,8 @@ def fit_server(batches: Sequence[Measurement], runs: Sequence[ServedRun]) -> Ste
         name="a10g-llama-2-7b",
         step_time=model.model_dump(mode="json"),
         error=float(np.abs(relative_errors(model, batches)).mean()),
-        judged_on=f"the {len(batches)} timings of single batches, which it was fitted on beside {', '.join(run.name for run in runs)}",
+        judged_on=f"the {len(batches)} timings of single batches, which it was fitted on beside "
+        f"{', '.join(run.name for run in runs)}",
         kv_tokens=POOL_TOKENS,
         machine="NVIDIA A10G",
         model="Llama-2-7B",
@@ -150,7 +160,8 @@ def fit_server(batches: Sequence[Measurement], runs: Sequence[ServedRun]) -> Ste
 
 
 def answers_off_by(profile: StepTimeProfile, run: ServedRun) -> float:
-    """Return the mean of |predicted - measured| / measured over the times from first to last token, by the equations that `fit_server` solves."""
+    """Return the mean of |predicted - measured| / measured over the times from first to last token,
+    by the equations that `fit_server` solves."""
     model = PiecewiseStepTime.model_validate(profile.step_time)
     equations, seconds = _equations(run, model)
     weights = (
@@ -170,8 +181,8 @@ def _device(shapes: Sequence[StepShape]) -> Floats:
 
 
 def _equations(run: ServedRun, device: PiecewiseStepTime) -> tuple[Floats, Floats]:
-    """Return the factors of all coefficients [answers, knots + 1 + host] and the seconds of each answer [answers]. What the steps of `device` take
-    is a weight of moments only."""
+    """Return the factors of all coefficients [answers, knots + 1 + host] and the seconds of each
+    answer [answers]. What the steps of `device` take is a weight of moments only."""
     instants = np.arange(0.0, run.total_s + 2 * GRID_S, GRID_S)
     rows = np.zeros(len(instants))
     context = np.zeros(len(instants))
@@ -209,7 +220,8 @@ def _equations(run: ServedRun, device: PiecewiseStepTime) -> tuple[Floats, Float
 
 
 def _admissions(run: ServedRun) -> tuple[Floats, Floats, Floats]:
-    """Return of each admission, requests whose first tokens came together, when it ended, its prompt tokens and its requests [admissions]."""
+    """Return of each admission, requests whose first tokens came together, when it ended, its
+    prompt tokens and its requests [admissions]."""
     admitted = sorted(run.requests, key=lambda one: one.first_s)
     first = np.array([one.first_s for one in admitted])
     starts = np.flatnonzero(np.diff(first, prepend=-np.inf) > TOGETHER_S)

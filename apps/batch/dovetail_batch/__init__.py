@@ -1,6 +1,8 @@
-"""Whole data sets through engines: `dovetail batch`. It needs no extra package but for Parquet, which is the extra `batch`.
+"""Whole data sets through engines: `dovetail batch`. It needs no extra package but for Parquet,
+which is the extra `batch`.
 
-Two kinds of processes: the command's own reads rows and writes answers (`runner`), and one for each engine computes (`engine_process`).
+Two kinds of processes: the command's own reads rows and writes answers (`runner`), and one for each
+engine computes (`engine_process`).
 """
 
 from __future__ import annotations

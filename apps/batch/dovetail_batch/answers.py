@@ -2,8 +2,8 @@
 
     {"id": "a", "row": 1, "error": null, "prompt_tokens": 5, "outputs": [{"text": …, "token_ids": […], "finish_reason": "stop", …}]}
 
-A failed row has an `error` and no outputs; an embedded one has an `embedding`, a list of numbers, and no outputs. `form` ("prompt", "messages" or
-"token_ids") is the row's, for OpenAI's format.
+A failed row has an `error` and no outputs; an embedded one has an `embedding`, a list of numbers,
+and no outputs. `form` ("prompt", "messages" or "token_ids") is the row's, for OpenAI's format.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from dovetail.request.pooling import PoolingOutput, PoolingRequestOutput
 from dovetail_batch.rows import JobRow
 
 Answer = dict[str, Any]
-Writer = Callable[
-    [Sequence[Answer], Path], None
-]  # writes the answers of one shard, in row order, to a file
+# writes the answers of one shard, in row order, to a file
+Writer = Callable[[Sequence[Answer], Path], None]
 
 KEYS = frozenset({"id", "row", "error", "prompt_tokens", "outputs"})  # that every answer has
 FAILED = ("error", "rejected")  # finish reasons of samples without an answer
+# of files, by format
 SUFFIXES: Mapping[str, str] = MappingProxyType(
     {"jsonl": "jsonl", "parquet": "parquet", "openai": "jsonl"}
-)  # of files, by format
+)
 
 
 def answer_of(row: JobRow, output: Any) -> Answer:
@@ -93,7 +93,8 @@ def output_tokens(answer: Answer) -> int:
 
 
 def writer_of(format: Literal["jsonl", "parquet", "openai"], model: str) -> Writer:
-    """Return the writer of a format; `model` is the model's name in OpenAI's format. Raises `MissingExtraError`."""
+    """Return the writer of a format; `model` is the model's name in OpenAI's format. Raises
+    `MissingExtraError`."""
     if format == "parquet":
         from dovetail_batch.parquet import check_installed, write_parquet
 
@@ -136,7 +137,8 @@ def _without_form(answer: Answer) -> Mapping[str, Any]:
 
 
 def _openai_line(model: str, answer: Answer) -> Mapping[str, Any]:
-    """Return an answer as a line of OpenAI's batch API (https://platform.openai.com/docs/guides/batch)."""
+    """Return an answer as a line of OpenAI's batch API
+    (https://platform.openai.com/docs/guides/batch)."""
     line = {
         "id": f"batch_req_{answer['row']}",
         "custom_id": answer["id"],

@@ -55,7 +55,8 @@ def run(
         str | None,
         typer.Option(
             "--address",
-            help="The cluster's address, such as 10.0.0.5:6379; `auto`: that of this machine's. Default: RAY_ADDRESS.",
+            help="The cluster's address, such as 10.0.0.5:6379; `auto`: that of this machine's. "
+            "Default: RAY_ADDRESS.",
         ),
     ] = None,
 ) -> None:
@@ -71,7 +72,8 @@ def run(
         _print_summary(plan.job.output.path, run_job(plan, anew=anew))
     except KeyboardInterrupt:
         typer.echo(
-            f"interrupted: what is computed is in {plan.job.output.path}, and the same command goes on with the job",
+            f"interrupted: what is computed is in {plan.job.output.path}, and the same command "
+            f"goes on with the job",
             err=True,
         )
         raise
@@ -91,9 +93,8 @@ def _runner(on: str | None, address: str | None) -> Callable[..., Summary]:
         raise ConfigError(
             f"--on: expected ray, got {shown(on)}; without it, engines run on this machine"
         )
-    return partial(
-        resolve_name("dovetail_cluster.ray_jobs:run"), address=address
-    )  # by name: batch doesn't depend on cluster
+    # by name: batch doesn't depend on cluster
+    return partial(resolve_name("dovetail_cluster.ray_jobs:run"), address=address)
 
 
 def _print_summary(path: str, summary: Summary) -> None:
@@ -103,12 +104,16 @@ def _print_summary(path: str, summary: Summary) -> None:
         return
     earlier = f", {summary.earlier:,} of them before" if summary.earlier else ""
     typer.echo(f"{path}: {_rows(summary.rows)}{earlier}")
-    speed = f"{summary.output_tokens:,} tokens in {summary.seconds:.1f} s: {summary.tokens_per_s:,.0f} tok/s"
+    speed = (
+        f"{summary.output_tokens:,} tokens in {summary.seconds:.1f} s: "
+        f"{summary.tokens_per_s:,.0f} tok/s"
+    )
     typer.echo(f"computed now: {_rows(summary.rows - summary.earlier)}, {speed}")
     if summary.failed:
         more = "; …" if summary.failed > len(summary.failures) else ""
         typer.echo(
-            f"failed: {_rows(summary.failed)}; `error` says why: {'; '.join(summary.failures)}{more}"
+            f"failed: {_rows(summary.failed)}; `error` says why: "
+            f"{'; '.join(summary.failures)}{more}"
         )
 
 

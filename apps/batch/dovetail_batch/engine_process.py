@@ -1,6 +1,8 @@
-"""The process of one engine: `python -m dovetail_batch.engine_process DESCRIPTOR`, started by `EngineLink`.
+"""The process of one engine: `python -m dovetail_batch.engine_process DESCRIPTOR`, started by
+`EngineLink`.
 
-The engine's thread only steps: one thread receives and tokenizes rows, another sends answers. The process ends when the command's process does.
+The engine's thread only steps: one thread receives and tokenizes rows, another sends answers. The
+process ends when the command's process does.
 
     command -> engine    the engine's config, then lists of `JobRow`, then None
     engine -> command    ("ready", max_num_seqs) or ("refused", reason); then ("answers", list of `Answer`); ("dead", reason) if the engine fails
@@ -62,7 +64,8 @@ def main() -> int:
 
 
 def start_engine(source: str | Mapping[str, Any]) -> LLMEngine:
-    """Return an engine with its tokenizer loaded, which would otherwise delay the first steps. Raises as `LLMEngine.from_config` does."""
+    """Return an engine with its tokenizer loaded, which would otherwise delay the first steps.
+    Raises as `LLMEngine.from_config` does."""
     from dovetail import LLMEngine
 
     engine = LLMEngine.from_config(source)
@@ -74,14 +77,14 @@ def start_engine(source: str | Mapping[str, Any]) -> LLMEngine:
 def _receive(
     connection: Connection[Any, Any], received: queue.SimpleQueue[list[JobRow] | None]
 ) -> None:
-    """Queue rows as they arrive. Started before the model loads, so that the command's death is noticed meanwhile."""
+    """Queue rows as they arrive. Started before the model loads, so that the command's death is
+    noticed meanwhile."""
     try:
         while True:
             received.put(connection.recv())
     except (EOFError, OSError):
-        os.killpg(
-            os.getpgrp(), signal.SIGKILL
-        )  # with the engine's own processes: this one leads the group
+        # with the engine's own processes: this one leads the group
+        os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 class EngineWorker:
@@ -93,7 +96,8 @@ class EngineWorker:
         received: queue.SimpleQueue[list[JobRow] | None],
         send: Callable[[list[Answer]], None],
     ) -> None:
-        """`received` ends with None. `send` is called in a thread of the worker's; an `OSError` of it means that nobody receives any more."""
+        """`received` ends with None. `send` is called in a thread of the worker's; an `OSError` of
+        it means that nobody receives any more."""
         self._engine = engine
         self._received = received
         self._send = send
@@ -103,7 +107,8 @@ class EngineWorker:
         self._more = True
 
     def run(self) -> None:
-        """Return when all rows are answered and no more will come. Raises `EngineDeadError`, after sending the answers so far."""
+        """Return when all rows are answered and no more will come. Raises `EngineDeadError`, after
+        sending the answers so far."""
         threading.Thread(
             target=self._prepare_all, name="dovetail-batch-prompts", daemon=True
         ).start()
@@ -133,7 +138,8 @@ class EngineWorker:
                 self._answers.put(answers)
 
     def _take_rows(self) -> list[Answer]:
-        """Add the prepared rows to the engine, waiting for some if it is idle. Return the answers of rows that it rejects."""
+        """Add the prepared rows to the engine, waiting for some if it is idle. Return the answers
+        of rows that it rejects."""
         refused: list[Answer] = []
         wait = not self._engine.has_unfinished_requests()
         while self._more and (wait or not self._prepared.empty()):
@@ -150,9 +156,8 @@ class EngineWorker:
             try:
                 if isinstance(prompt, RequestError):
                     raise prompt
-                self._engine.add_list(
-                    [(str(row.number), prompt, row.params, row.fields)]
-                )  # not subject to `limits.max_waiting`
+                # not subject to `limits.max_waiting`
+                self._engine.add_list([(str(row.number), prompt, row.params, row.fields)])
                 self._rows[str(row.number)] = row
             except RequestError as error:
                 refused.append(failure_of(row.number, row.id, str(error), row.form))

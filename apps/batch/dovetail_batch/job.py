@@ -52,8 +52,8 @@ class Input(BaseModel):
     """The file's format; `openai`: lines of OpenAI's batch API. null: by the file's suffix."""
 
     columns: dict[Column, Annotated[str, Field(min_length=1)]] = {}
-    """The file's column names by key, such as `{id: question_id, prompt: question}`; other columns are ignored. Empty: the names are the keys, and
-    unknown columns are errors."""
+    """The file's column names by key, such as `{id: question_id, prompt: question}`; other columns
+    are ignored. Empty: the names are the keys, and unknown columns are errors."""
 
 
 class Output(BaseModel):
@@ -74,7 +74,8 @@ class JobSettings(BaseModel):
     model_config = _STRICT
 
     engine: Source | Annotated[list[Source], Field(min_length=1)]
-    """An engine's config: a file, a model's name, or the keys of `engine.yaml`. A list starts an engine per entry, all with the same model."""
+    """An engine's config: a file, a model's name, or the keys of `engine.yaml`. A list starts an
+    engine per entry, all with the same model."""
 
     input: Annotated[Input, BeforeValidator(_of_path)]
     """The rows: a path, or `path`, `format` and `columns`."""
@@ -89,15 +90,16 @@ class JobSettings(BaseModel):
     """Default sampling parameters of rows."""
 
     pooling: dict[str, Any] = {}
-    """Default parameters of rows to embed: `dimensions`, `truncate_prompt_tokens`, `use_activation`, and `prompt_name` of a prompt that the
-    checkpoint stores."""
+    """Default parameters of rows to embed: `dimensions`, `truncate_prompt_tokens`,
+    `use_activation`, and `prompt_name` of a prompt that the checkpoint stores."""
 
     engines: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of engines with this config, each in its own process."""
 
     gpus: list[str] | Annotated[int, Field(ge=0, le=1024)] = []
-    """CUDA_VISIBLE_DEVICES of each engine, such as `["0", "1"]` for two engines of one GPU each. Empty: each sees all GPUs. A number: GPUs
-    exclusive to each engine; with `--on ray`, Ray chooses which."""
+    """CUDA_VISIBLE_DEVICES of each engine, such as `["0", "1"]` for two engines of one GPU each.
+    Empty: each sees all GPUs. A number: GPUs exclusive to each engine; with `--on ray`, Ray chooses
+    which."""
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """The seed from which those of rows without a seed are derived."""
@@ -118,7 +120,8 @@ class Plan:
 
     @property
     def gpus(self) -> tuple[str | None, ...]:
-        """The value of CUDA_VISIBLE_DEVICES of each engine on this machine; None: inherited. Raises `ConfigError` if there are too few GPUs."""
+        """The value of CUDA_VISIBLE_DEVICES of each engine on this machine; None: inherited. Raises
+        `ConfigError` if there are too few GPUs."""
         given = self.job.gpus
         if isinstance(given, list):
             return tuple(given) or (None,) * len(self.sources)
@@ -130,7 +133,10 @@ class Plan:
             else [name for name in visible.split(",") if name]
         )
         if len(names) < needed:
-            told = f"{len(self.sources)} engines of {given} need {needed} GPUs, and CUDA_VISIBLE_DEVICES names {len(names)}"
+            told = (
+                f"{len(self.sources)} engines of {given} need {needed} GPUs, and "
+                f"CUDA_VISIBLE_DEVICES names {len(names)}"
+            )
             raise ConfigError(f"gpus: {told}")
         return tuple(
             ",".join(names[place * given : (place + 1) * given])
@@ -139,7 +145,8 @@ class Plan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything that the answers depend on, as plain values: a job resumes only with the same ones."""
+        """Everything that the answers depend on, as plain values: a job resumes only with the same
+        ones."""
         job = self.job
         engines = [
             {
@@ -164,14 +171,16 @@ class Plan:
 
 
 def load_plan(name: str) -> Plan:
-    """Read a job file. Raises `ConfigError` with a line for each invalid key that names its file and line."""
+    """Read a job file. Raises `ConfigError` with a line for each invalid key that names its file
+    and line."""
     job, where = read_settings(name, JobSettings, "engine: demo")
     sources = _sources(job, where)
     configs = tuple(_config(source, where) for source in sources)
     if len(models := {(config.model.path, str(config.tokenizer)) for config in configs}) > 1:
         raise ConfigError(
             where.at("engine").says(
-                f"the engines of a job must have one model, got {', '.join(sorted(model for model, _ in models))}"
+                f"the engines of a job must have one model, got "
+                f"{', '.join(sorted(model for model, _ in models))}"
             )
         )
     return Plan(job, _format(job, where), sources, configs, _reader(job, where))
@@ -183,7 +192,8 @@ def _sources(job: JobSettings, where: Where) -> tuple[Source, ...]:
         if job.engines != 1:
             raise ConfigError(
                 where.at("engines").says(
-                    f"engine is a list of {len(job.engine)}, which says how many there are: leave this out"
+                    f"engine is a list of {len(job.engine)}, which says how many there are: leave "
+                    f"this out"
                 )
             )
         sources = tuple(job.engine)
@@ -211,14 +221,16 @@ def _format(job: JobSettings, where: Where) -> Format:
     if given.path == "-":
         raise ConfigError(
             place.says(
-                "a job reads its rows twice, and again when it goes on: write standard input to a file first"
+                "a job reads its rows twice, and again when it goes on: write standard input to a "
+                "file first"
             )
         )
     found: Any = given.format or FORMAT_OF_SUFFIX.get(Path(given.path).suffix.lower())
     if found is None:
         raise ConfigError(
             place.says(
-                f"{given.path}: its name doesn't end in {', '.join(FORMAT_OF_SUFFIX)}: say the `format`"
+                f"{given.path}: its name doesn't end in {', '.join(FORMAT_OF_SUFFIX)}: say the "
+                f"`format`"
             )
         )
     if found == "openai" and given.columns:
@@ -228,11 +240,15 @@ def _format(job: JobSettings, where: Where) -> Format:
     if given.columns and not {"prompt", "messages", "token_ids"} & set(given.columns):
         raise ConfigError(
             place.at("columns").says(
-                f"name the column of a prompt, messages or token_ids; what can be named is {', '.join(KEYS)}"
+                f"name the column of a prompt, messages or token_ids; what can be named is "
+                f"{', '.join(KEYS)}"
             )
         )
     if Path(job.output.path).suffix.lower() in FORMAT_OF_SUFFIX:
-        hint = f"{job.output.path}: the answers are a folder of files, one for each {job.shard_rows} rows: name a folder, and its `format`"
+        hint = (
+            f"{job.output.path}: the answers are a folder of files, one for each "
+            f"{job.shard_rows} rows: name a folder, and its `format`"
+        )
         raise ConfigError(where.at("output").says(hint))
     return found  # type: ignore[no-any-return]
 

@@ -1,7 +1,9 @@
-"""`OpenJob`: a job whose output folder is locked and whose input has been read once: its unanswered rows, and the place for their answers. `scan` is
-the first pass over the input, which counts the rows, finds where shards begin, and rejects duplicate ids.
+"""`OpenJob`: a job whose output folder is locked and whose input has been read once: its unanswered
+rows, and the place for their answers. `scan` is the first pass over the input, which counts the
+rows, finds where shards begin, and rejects duplicate ids.
 
-`runner` computes the rows in processes of this machine, `dovetail_cluster.ray_jobs` on a Ray cluster.
+`runner` computes the rows in processes of this machine, `dovetail_cluster.ray_jobs` on a Ray
+cluster.
 """
 
 from __future__ import annotations
@@ -36,9 +38,8 @@ from dovetail_batch.shards import (
 from dovetail_batch.sources import Csv, Jsonl, OpenAIBatch, Source, unreadable
 
 SHOWN_FAILURES = 3
-TRIED = (
-    100  # rows: a job is rejected if its first `TRIED` rows, or all if it has fewer, are invalid
-)
+# rows: a job is rejected if its first `TRIED` rows, or all if it has fewer, are invalid
+TRIED = 100
 
 
 def digest(source: Source) -> str:
@@ -51,9 +52,11 @@ def digest(source: Source) -> str:
 
 
 def scan(source: Source, reader: RowReader, shard_rows: int) -> tuple[int, tuple[int, ...]]:
-    """Return the number of rows and the positions at which shards begin. Holds 8 bytes per row, a hash of its id.
+    """Return the number of rows and the positions at which shards begin. Holds 8 bytes per row, a
+    hash of its id.
 
-    Raises `ConfigError` if there are no rows, if the first ones are all invalid, or if an id occurs twice: its answers would be ambiguous.
+    Raises `ConfigError` if there are no rows, if the first ones are all invalid, or if an id occurs
+    twice: its answers would be ambiguous.
     """
     _check_first_rows(source, reader)
     starts: list[int] = []
@@ -74,7 +77,8 @@ def scan(source: Source, reader: RowReader, shard_rows: int) -> tuple[int, tuple
 
 
 def _check_first_rows(source: Source, reader: RowReader) -> None:
-    """Raise `ConfigError` if no row would be computed: then the format or the names of columns are wrong rather than the rows."""
+    """Raise `ConfigError` if no row would be computed: then the format or the names of columns are
+    wrong rather than the rows."""
     first: RequestError | None = None
     number = 0
     for number, (record, _) in enumerate(islice(source.records(source.first), TRIED), start=1):
@@ -106,7 +110,8 @@ def _hash(name: str) -> int:
 
 
 def _reject_duplicate(source: Source, hashes: set[int]) -> None:
-    """Raise `ConfigError` for the first id that occurs twice. Different ids may have the same hash."""
+    """Raise `ConfigError` for the first id that occurs twice. Different ids may have the same
+    hash."""
     seen: dict[str, int] = {}
     for number, (record, _) in enumerate(source.records(source.first), start=1):
         name = _id(source, record, number)
@@ -114,7 +119,8 @@ def _reject_duplicate(source: Source, hashes: set[int]) -> None:
             continue
         if name in seen:
             raise ConfigError(
-                f"input: {source.path}: rows {seen[name]} and {number} have the same id, {shown(name)}"
+                f"input: {source.path}: rows {seen[name]} and {number} have the same id, "
+                f"{shown(name)}"
             )
         seen[name] = number
 
@@ -147,7 +153,8 @@ class RowsLeft:
     left: Mapping[int, Collection[int]]  # the numbers of the unanswered rows, by shard
 
     def __iter__(self) -> Iterator[JobRow | Answer]:
-        """Yield each row, or the answer with its error if it is invalid. Raises `ConfigError` if the input has changed."""
+        """Yield each row, or the answer with its error if it is invalid. Raises `ConfigError` if
+        the input has changed."""
         records = self.source.records(self.source.first)
         position = self.source.first
         for shard, start in enumerate(self.starts):
@@ -163,7 +170,8 @@ class RowsLeft:
                     yield self._row(number, record)
             if self.source.stamp() != self.stamp:
                 raise ConfigError(
-                    f"input: {self.source.path}: it was changed while the job ran: some answers may be of other rows. {ANEW}"
+                    f"input: {self.source.path}: it was changed while the job ran: some answers "
+                    f"may be of other rows. {ANEW}"
                 )
 
     def _row(self, number: int, record: Any) -> JobRow | Answer:
@@ -178,17 +186,20 @@ class RowsLeft:
 
 @contextmanager
 def job_folder(plan: Plan, *, anew: bool = False) -> Iterator[Callable[[], OpenJob]]:
-    """Lock a job's output folder, which has no answers of other settings. `anew`: delete the existing answers first.
+    """Lock a job's output folder, which has no answers of other settings. `anew`: delete the
+    existing answers first.
 
-    Yields the function that reads the input and opens the job: engines can load meanwhile. Both raise `ConfigError` if the job can't run as it is,
-    this one also `MissingExtraError`, and the function `UnwritableOutput`.
+    Yields the function that reads the input and opens the job: engines can load meanwhile. Both
+    raise `ConfigError` if the job can't run as it is, this one also `MissingExtraError`, and the
+    function `UnwritableOutput`.
     """
     source, directory = source_of(plan), Path(plan.job.output.path)
     writer = writer_of(plan.job.output.format, plan.configs[0].model.path)
     source.stamp()  # raises if it doesn't exist: the next line needs it
     if any(is_ours(directory, path) for path in (source.path, source.path.resolve())):
         raise ConfigError(
-            f"output: {directory}: the input is in it, and has the name of a file of answers: name another output folder"
+            f"output: {directory}: the input is in it, and has the name of a file of answers: name "
+            f"another output folder"
         )
 
     def open_job() -> OpenJob:
@@ -211,13 +222,15 @@ def job_folder(plan: Plan, *, anew: bool = False) -> Iterator[Callable[[], OpenJ
             before.check_settings(directory, plan.settings)
         elif (stray := stray_answers(directory)) is not None:
             raise ConfigError(
-                f"output: {directory}: there is {stray} and no manifest that says what it is of: {ANEW}"
+                f"output: {directory}: there is {stray} and no manifest that says what it is of: "
+                f"{ANEW}"
             )
         yield open_job
 
 
 def source_of(plan: Plan) -> Source:
-    """Return the source of a job's rows. Raises `ConfigError` if the file can't be read in its format, `MissingExtraError` without pyarrow."""
+    """Return the source of a job's rows. Raises `ConfigError` if the file can't be read in its
+    format, `MissingExtraError` without pyarrow."""
     path = Path(plan.job.input.path)
     columns = dict[str, str](plan.job.input.columns.items())
     if plan.format == "parquet":
@@ -232,7 +245,8 @@ def source_of(plan: Plan) -> Source:
 
 
 class OpenJob:
-    """A job under way, with a progress bar on a terminal. `summary` is current except for its `seconds`, which `end` sets."""
+    """A job under way, with a progress bar on a terminal. `summary` is current except for its
+    `seconds`, which `end` sets."""
 
     def __init__(
         self,
@@ -278,7 +292,8 @@ class OpenJob:
             self._bar.unpause()
 
     def store(self, answers: Iterable[Answer]) -> int:
-        """Write answers to disk, except those of answered rows. Returns the number of new ones. Raises `UnwritableOutput`."""
+        """Write answers to disk, except those of answered rows. Returns the number of new ones.
+        Raises `UnwritableOutput`."""
         new = self._store.add(answers)
         summary = self.summary
         summary.output_tokens += sum(map(output_tokens, new))
@@ -289,7 +304,8 @@ class OpenJob:
                     summary.failures += (f"row {answer['row']}: {answer['error']}",)
         if self._begun is not None:
             self._bar.set_postfix_str(
-                f"{summary.output_tokens / max(time.perf_counter() - self._begun, 1e-9):,.0f} tok/s",
+                f"{summary.output_tokens / max(time.perf_counter() - self._begun, 1e-9):,.0f} "
+                f"tok/s",
                 refresh=False,
             )
         self._bar.update(len(new))

@@ -1,4 +1,5 @@
-"""Parquet: a `Source` that reads it, and a function that writes answers. Needs pyarrow (extra `batch`)."""
+"""Parquet: a `Source` that reads it, and a function that writes answers. Needs pyarrow (extra
+`batch`)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def check_installed() -> None:
 
 
 class Parquet(Source):
-    """A Parquet file. Positions are row numbers. Cells of `JSON_CELLS` are lists and structs, or JSON text."""
+    """A Parquet file. Positions are row numbers. Cells of `JSON_CELLS` are lists and structs, or
+    JSON text."""
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
         super().__init__(path, columns)
@@ -78,16 +80,15 @@ class Parquet(Source):
 
         self.opened().close()
         try:
-            return ParquetFile(
-                self.path, buffer_size=_BUFFER_BYTES
-            )  # otherwise it reads whole columns of a row group
+            # otherwise it reads whole columns of a row group
+            return ParquetFile(self.path, buffer_size=_BUFFER_BYTES)
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(f"input: {self.path}: {_NO_PARQUET}: {error}") from None
 
 
 def _rows(batch: Any) -> list[Fields | RequestError]:
-    """Return the rows of an Arrow batch; an error for each row that Python's types can't hold (text that isn't UTF-8, nanoseconds, years beyond
-    9999)."""
+    """Return the rows of an Arrow batch; an error for each row that Python's types can't hold (text
+    that isn't UTF-8, nanoseconds, years beyond 9999)."""
     try:
         return batch.to_pylist()  # type: ignore[no-any-return]
     except (ValueError, OverflowError) as error:
@@ -104,7 +105,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def write_parquet(answers: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write answers (see `answers`) as one file. Log-probabilities and stop reasons, which may be numbers, are JSON text."""
+    """Write answers (see `answers`) as one file. Log-probabilities and stop reasons, which may be
+    numbers, are JSON text."""
     import pyarrow as pa
     from pyarrow.parquet import write_table
 

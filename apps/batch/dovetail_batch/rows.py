@@ -1,4 +1,5 @@
-"""`JobRow`: one request of a job. `RowReader` makes it from the fields of a record; an invalid row fails alone."""
+"""`JobRow`: one request of a job. `RowReader` makes it from the fields of a record; an invalid row
+fails alone."""
 
 from __future__ import annotations
 
@@ -32,14 +33,13 @@ class JobRow:
     content: Any  # text, messages or token ids, as `form` says
     params: SamplingParams | PoolingParams
     fields: Mapping[str, Any]  # other arguments of `LLMEngine.add_request`
-    prompt_name: str | None = (
-        None  # of a prompt stored in the checkpoint, for a text to be embedded
-    )
+    # of a prompt stored in the checkpoint, for a text to be embedded
+    prompt_name: str | None = None
 
 
 class RowReader:
-    """Makes rows from their fields. A row without a seed gets one derived from the job's seed and its own number, so that its answer depends neither
-    on the engine nor on interruptions."""
+    """Makes rows from their fields. A row without a seed gets one derived from the job's seed and
+    its own number, so that its answer depends neither on the engine nor on interruptions."""
 
     def __init__(
         self,
@@ -50,8 +50,9 @@ class RowReader:
         task: JobTask = "generate",
         pooling: Mapping[str, Any] | None = None,
     ) -> None:
-        """`sampling`, or `pooling` of a job that embeds: default parameters of rows; `has_logprobs`: whether the format of the answers has
-        log-probabilities. Raises `RequestError` if the parameters are invalid."""
+        """`sampling`, or `pooling` of a job that embeds: default parameters of rows;
+        `has_logprobs`: whether the format of the answers has log-probabilities. Raises
+        `RequestError` if the parameters are invalid."""
         self._sampling = dict(sampling)
         self._seed = seed
         self._has_logprobs = has_logprobs
@@ -64,7 +65,8 @@ class RowReader:
         self._read_pooling(self._pooling)
 
     def read(self, number: int, fields: Mapping[str, Any]) -> JobRow:
-        """Return the row. Raises `RequestError` if it is invalid as far as can be checked without an engine."""
+        """Return the row. Raises `RequestError` if it is invalid as far as can be checked without
+        an engine."""
         for key in fields:
             if key not in KEYS:
                 belongs = (
@@ -138,7 +140,8 @@ class RowReader:
             raise RequestError(f"sampling: {error}") from None
 
     def _read_pooling(self, fields: Mapping[str, Any]) -> tuple[PoolingParams, str | None]:
-        """Return the parameters of a row to embed, and the name of its stored prompt. Raises `RequestError` with the prefix "pooling: "."""
+        """Return the parameters of a row to embed, and the name of its stored prompt. Raises
+        `RequestError` with the prefix "pooling: "."""
         given = dict(fields)
         try:
             for key in given:
@@ -152,7 +155,8 @@ class RowReader:
 
 
 def id_of(fields: Mapping[str, Any], number: int, key: str = "id") -> str:
-    """Return a row's id, by default its number. Raises `RequestError` if it is neither text nor an integer."""
+    """Return a row's id, by default its number. Raises `RequestError` if it is neither text nor an
+    integer."""
     value = fields.get(key, number)
     if type(value) not in (str, int) or value == "":
         raise RequestError(f"{key} must be a string or an integer, got {shown(value)}")

@@ -24,15 +24,19 @@ from dovetail_batch.shards import GO_ON, BatchEngineFailed
 
 ROWS_AT_ONCE = 64  # in one message to an engine's process
 WATCH_S = 0.25
-SPARE_ROWS = 1024  # queued in an engine's process beyond two full steps, to be computed while the command writes a file
+# queued in an engine's process beyond two full steps, to be computed while the command writes a
+# file
+SPARE_ROWS = 1024
 ENDS_S = 30.0  # how long the process may take to end after its last row
 
 
 class EngineLink:
-    """An engine's process (`engine_process`), the number of its rows, and the command's end of its connection."""
+    """An engine's process (`engine_process`), the number of its rows, and the command's end of its
+    connection."""
 
     def __init__(self, index: int, source: str | Mapping[str, Any], gpus: str | None) -> None:
-        """Start the process, which then loads its model. `gpus`: its CUDA_VISIBLE_DEVICES; None: inherited."""
+        """Start the process, which then loads its model. `gpus`: its CUDA_VISIBLE_DEVICES; None:
+        inherited."""
         self._index = index
         self.connection, theirs = Pipe()
         environment = os.environ if gpus is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
@@ -112,8 +116,9 @@ class EngineLink:
 def run(plan: Plan, *, anew: bool = False) -> Summary:
     """Compute every unanswered row of the job. `anew`: delete the existing answers first.
 
-    Raises `ConfigError` or `MissingExtraError` if the job can't run as it is, `BatchEngineFailed` or `UnwritableOutput` if it ends early.
-    `KeyboardInterrupt` propagates, with everything computed so far on disk.
+    Raises `ConfigError` or `MissingExtraError` if the job can't run as it is, `BatchEngineFailed`
+    or `UnwritableOutput` if it ends early. `KeyboardInterrupt` propagates, with everything computed
+    so far on disk.
     """
     with ExitStack() as stack:
         open_job = stack.enter_context(job_folder(plan, anew=anew))
@@ -164,7 +169,8 @@ def _killing_stopped(links: Sequence[EngineLink]) -> Iterator[None]:
 
 
 def _hand_out(job: OpenJob, links: Sequence[EngineLink], rows: Iterator[JobRow | Answer]) -> bool:
-    """Send rows to engines that have room, those with the most room first. Return False when there are no more rows."""
+    """Send rows to engines that have room, those with the most room first. Return False when there
+    are no more rows."""
     while (link := max(links, key=lambda link: link.room)).room >= ROWS_AT_ONCE:
         some = list(islice(rows, ROWS_AT_ONCE))
         if not some:

@@ -1,13 +1,16 @@
-"""`ShardStore`: the answers of a job on disk, in shards of a fixed number of rows. It makes sure that each row is answered exactly once.
+"""`ShardStore`: the answers of a job on disk, in shards of a fixed number of rows. It makes sure
+that each row is answered exactly once.
 
     part-000007.jsonl        the answers of shard 7, complete, in row order
     part-000008.jsonl.open   the answers of shard 8 so far, in order of arrival, a JSON object per line
 
-Answers are appended to an open shard as they arrive, so that nothing is computed twice or held in memory. A complete shard is written to a temporary
-file and renamed, then the open file is removed. A kill leaves at most a truncated last line, which is cut off.
+Answers are appended to an open shard as they arrive, so that nothing is computed twice or held in
+memory. A complete shard is written to a temporary file and renamed, then the open file is removed.
+A kill leaves at most a truncated last line, which is cut off.
 
-The folder is locked (`locked`), and its `Manifest` records the input and the settings of the answers, so that a job resumes only with the same ones.
-The errors here end a running job, which the same command resumes; invalid settings are `ConfigError`s.
+The folder is locked (`locked`), and its `Manifest` records the input and the settings of the
+answers, so that a job resumes only with the same ones. The errors here end a running job, which the
+same command resumes; invalid settings are `ConfigError`s.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ GO_ON = "the same command goes on with the job"
 LOCK = ".lock"
 MANIFEST = "manifest.json"
 VERSION = 1
-ANEW = "Give back what it was, name another output folder, or start anew with --anew, which deletes the answers that are there"
+ANEW = (
+    "Give back what it was, name another output folder, or start anew with --anew, which "
+    "deletes the answers that are there"
+)
 _LISTED = 5
 OPEN = ".open"
 _OURS = re.compile(
@@ -60,7 +66,8 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Create the folder if needed and lock it; the kernel releases the lock however the process ends.
+    """Create the folder if needed and lock it; the kernel releases the lock however the process
+    ends.
 
     Raises `ConfigError` if another process holds the lock or the folder isn't writable.
     """
@@ -78,7 +85,8 @@ def locked(directory: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"output: {directory}: another run of a job is writing to it: wait until it ends, or end it"
+                f"output: {directory}: another run of a job is writing to it: wait until it ends, "
+                f"or end it"
             ) from None
         except OSError as error:
             raise ConfigError(
@@ -104,7 +112,8 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest | None:
-        """Return the folder's manifest, or None if there is none. Raises `ConfigError` if it is unreadable."""
+        """Return the folder's manifest, or None if there is none. Raises `ConfigError` if it is
+        unreadable."""
         path = directory / MANIFEST
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -132,13 +141,17 @@ class Manifest:
             )
             told = "\n  ".join([*differences[:_LISTED], *more])
             raise ConfigError(
-                f"output: {directory}: its answers are of other settings than these:\n  {told}\n{ANEW}"
+                f"output: {directory}: its answers are of other settings than these:\n  "
+                f"{told}\n{ANEW}"
             )
 
     def check_input(self, directory: Path, sha256: str) -> None:
         """Raise `ConfigError` unless the input has this hash."""
         if sha256 != self.sha256:
-            told = f"its answers are of an input with other content: its SHA-256 was {self.sha256[:12]}…, now it is {sha256[:12]}…"
+            told = (
+                f"its answers are of an input with other content: its SHA-256 was "
+                f"{self.sha256[:12]}…, now it is {sha256[:12]}…"
+            )
             raise ConfigError(f"output: {directory}: {told}\n{ANEW}")
 
 
@@ -154,7 +167,8 @@ class ShardStore:
     """The folder of a job's answers, which the caller has locked."""
 
     def __init__(self, directory: Path, manifest: Manifest, writer: Writer, suffix: str) -> None:
-        """Resume from the folder's files. `suffix` ends the names of complete shards. Raises `UnwritableOutput`."""
+        """Resume from the folder's files. `suffix` ends the names of complete shards. Raises
+        `UnwritableOutput`."""
         self._directory = directory
         self._writer = writer
         self._suffix = suffix
@@ -182,14 +196,16 @@ class ShardStore:
         return self._rows - sum(map(len, self._left.values()))
 
     def left(self) -> dict[int, Collection[int]]:
-        """Return the numbers of the rows that are unanswered now, by shard, without complete shards."""
+        """Return the numbers of the rows that are unanswered now, by shard, without complete
+        shards."""
         return {
             shard: left if isinstance(left, range) else frozenset(left)
             for shard, left in self._left.items()
         }
 
     def add(self, answers: Iterable[Answer]) -> list[Answer]:
-        """Write answers of unanswered rows, and return them; others are ignored. Raises `UnwritableOutput`."""
+        """Write answers of unanswered rows, and return them; others are ignored. Raises
+        `UnwritableOutput`."""
         new: dict[int, dict[int, Answer]] = defaultdict(dict)  # by shard and row
         for answer in answers:
             shard = (answer["row"] - 1) // self._shard_rows
@@ -203,7 +219,8 @@ class ShardStore:
         return [answer for by_row in new.values() for answer in by_row.values()]
 
     def _mark(self, shard: int, rows: Collection[int]) -> None:
-        """Note that these rows are in the open shard's file, which is finished with the last one."""
+        """Note that these rows are in the open shard's file, which is finished with the last
+        one."""
         left = self._left[shard]
         if isinstance(left, range):
             left = self._left[shard] = set(left)
@@ -249,7 +266,8 @@ class ShardStore:
 
 
 def _answers_in(opened: Path, rows: Collection[int]) -> list[Answer]:
-    """Return the answers in the file of an open shard with these rows. Truncates the file at the first line that isn't one of them."""
+    """Return the answers in the file of an open shard with these rows. Truncates the file at the
+    first line that isn't one of them."""
     data = opened.read_bytes()
     answers: list[Answer] = []
     left = set(rows)
@@ -286,7 +304,8 @@ def begin_anew(directory: Path) -> None:
 
 
 def is_ours(directory: Path, path: Path) -> bool:
-    """Return True if a file in a job's folder has a name that the job uses, so that it would be overwritten or deleted."""
+    """Return True if a file in a job's folder has a name that the job uses, so that it would be
+    overwritten or deleted."""
     return _OURS.fullmatch(path.name) is not None and path.parent.resolve() == directory.resolve()
 
 

@@ -1,6 +1,8 @@
-"""Input files of jobs: `Source`, and its implementations for JSONL, CSV and OpenAI's batch format. Parquet's is in `parquet`.
+"""Input files of jobs: `Source`, and its implementations for JSONL, CSV and OpenAI's batch format.
+Parquet's is in `parquet`.
 
-Sources are streamed: `records` starts at any *position* that the source has returned before (bytes, or rows of Parquet).
+Sources are streamed: `records` starts at any *position* that the source has returned before (bytes,
+or rows of Parquet).
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ from dovetail.serving import (
 from dovetail_batch.rows import KEYS
 
 MAX_LINE_BYTES = 64 * 2**20  # longer lines are rejected
+# columns that hold JSON where cells are text
 JSON_CELLS = (
     "messages",
     "token_ids",
     "sampling",
     "pooling",
     *FIELD_KEYS,
-)  # columns that hold JSON where cells are text
+)
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
@@ -61,34 +64,42 @@ class Source(ABC):
     first = 0  # position of the first row
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
-        """`columns`: the file's names of columns by ours; empty: the same. Raises `ConfigError` if the file can't be read in this format."""
+        """`columns`: the file's names of columns by ours; empty: the same. Raises `ConfigError` if
+        the file can't be read in this format."""
         self.path = path
         self.columns = columns
 
     @abstractmethod
     def records(self, position: int) -> Iterator[tuple[Any, int]]:
-        """Yield the unparsed rows from a position on, each with the position after it. Raises `ConfigError` where the format is broken."""
+        """Yield the unparsed rows from a position on, each with the position after it. Raises
+        `ConfigError` where the format is broken."""
 
     @abstractmethod
     def fields(self, record: Any) -> Fields:
-        """Return the fields of a record, with its id under `id_key`. Raises `RequestError` if it is unreadable."""
+        """Return the fields of a record, with its id under `id_key`. Raises `RequestError` if it is
+        unreadable."""
 
     def convert(self, fields: Fields) -> Fields:
         """Convert the fields to the names and types of `RowReader`. Raises `RequestError`."""
         return fields
 
     def stamp(self) -> tuple[int, int, int]:
-        """Return the file's inode, size in bytes and modification time, to detect changes. Raises `ConfigError`."""
+        """Return the file's inode, size in bytes and modification time, to detect changes. Raises
+        `ConfigError`."""
         found = self._stat()
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def opened(self) -> BufferedReader:
-        """Open the file. Raises `ConfigError`, also for pipes and devices: they can't be reread, and opening one may block forever."""
+        """Open the file. Raises `ConfigError`, also for pipes and devices: they can't be reread,
+        and opening one may block forever."""
         mode = self._stat().st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(
             mode
         ):  # opening a folder raises a clear error
-            reason = "a pipe or a device: a job reads its rows twice, and again when it goes on: write them to a file first"
+            reason = (
+                "a pipe or a device: a job reads its rows twice, and again when it goes on: "
+                "write them to a file first"
+            )
             raise ConfigError(f"input: {self.path}: {reason}")
         try:
             return self.path.open("rb")
@@ -125,7 +136,8 @@ class Jsonl(Source):
 
 
 class Csv(Source):
-    """Comma-separated values with a header (RFC 4180). Cells of `JSON_CELLS` hold JSON; an empty one is left out."""
+    """Comma-separated values with a header (RFC 4180). Cells of `JSON_CELLS` hold JSON; an empty
+    one is left out."""
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
         super().__init__(path, columns)
@@ -146,20 +158,19 @@ class Csv(Source):
         return with_json_parsed(fields)
 
     def _cells(self, position: int) -> Iterator[tuple[list[str], int]]:
-        """Yield rows with the position after each, which is that of the lines: `csv.reader` reads no line ahead."""
+        """Yield rows with the position after each, which is that of the lines: `csv.reader` reads
+        no line ahead."""
         behind = position
 
         def texts() -> Iterator[str]:
             nonlocal behind
             for line, end in lines(self, position):
                 if behind == 0:
-                    line = line.removeprefix(
-                        _BOM
-                    )  # otherwise a quote after it wouldn't begin a cell
+                    # otherwise a quote after it wouldn't begin a cell
+                    line = line.removeprefix(_BOM)
                 behind = end
-                yield line.decode(
-                    "utf-8", "surrogateescape"
-                )  # text that isn't UTF-8 fails with its row
+                # text that isn't UTF-8 fails with its row
+                yield line.decode("utf-8", "surrogateescape")
 
         reader = csv.reader(texts(), strict=True)
         try:
@@ -170,14 +181,16 @@ class Csv(Source):
 
 
 def lines(source: Source, position: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the lines of a file with the position after each. Raises `ConfigError` for an overlong line."""
+    """Yield the lines of a file with the position after each. Raises `ConfigError` for an overlong
+    line."""
     with source.opened() as file:
         try:
             file.seek(position)
             while line := file.readline(MAX_LINE_BYTES + 1):
                 if len(line) > MAX_LINE_BYTES:
                     raise ConfigError(
-                        f"{source.path}: the line at byte {position} has more than {MAX_LINE_BYTES} bytes: that is no row"
+                        f"{source.path}: the line at byte {position} has more than "
+                        f"{MAX_LINE_BYTES} bytes: that is no row"
                     )
                 position += len(line)
                 yield line, position
@@ -186,7 +199,8 @@ def lines(source: Source, position: int) -> Iterator[tuple[bytes, int]]:
 
 
 def names_of_columns(path: Path, header: list[str], columns: Mapping[str, str]) -> dict[str, str]:
-    """Return the file's names of columns by ours. Raises `ConfigError` for missing, duplicate and, without `columns`, unknown ones."""
+    """Return the file's names of columns by ours. Raises `ConfigError` for missing, duplicate and,
+    without `columns`, unknown ones."""
     for name in columns.values() if columns else header:
         if header.count(name) > 1:
             raise ConfigError(f"{path}: the header has the column {shown(name)} twice")
@@ -204,7 +218,8 @@ def names_of_columns(path: Path, header: list[str], columns: Mapping[str, str]) 
         if name not in KEYS:
             hint = did_you_mean(name, KEYS) or f"; known are {', '.join(KEYS)}."
             raise ConfigError(
-                f"{path}: unknown column {shown(name)}{hint} Say with `columns` of the input which are to be used"
+                f"{path}: unknown column {shown(name)}{hint} Say with `columns` of the input which "
+                f"are to be used"
             )
     return {name: name for name in header}
 
@@ -230,13 +245,15 @@ class OpenAIBatch(Jsonl):
 
         {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "…", "messages": […], "max_tokens": 100}}
 
-    Fields of the body that are sampling parameters are used. Others that would change the answer fail the row.
+    Fields of the body that are sampling parameters are used. Others that would change the answer
+    fail the row.
     """
 
     id_key = "custom_id"
 
     def __init__(self, path: Path, *, limited: bool) -> None:
-        """`limited`: the job sets `max_tokens`; otherwise chats are limited by the model's length only, as with OpenAI."""
+        """`limited`: the job sets `max_tokens`; otherwise chats are limited by the model's length
+        only, as with OpenAI."""
         super().__init__(path, {})
         self._limited = limited
 
@@ -245,7 +262,8 @@ class OpenAIBatch(Jsonl):
 
 
 def fields_of(line: Mapping[str, Any], limited: bool) -> Fields:
-    """Convert the fields of a line to a row's; `limited` as for `OpenAIBatch`. Raises `RequestError`."""
+    """Convert the fields of a line to a row's; `limited` as for `OpenAIBatch`. Raises
+    `RequestError`."""
     for key in line:
         if key not in OPENAI_KEYS:
             raise RequestError(f"{key}: unknown key; OpenAI's format has {', '.join(OPENAI_KEYS)}")
@@ -320,12 +338,14 @@ def _sampling(body: Mapping[str, Any], content: str) -> dict[str, Any]:
         if key == "vllm_xargs":
             if body.get("extra_args") is not None:
                 raise RequestError(
-                    "vllm_xargs: another name of extra_args, which is also given: leave one of them out"
+                    "vllm_xargs: another name of extra_args, which is also given: leave one of "
+                    "them out"
                 )
             key = "extra_args"
         if key not in (*PARAMS_KEYS, "top_logprobs"):
             raise RequestError(
-                f"{key}: `dovetail batch` doesn't read it, and it would change the answer; /v1/batches of `dovetail serve` does"
+                f"{key}: `dovetail batch` doesn't read it, and it would change the answer; "
+                f"/v1/batches of `dovetail serve` does"
             )
         sampling[key] = value
     return sampling

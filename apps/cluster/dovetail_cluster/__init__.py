@@ -1,4 +1,5 @@
-"""Replicas behind a router, and batch jobs and Ray Serve on a Ray cluster. Needs the extras `router` and `ray`, respectively."""
+"""Replicas behind a router, and batch jobs and Ray Serve on a Ray cluster. Needs the extras
+`router` and `ray`, respectively."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`python -m dovetail_cluster.bound_process PARENT COMMAND...`: executes a command that the kernel kills when its parent ends.
+"""`python -m dovetail_cluster.bound_process PARENT COMMAND...`: executes a command that the kernel
+kills when its parent ends.
 
 On Linux only. Elsewhere the command outlives a parent that was killed.
 """
@@ -21,7 +22,8 @@ def start_bound(
     stdout: int | IO[bytes],
     stderr: int | IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a Python module with arguments in a new session, bound to the calling thread: the kernel kills it when that thread ends."""
+    """Start a Python module with arguments in a new session, bound to the calling thread: the
+    kernel kills it when that thread ends."""
     return subprocess.Popen(
         [
             sys.executable,

@@ -39,11 +39,13 @@ def up(
         str,
         typer.Argument(
             metavar="cluster.yaml",
-            help="The cluster: `engine`, `replicas`, `router` and what docs/serving/replicas.md lists.",
+            help="The cluster: `engine`, `replicas`, `router` and what docs/serving/replicas.md "
+            "lists.",
         ),
     ],
 ) -> None:
-    """Start replicas and their router, and keep them running until `dovetail cluster down`, SIGTERM or Ctrl-C.
+    """Start replicas and their router, and keep them running until `dovetail cluster down`, SIGTERM
+    or Ctrl-C.
 
     Requests under way are finished first. A second signal ends everything at once.
     """
@@ -131,15 +133,19 @@ def _name(given: str | None) -> str:
 def _print(found: dict[str, Any]) -> None:
     router = found["router"]
     typer.echo(
-        f"router   {router['url']}  {'answers' if router['answers'] else 'does not answer'}, its metrics: {router['metrics']}"
+        f"router   {router['url']}  {'answers' if router['answers'] else 'does not answer'}, its "
+        f"metrics: {router['metrics']}"
     )
     typer.echo(
-        f"replicas {found['target']} wanted{', rolling restart under way' if found['rolling'] else ''}; {found['deaths']} have died so far"
+        f"replicas {found['target']} "
+        f"wanted{', rolling restart under way' if found['rolling'] else ''}; {found['deaths']} "
+        f"have died so far"
     )
     for replica in found["replicas"]:
         where = replica["url"] or ""
         typer.echo(
-            f"  {replica['name']:<12} {replica['state']:<9} {where:<28} {replica['running']} running, {replica['waiting']} waiting"
+            f"  {replica['name']:<12} {replica['state']:<9} {where:<28} {replica['running']} "
+            f"running, {replica['waiting']} waiting"
         )
     if found["last_death"]:
         typer.echo(f"last death: {found['last_death']}")

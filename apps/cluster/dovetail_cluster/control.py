@@ -1,7 +1,8 @@
-"""Control socket of `dovetail cluster up`, for `status`, `restart` and `down`: a Unix socket in a private folder of the user.
+"""Control socket of `dovetail cluster up`, for `status`, `restart` and `down`: a Unix socket in a
+private folder of the user.
 
-The process holds a file lock on the cluster's name, which the kernel releases however the process ends, so that stale sockets are recognised. Request
-and response are a line of JSON each.
+The process holds a file lock on the cluster's name, which the kernel releases however the process
+ends, so that stale sockets are recognised. Request and response are a line of JSON each.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class NotUp(DovetailError):
 
 
 def runtime_folder() -> Path:
-    """Return the private folder of this user's clusters, creating it if needed. Raises `ConfigError` if it isn't private."""
+    """Return the private folder of this user's clusters, creating it if needed. Raises
+    `ConfigError` if it isn't private."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = (
         Path(base) / "dovetail" if base else Path(tempfile.gettempdir()) / f"dovetail-{os.getuid()}"
@@ -58,7 +60,8 @@ def names_up() -> list[str]:
 
 
 class ControlSocket:
-    """Server end, in the process that runs a cluster. Its loop calls `serve_once`; nothing blocks for long."""
+    """Server end, in the process that runs a cluster. Its loop calls `serve_once`; nothing blocks
+    for long."""
 
     def __init__(self, name: str) -> None:
         """Take the name. Raises `ConfigError` if a cluster of this name is up."""
@@ -68,7 +71,8 @@ class ControlSocket:
         if not self._takes_lock():
             self._lock.close()
             raise ConfigError(
-                f"a cluster named {name} is up: end it with `dovetail cluster down {name}`, or give this one another `name`"
+                f"a cluster named {name} is up: end it with `dovetail cluster down {name}`, or "
+                f"give this one another `name`"
             ) from None
         self._path.unlink(missing_ok=True)  # stale: its process was killed
         self._socket = socket.socket(socket.AF_UNIX)
@@ -76,12 +80,14 @@ class ControlSocket:
             self._socket.bind(str(self._path))
         except OSError as error:
             raise ConfigError(
-                f"{self._path}: {error.strerror or error}: set XDG_RUNTIME_DIR to a shorter folder that you may write to"
+                f"{self._path}: {error.strerror or error}: set XDG_RUNTIME_DIR to a shorter folder "
+                f"that you may write to"
             ) from None
         self._socket.listen(8)
 
     def _takes_lock(self) -> bool:
-        """Acquire the lock of the name. Return False if another cluster holds it: `names_up` of other commands holds it for a moment only."""
+        """Acquire the lock of the name. Return False if another cluster holds it: `names_up` of
+        other commands holds it for a moment only."""
         for _ in range(LOCK_ATTEMPTS):
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,7 +119,8 @@ class ControlSocket:
 
 
 def tell(name: str, what: str) -> dict[str, Any]:
-    """Send a command to a cluster and return its response. Raises `NotUp`, or `DovetailError` if it doesn't answer or refuses."""
+    """Send a command to a cluster and return its response. Raises `NotUp`, or `DovetailError` if it
+    doesn't answer or refuses."""
     folder = runtime_folder()
     if not _is_locked(folder / f"{name}.lock"):
         raise NotUp(

@@ -1,4 +1,5 @@
-"""`Controller`: keeps the wanted number of replicas behind the router. It works through `interfaces`, without processes or HTTP of its own.
+"""`Controller`: keeps the wanted number of replicas behind the router. It works through
+`interfaces`, without processes or HTTP of its own.
 
 `tick` is called several times a second and never blocks. The states of a replica:
 
@@ -6,8 +7,8 @@
     its server  added to    gets       removed from  SIGTERM: finishes
     starts      the router  requests   the router    requests under way
 
-A replica that ends in any state but DRAINING has died and is replaced. Each tick compares the router's list with the wanted one, so that a restarted
-router gets all replicas.
+A replica that ends in any state but DRAINING has died and is replaced. Each tick compares the
+router's list with the wanted one, so that a restarted router gets all replicas.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ from dovetail_cluster.interfaces import (
 )
 from dovetail_cluster.settings import ClusterSettings, Replicas, Scale
 
-FUTILE_STARTS = 3  # replicas in a row that die before they serve: then the cluster gives up if none has ever served
+# replicas in a row that die before they serve: then the cluster gives up if none has ever served
+FUTILE_STARTS = 3
 LONGEST_PAUSE_S = 30.0  # between starts, once they are futile
 LETS_GO_S = 30.0  # that the router may take to finish requests before the replica is drained
 
 
 class Scaler:
-    """Changes the target by one at a time, after the queue has been too long, or empty, without interruption."""
+    """Changes the target by one at a time, after the queue has been too long, or empty, without
+    interruption."""
 
     def __init__(self, bounds: Replicas, scale: Scale) -> None:
         self._bounds = bounds
@@ -45,9 +48,11 @@ class Scaler:
         self._empty_since: float | None = None
 
     def note(self, now: float, serving: int, waiting: int) -> int:
-        """Update the target from the number of serving replicas and of waiting requests at `now` seconds, and return it.
+        """Update the target from the number of serving replicas and of waiting requests at `now`
+        seconds, and return it.
 
-        While fewer replicas serve than targeted it stays: a new replica must first show its effect.
+        While fewer replicas serve than targeted it stays: a new replica must first show its
+        effect.
         """
         if serving < self.target:
             self._long_since = self._empty_since = None
@@ -161,10 +166,12 @@ class Controller:
         return self._count(State.SERVING) >= self.target
 
     def roll(self) -> None:
-        """Replace all present replicas one by one. Raises `DovetailError` if there is only one and no room for another."""
+        """Replace all present replicas one by one. Raises `DovetailError` if there is only one and
+        no room for another."""
         if len(self._members) == self.target == 1 and not self._launcher.has_room():
             raise DovetailError(
-                "a single replica isn't replaced where there are no GPUs for another: nobody would serve meanwhile"
+                "a single replica isn't replaced where there are no GPUs for another: nobody would "
+                "serve meanwhile"
             )
         for member in self._members:
             member.is_old = True
@@ -178,7 +185,8 @@ class Controller:
         return self._is_ending and not self._members
 
     def tick(self) -> None:
-        """Check everything once and act on it. Raises `ClusterFailed` if replicas keep dying and none has ever served."""
+        """Check everything once and act on it. Raises `ClusterFailed` if replicas keep dying and
+        none has ever served."""
         for member in list(self._members):
             self._advance(member, member.replica.poll())
         if self._is_ending:
@@ -292,7 +300,8 @@ class Controller:
         )
         if target != before:
             self._say(
-                f"the number of replicas goes from {before} to {target}, because {'too many' if target > before else 'no'} requests wait"
+                f"the number of replicas goes from {before} to {target}, because "
+                f"{'too many' if target > before else 'no'} requests wait"
             )
 
     def _replace(self) -> None:
@@ -306,7 +315,8 @@ class Controller:
         ]
         old = [member for member in serving if member.is_old]
         has_spare = len(serving) > self.target
-        # Where there are no GPUs for one more, the old one goes first, and the others serve meanwhile.
+        # Where there are no GPUs for one more, the old one goes first, and the others serve
+        # meanwhile.
         must_make_room = (
             bool(old)
             and len(serving) == self.target == len(self._members) > 1

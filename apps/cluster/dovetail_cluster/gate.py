@@ -1,6 +1,8 @@
-"""The gate: a reverse proxy in front of the router that checks API keys and forwards only requests to the APIs of replicas.
+"""The gate: a reverse proxy in front of the router that checks API keys and forwards only requests
+to the APIs of replicas.
 
-The router itself, on loopback, answers some routes without a key, such as lists of replicas and their metrics.
+The router itself, on loopback, answers some routes without a key, such as lists of replicas and
+their metrics.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ POSTED = {  # the router's path; None: the same
     **dict.fromkeys(("/v1/classify", "/classify"), b"/v1/classify"),
 }
 POOLED = ("/v1/embeddings", "/v1/classify", "/classify")
+# the router has none, or changes what they mean
 NOT_ROUTED = (
     "/v1/score",
     "/score",
@@ -50,7 +53,7 @@ NOT_ROUTED = (
     "/rerank",
     "/v2/rerank",
     "/pooling",
-)  # the router has none, or changes what they mean
+)
 ASKED = {
     "/health": b"/health",
     "/ready": b"/readiness",
@@ -59,9 +62,8 @@ ASKED = {
 }  # the router's path; None: the same
 READ_BYTES = 2**16
 MAX_HEAD_BYTES = 2**18  # of a response: the parser copies a header with each piece of it
-_OWN = frozenset(
-    {b"authorization", b"x-api-key", b"host", b"content-length", b"expect"}
-)  # headers that the gate sets
+# headers that the gate sets
+_OWN = frozenset({b"authorization", b"x-api-key", b"host", b"content-length", b"expect"})
 _OF_CONNECTION = frozenset(
     {
         b"connection",
@@ -79,8 +81,9 @@ _OF_CONNECTION = frozenset(
 def create_gate(
     settings: ServerSettings, port: int, key: str, *, on_loopback: bool = False
 ) -> Starlette:
-    """Return the app. `settings`: those of the replicas, with the clients' keys. The router listens on loopback at `port` and requires `key`.
-    `on_loopback`: only this machine can reach the gate."""
+    """Return the app. `settings`: those of the replicas, with the clients' keys. The router listens
+    on loopback at `port` and requires `key`. `on_loopback`: only this machine can reach the
+    gate."""
     bodies = HeldBytes(settings.max_received_bytes)
     routes = [
         Route(path, Forward(settings, bodies, port, key, b"POST", name), methods=["POST"])
@@ -131,13 +134,15 @@ class NotRouted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise HttpError(
             404,
-            f"the router doesn't forward {scope['path']}: of pooling requests it forwards {', '.join(POOLED)}",
+            f"the router doesn't forward {scope['path']}: of pooling requests it forwards "
+            f"{', '.join(POOLED)}",
             code="not_routed",
         )
 
 
 class Forward:
-    """A route that forwards each request on a connection of its own, and streams the response back."""
+    """A route that forwards each request on a connection of its own, and streams the response
+    back."""
 
     def __init__(
         self,
@@ -225,7 +230,8 @@ class Forward:
     async def _pass_on(
         self, reader: asyncio.StreamReader, send: Send, watch: asyncio.Task[None]
     ) -> None:
-        """Stream the response. If the router dies midway it stays incomplete, which closes the client's connection."""
+        """Stream the response. If the router dies midway it stays incomplete, which closes the
+        client's connection."""
         answer = _Answer()
         parser = httptools.HttpResponseParser(answer)
         is_begun = False

@@ -1,6 +1,8 @@
-"""The interfaces through which the controller sees the world: `Launcher` starts each `Replica`, `Router` sends requests, `Prober` asks for health.
+"""The interfaces through which the controller sees the world: `Launcher` starts each `Replica`,
+`Router` sends requests, `Prober` asks for health.
 
-The controller calls them several times a second: no method blocks for long, and none raises for a dead replica. Tests have fakes of all.
+The controller calls them several times a second: no method blocks for long, and none raises for a
+dead replica. Tests have fakes of all.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class Replica(Protocol):
         """Return its current status."""
 
     def drain(self) -> None:
-        """Have it reject new requests, finish those under way and end, which `poll` then reports. Idempotent."""
+        """Have it reject new requests, finish those under way and end, which `poll` then reports.
+        Idempotent."""
 
     def kill(self) -> None:
         """Kill all its processes."""
@@ -36,7 +39,8 @@ class Launcher(Protocol):
     """Starts replicas on machines."""
 
     def start(self, name: str) -> Replica:
-        """Start a replica, whose log lines begin with its name. Raises `DovetailError` if that fails; it may be retried."""
+        """Start a replica, whose log lines begin with its name. Raises `DovetailError` if that
+        fails; it may be retried."""
 
     def has_room(self) -> bool:
         """Return True if there are resources for one more replica."""
@@ -54,16 +58,19 @@ class Listed(Enum):
 
 
 class Router(Protocol):
-    """A router whose replicas may change at any time. A dead router is restarted without any replicas."""
+    """A router whose replicas may change at any time. A dead router is restarted without any
+    replicas."""
 
     def poll(self) -> Mapping[str, Listed] | None:
-        """Return its replicas by URL; None: it doesn't answer now. Raises `DovetailError` if it never will."""
+        """Return its replicas by URL; None: it doesn't answer now. Raises `DovetailError` if it
+        never will."""
 
     def add(self, url: str) -> None:
         """Add a replica, soon."""
 
     def remove(self, url: str) -> None:
-        """Stop sending new requests to a replica, soon, and drop it when those under way are answered."""
+        """Stop sending new requests to a replica, soon, and drop it when those under way are
+        answered."""
 
 
 @dataclass(frozen=True, slots=True)

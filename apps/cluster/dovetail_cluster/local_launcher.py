@@ -1,5 +1,5 @@
-"""`LocalLauncher`: replicas as processes of this machine (`place: here`), which end with the controller's. Ray actors use `ServerProcess` and its
-command line, `serve_command`, too."""
+"""`LocalLauncher`: replicas as processes of this machine (`place: here`), which end with the
+controller's. Ray actors use `ServerProcess` and its command line, `serve_command`, too."""
 
 from __future__ import annotations
 
@@ -58,12 +58,14 @@ def _option(name: str, value: Any) -> list[str]:
 
 
 def keys_variable(keys: tuple[str, ...]) -> Mapping[str, str]:
-    """Return the environment with a server's API keys: every user of the machine may read command lines."""
+    """Return the environment with a server's API keys: every user of the machine may read command
+    lines."""
     return {**os.environ, API_KEYS_VARIABLE: ",".join(keys)}
 
 
 class ServerProcess:
-    """A replica as a process of `dovetail serve`, which is killed, with its children, when the calling process ends."""
+    """A replica as a process of `dovetail serve`, which is killed, with its children, when the
+    calling process ends."""
 
     def __init__(
         self,
@@ -139,14 +141,16 @@ class LocalLauncher:
         api_keys: tuple[str, ...] = (),
         gpus: Sequence[str] | None = None,
     ) -> None:
-        """`gpus`: those to assign; None: all visible ones. Raises `ConfigError` if `min` replicas need more."""
+        """`gpus`: those to assign; None: all visible ones. Raises `ConfigError` if `min` replicas
+        need more."""
         self._settings = settings
         self._keys = api_keys
         self._gpus = list(visible_gpus() if gpus is None else gpus) if settings.gpus else []
         self._replicas: list[ServerProcess] = []
         if len(self._gpus) < (needed := settings.gpus * settings.replicas.min):
             raise ConfigError(
-                f"gpus: {settings.replicas.min} replicas of {settings.gpus} need {needed}, and this machine has {len(self._gpus)}"
+                f"gpus: {settings.replicas.min} replicas of {settings.gpus} need {needed}, and "
+                f"this machine has {len(self._gpus)}"
             )
 
     def start(self, name: str) -> Replica:

@@ -1,5 +1,5 @@
-"""`Probes`: checks each replica in a thread of its own, so that a hung one delays no other. `ask`: a short HTTP request to a process of the cluster,
-without proxies, with a timeout."""
+"""`Probes`: checks each replica in a thread of its own, so that a hung one delays no other. `ask`:
+a short HTTP request to a process of the cluster, without proxies, with a timeout."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ class Probes:
 def probe(
     url: str, key: str | None, last: Vitals, clock: Callable[[], float] = time.monotonic
 ) -> Vitals:
-    """Check a replica and return its vitals; where it gives no answer, or garbage, those of `last`."""
+    """Check a replica and return its vitals; where it gives no answer, or garbage, those of
+    `last`."""
     healthy = ask(f"{url}/health", timeout_s=5.0)[0] == 200
     ready = ask(f"{url}/ready")[0] == 200
     status, text = ask(f"{url}/metrics", key=key)
@@ -100,8 +101,8 @@ def probe(
 
 
 def gauges(text: str) -> dict[str, int]:
-    """Return the two gauges of a server's /metrics. All front ends report those of the one engine: the maximum counts.
-    Raises `ValueError` or `OverflowError` for anything else."""
+    """Return the two gauges of a server's /metrics. All front ends report those of the one engine:
+    the maximum counts. Raises `ValueError` or `OverflowError` for anything else."""
     found: dict[str, int] = {}
     for family in text_string_to_metric_families(text):
         if family.name in (WAITING, RUNNING):

@@ -1,6 +1,8 @@
-"""The part of `ray_jobs` that runs in Ray's workers: `groups_of` reads rows, `BatchEngine` computes them. Imports no Ray.
+"""The part of `ray_jobs` that runs in Ray's workers: `groups_of` reads rows, `BatchEngine` computes
+them. Imports no Ray.
 
-Ray Data sees one column of pickled bytes, a group of rows or a message of an engine, so that it converts no value.
+Ray Data sees one column of pickled bytes, a group of rows or a message of an engine, so that it
+converts no value.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ Batch = Mapping[str, Any]
 
 
 def rows_in_group(max_num_seqs: int) -> int:
-    """Return the number of rows in a group: a fourth of a full step, so that an engine stays full while other groups are in transit."""
+    """Return the number of rows in a group: a fourth of a full step, so that an engine stays full
+    while other groups are in transit."""
     return max(1, min(MOST_IN_GROUP, max_num_seqs // 4))
 
 
@@ -40,7 +43,8 @@ def packed(content: Any) -> dict[str, Any]:
 
 
 def groups_of(batch: Batch, group: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a pickled `RowsLeft` in groups. Deterministic, as Ray requires for retries."""
+    """Yield the rows of a pickled `RowsLeft` in groups. Deterministic, as Ray requires for
+    retries."""
     rows = iter(pickle.loads(batch[COLUMN][0]))
     try:
         while some := list(islice(rows, group)):
@@ -50,10 +54,12 @@ def groups_of(batch: Batch, group: int) -> Iterator[dict[str, Any]]:
 
 
 class BatchEngine:
-    """An engine in an actor. Several threads call it, each with a group of rows, which share the engine's steps.
+    """An engine in an actor. Several threads call it, each with a group of rows, which share the
+    engine's steps.
 
-    A call returns (kind, content, seconds since the engine was ready), pickled: ("answers", list of `Answer`, …), ("refused", reason, …) if the
-    engine can't start or the rows can't be read, ("dead", reason, …) if the engine has failed.
+    A call returns (kind, content, seconds since the engine was ready), pickled: ("answers", list of
+    `Answer`, …), ("refused", reason, …) if the engine can't start or the rows can't be read,
+    ("dead", reason, …) if the engine has failed.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -80,9 +86,8 @@ class BatchEngine:
         with self._lock:
             if self._failure is not None:
                 return packed((*self._failure, 0.0))
-            new = [
-                row for row in rows if row.number not in self._waiting
-            ]  # Ray may retry a group that is under way
+            # Ray may retry a group that is under way
+            new = [row for row in rows if row.number not in self._waiting]
             self._waiting.update((row.number, Future()) for row in new)
             futures = [self._waiting[row.number] for row in rows]
             self._rows.put(new)

@@ -1,7 +1,9 @@
-"""`run`: runs a whole batch job with engines in actors of a Ray cluster (`dovetail batch run --on ray`).
+"""`run`: runs a whole batch job with engines in actors of a Ray cluster
+(`dovetail batch run --on ray`).
 
-Ray Data streams groups of rows through the engines: a task on this machine reads the input, a pool of actors computes, and this process writes the
-answers. As without Ray, the output folder alone says which rows are left, so a job may be begun with Ray and finished without, or the reverse.
+Ray Data streams groups of rows through the engines: a task on this machine reads the input, a pool
+of actors computes, and this process writes the answers. As without Ray, the output folder alone
+says which rows are left, so a job may be begun with Ray and finished without, or the reverse.
 """
 
 from __future__ import annotations
@@ -28,19 +30,23 @@ MODE_VARIABLE = "RAY_AUTH_MODE"
 
 
 def run(plan: Plan, *, anew: bool = False, address: str | None = None) -> Summary:
-    """Compute every unanswered row of the job on the Ray cluster at `address`. `anew`: delete the existing answers first.
+    """Compute every unanswered row of the job on the Ray cluster at `address`. `anew`: delete the
+    existing answers first.
 
-    Raises as `dovetail_batch.runner.run` does. Ray restarts killed workers; other failures are retried as long as each attempt brings answers.
+    Raises as `dovetail_batch.runner.run` does. Ray restarts killed workers; other failures are
+    retried as long as each attempt brings answers.
     """
     engine = _one_config(plan)
     address = address or os.environ.get(ADDRESS_VARIABLE)
     if not address:
         raise ConfigError(
-            f"--on ray: say where the cluster is, with --address HOST:PORT or {ADDRESS_VARIABLE}; `auto` is the one on this machine"
+            f"--on ray: say where the cluster is, with --address HOST:PORT or {ADDRESS_VARIABLE}; "
+            f"`auto` is the one on this machine"
         )
     if address.startswith("ray://"):
         raise ConfigError(
-            f"--address: {address}: Ray's client can't stream rows: run this on a machine of the cluster, and give HOST:PORT or auto"
+            f"--address: {address}: Ray's client can't stream rows: run this on a machine of the "
+            f"cluster, and give HOST:PORT or auto"
         )
     with _connected(address) as ray:
         gpus = _gpus(plan, ray)
@@ -55,32 +61,38 @@ def run(plan: Plan, *, anew: bool = False, address: str | None = None) -> Summar
 
 
 def _one_config(plan: Plan) -> dict[str, Any]:
-    """Return the config of all engines as plain values. Raises `ConfigError` for settings that Ray can't honour."""
+    """Return the config of all engines as plain values. Raises `ConfigError` for settings that Ray
+    can't honour."""
     if isinstance(plan.job.gpus, list) and plan.job.gpus:
         raise ConfigError(
-            "gpus: with --on ray, Ray chooses which: give the number for each engine, such as `gpus: 1`"
+            "gpus: with --on ray, Ray chooses which: give the number for each engine, such as "
+            "`gpus: 1`"
         )
     first, *others = plan.configs
     if any(other != first for other in others):
         raise ConfigError(
-            "engine: with --on ray, all engines have one config: give one, and their number as `engines`"
+            "engine: with --on ray, all engines have one config: give one, and their number as "
+            "`engines`"
         )
     return plain_config(first)
 
 
 def _gpus(plan: Plan, ray: Any) -> int:
-    """Return the number of GPUs per engine. Raises `ConfigError` if the job doesn't give it and the cluster has GPUs."""
+    """Return the number of GPUs per engine. Raises `ConfigError` if the job doesn't give it and the
+    cluster has GPUs."""
     if isinstance(plan.job.gpus, int):
         return plan.job.gpus
     if available := int(ray.cluster_resources().get("GPU", 0)):
         raise ConfigError(
-            f"gpus: the cluster has {available}: say how many each engine gets, such as `gpus: 1`; with 0 it computes on CPUs"
+            f"gpus: the cluster has {available}: say how many each engine gets, such as `gpus: 1`; "
+            f"with 0 it computes on CPUs"
         )
     return 0
 
 
 def _check_room(nodes: Iterable[Mapping[str, Any]], engines: int, gpus: int) -> None:
-    """Raise `ConfigError` unless each engine gets a CPU and `gpus` GPUs of one machine: Ray would wait forever. `nodes`: of `ray.nodes()`."""
+    """Raise `ConfigError` unless each engine gets a CPU and `gpus` GPUs of one machine: Ray would
+    wait forever. `nodes`: of `ray.nodes()`."""
     found = [
         (int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0)))
         for node in nodes
@@ -93,13 +105,15 @@ def _check_room(nodes: Iterable[Mapping[str, Any]], engines: int, gpus: int) -> 
         )
         machines = "; ".join(f"{cpus} CPUs, {there} GPUs" for cpus, there in found)
         raise ConfigError(
-            f"engines: {engines} don't fit: each takes {needs}, and Ray has room for {capacity}. Its machines have: {machines}"
+            f"engines: {engines} don't fit: each takes {needs}, and Ray has room for {capacity}. "
+            f"Its machines have: {machines}"
         )
 
 
 @contextmanager
 def _connected(address: str) -> Iterator[Any]:
-    """Connect to the cluster, with Ray's token authentication unless RAY_AUTH_MODE is set. Raises `MissingExtraError` and `ConfigError`."""
+    """Connect to the cluster, with Ray's token authentication unless RAY_AUTH_MODE is set. Raises
+    `MissingExtraError` and `ConfigError`."""
     os.environ.setdefault(MODE_VARIABLE, "token")
     try:
         import ray
@@ -131,7 +145,8 @@ def _check_reachable(address: str) -> None:
 
 
 def _attempt(ray: Any, job: OpenJob, engine: Mapping[str, Any], engines: int, gpus: int) -> None:
-    """Send the unanswered rows to the cluster and keep the answers. Raises `BatchEngineFailed` if it fails without a single answer."""
+    """Send the unanswered rows to the cluster and keep the answers. Raises `BatchEngineFailed` if
+    it fails without a single answer."""
     kept = 0
     dead = 0
     why = "Ray has lost rows"

@@ -1,5 +1,5 @@
-"""`RayLauncher`: replicas as Ray actors, each in a placement group of its own (`place: ray`). Tests have a fake of `RayCalls`, and hold both to the
-same statements."""
+"""`RayLauncher`: replicas as Ray actors, each in a placement group of its own (`place: ray`). Tests
+have a fake of `RayCalls`, and hold both to the same statements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ AUTH_MODE = "RAY_AUTH_MODE"
 
 
 class ServerActor:
-    """A server that ends with the actor's process. Methods are called in the main thread, to which the server is bound."""
+    """A server that ends with the actor's process. Methods are called in the main thread, to which
+    the server is bound."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], api_keys: tuple[str, ...]) -> None:
         read = ClusterSettings.model_validate(settings)
@@ -40,15 +41,18 @@ def _address_of_node() -> str:
 
 
 class RayCalls:
-    """Calls of the package `ray`, with token authentication. Groups and actors are Ray's own objects."""
+    """Calls of the package `ray`, with token authentication. Groups and actors are Ray's own
+    objects."""
 
     def __init__(self) -> None:
-        """Raises `MissingExtraError` without the package, `ConfigError` if authentication is disabled."""
+        """Raises `MissingExtraError` without the package, `ConfigError` if authentication is
+        disabled."""
         if find_spec("ray") is None:
             raise MissingExtraError.naming("ray", "place: ray needs Ray")
         if os.environ.setdefault(AUTH_MODE, "token") != "token":
             raise ConfigError(
-                f"{AUTH_MODE} is {os.environ[AUTH_MODE]!r}: without tokens, anybody who reaches Ray's ports can run code; unset it"
+                f"{AUTH_MODE} is {os.environ[AUTH_MODE]!r}: without tokens, anybody who reaches "
+                f"Ray's ports can run code; unset it"
             )
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
@@ -78,7 +82,8 @@ class RayCalls:
         return dict(self._ray.available_resources())
 
     def reserve(self, cpus: int, gpus: int) -> Any:
-        """Reserve one machine's resources for a replica as soon as they are free, and return the placement group."""
+        """Reserve one machine's resources for a replica as soon as they are free, and return the
+        placement group."""
         from ray.util import placement_group
 
         return placement_group(
@@ -94,7 +99,8 @@ class RayCalls:
         settings: Mapping[str, Any],
         api_keys: tuple[str, ...],
     ) -> Any:
-        """Start a server in a placement group, once that has its resources, and return the actor. Never blocks."""
+        """Start a server in a placement group, once that has its resources, and return the actor.
+        Never blocks."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)

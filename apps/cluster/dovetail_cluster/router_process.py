@@ -1,5 +1,6 @@
-"""`python -m dovetail_cluster.router_process`: the router, with the gate in a thread. Arguments come from the environment, which keeps keys private;
-further ones of the router may be on the command line."""
+"""`python -m dovetail_cluster.router_process`: the router, with the gate in a thread. Arguments
+come from the environment, which keeps keys private; further ones of the router may be on the
+command line."""
 
 from __future__ import annotations
 

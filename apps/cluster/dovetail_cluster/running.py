@@ -1,4 +1,5 @@
-"""`run_cluster`: the process of `dovetail cluster up`. Connects launcher, router and controller, and handles signals and commands."""
+"""`run_cluster`: the process of `dovetail cluster up`. Connects launcher, router and controller,
+and handles signals and commands."""
 
 from __future__ import annotations
 
@@ -27,15 +28,15 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def run_cluster(settings: ClusterSettings) -> int:
-    """Run a cluster until a signal or `dovetail cluster down`, and return the exit code. A second signal ends it at once.
+    """Run a cluster until a signal or `dovetail cluster down`, and return the exit code. A second
+    signal ends it at once.
 
     Raises `DovetailError` if it can't start.
     """
     signals: list[int] = []
     control = ControlSocket(settings.name)
-    handled = [
-        number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN
-    ]  # as nohup ignores SIGHUP
+    # as nohup ignores SIGHUP
+    handled = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
     handlers = {
         number: signal.signal(number, lambda number, _: signals.append(number))
         for number in handled
@@ -44,9 +45,8 @@ def run_cluster(settings: ClusterSettings) -> int:
     router: SmgRouter | None = None
     try:
         clients = settings.server.api_keys
-        own = (
-            secrets.token_urlsafe(32) if clients else None
-        )  # otherwise clients without a key would get in by the router's
+        # otherwise clients without a key would get in by the router's
+        own = secrets.token_urlsafe(32) if clients else None
         router = SmgRouter(settings, clients, own)
         launcher = _launcher(settings, (*clients, own) if own else ())
         clock = ProcessWatch()

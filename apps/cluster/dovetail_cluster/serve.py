@@ -1,7 +1,9 @@
-"""`app`: Dovetail's HTTP server as an application of Ray Serve, `serve run dovetail_cluster.serve:app engine=demo`.
+"""`app`: Dovetail's HTTP server as an application of Ray Serve,
+`serve run dovetail_cluster.serve:app engine=demo`.
 
-Ray Serve listens, starts and monitors replicas on the cluster's machines, and distributes requests. Each replica is an engine in a thread beside the
-routes of `dovetail serve`, which stream through Ray's proxy.
+Ray Serve listens, starts and monitors replicas on the cluster's machines, and distributes requests.
+Each replica is an engine in a thread beside the routes of `dovetail serve`, which stream through
+Ray's proxy.
 """
 
 from __future__ import annotations
@@ -30,20 +32,22 @@ ELSEWHERE = {  # options of `dovetail serve` that don't apply here, and why
     ),
     "front_ends": "Ray Serve has proxies of its own",
     "drain_timeout_s": "Ray Serve drains replicas: see its graceful_shutdown_timeout_s",
-    "batch_directory": "replicas can't share the folder of batches: see `dovetail serve`, or `dovetail batch run --on ray`",
+    "batch_directory": "replicas can't share the folder of batches: see `dovetail serve`, or "
+    "`dovetail batch run --on ray`",
     "page": "a page would show one replica of several",
 }
-MOST_ONGOING = (
-    100_000  # requests in a replica: the server itself answers 429 beyond `max_queued_requests`
-)
+# requests in a replica: the server itself answers 429 beyond `max_queued_requests`
+MOST_ONGOING = 100_000
 HEALTH_S = 5.0  # between Ray's health checks
 
 
 def app(arguments: Mapping[str, Any]) -> Any:
-    """Return the application. Ray Serve passes the arguments after the application's name on its command line, or `args` of its config.
+    """Return the application. Ray Serve passes the arguments after the application's name on its
+    command line, or `args` of its config.
 
-    `engine`: a model, the path of an `engine.yaml`, or its keys; default "demo". `replicas`: number of engines; default 1. `gpus`: number of GPUs of
-    each; default 0. All others are options of `dovetail serve`, named as in `ServerSettings`; lists may be comma-separated.
+    `engine`: a model, the path of an `engine.yaml`, or its keys; default "demo". `replicas`: number
+    of engines; default 1. `gpus`: number of GPUs of each; default 0. All others are options of
+    `dovetail serve`, named as in `ServerSettings`; lists may be comma-separated.
 
     Raises `ConfigError` naming an invalid argument, and `MissingExtraError` without Ray.
     """
@@ -81,7 +85,8 @@ def server_settings(arguments: Mapping[str, Any]) -> ServerSettings:
                 *(known for known in ServerSettings.model_fields if known not in ELSEWHERE),
             ]
             raise ConfigError(
-                f"{name}: unknown argument{did_you_mean(name, known) or '; known are ' + ', '.join(known)}"
+                f"{name}: unknown "
+                f"argument{did_you_mean(name, known) or '; known are ' + ', '.join(known)}"
             )
         if value == "null":
             value = None
@@ -121,7 +126,8 @@ class ServeReplica:
         self._failure: str | None = None
 
     async def __serve_build_asgi_app__(self) -> Any:
-        """Start the engine and return its app. Ray Serve calls it once, in the event loop of all requests. Raises as the engine does."""
+        """Start the engine and return its app. Ray Serve calls it once, in the event loop of all
+        requests. Raises as the engine does."""
         from dovetail.serving import assemble
         from dovetail_server.app import create_app
         from dovetail_server.front_end import log_to_stderr
@@ -141,7 +147,8 @@ class ServeReplica:
         return create_app(self._engine, self._settings)
 
     def check_health(self) -> None:
-        """Raise `EngineDeadError` if the engine is dead or hangs in a step: Ray Serve then replaces the replica."""
+        """Raise `EngineDeadError` if the engine is dead or hangs in a step: Ray Serve then replaces
+        the replica."""
         if self._thread.host.busy_s() > self._settings.step_timeout_s:
             self._fail(
                 f"a step took longer than {self._settings.step_timeout_s:g} s (step_timeout_s)"

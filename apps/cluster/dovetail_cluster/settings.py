@@ -12,6 +12,7 @@ from dovetail.errors import ConfigError
 from dovetail.serving import Where, explain, read_settings
 from dovetail_server.settings import ServerSettings
 
+# of `dovetail serve` that the cluster sets
 OWN_OPTIONS = (
     "host",
     "port",
@@ -19,7 +20,7 @@ OWN_OPTIONS = (
     "api_keys",
     "tls_cert",
     "tls_key",
-)  # of `dovetail serve` that the cluster sets
+)
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, strict=False)]
@@ -62,10 +63,12 @@ class Scale(BaseModel):
     """Waiting requests per serving replica above which one more is started."""
 
     up_after_s: Seconds = 10.0
-    """Seconds for which the queue must be longer before a replica is started; each further one takes as long again."""
+    """Seconds for which the queue must be longer before a replica is started; each further one
+    takes as long again."""
 
     down_after_s: Seconds = 300.0
-    """Seconds for which the queue must be empty before a replica is drained; each further one takes as long again."""
+    """Seconds for which the queue must be empty before a replica is drained; each further one takes
+    as long again."""
 
 
 class RouterSettings(BaseModel):
@@ -76,7 +79,8 @@ class RouterSettings(BaseModel):
     policy: Literal["cache_aware", "round_robin", "random", "power_of_two", "prefix_hash"] = (
         "cache_aware"
     )
-    """How a request's replica is chosen; `cache_aware`: by the longest known prefix of the prompt, unless that replica is overloaded."""
+    """How a request's replica is chosen; `cache_aware`: by the longest known prefix of the prompt,
+    unless that replica is overloaded."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """The address to listen on. `0.0.0.0` is every address of the machine: set API keys first."""
@@ -85,7 +89,8 @@ class RouterSettings(BaseModel):
     """The TCP port to listen on."""
 
     metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """The loopback port of the router's own metrics. null: a free one, shown by `dovetail cluster status`."""
+    """The loopback port of the router's own metrics. null: a free one, shown by
+    `dovetail cluster status`."""
 
     @model_validator(mode="after")
     def _two_ports(self) -> RouterSettings:
@@ -102,14 +107,15 @@ class RaySettings(BaseModel):
     model_config = _STRICT
 
     address: str | None = None
-    """The address of a running Ray cluster, or `auto`. null: start one on this machine, which ends with the command."""
+    """The address of a running Ray cluster, or `auto`. null: start one on this machine, which ends
+    with the command."""
 
     cpus: Annotated[int, Field(ge=1, le=1024)] = 1
     """CPUs that Ray reserves per replica."""
 
     listen: Literal["loopback", "node"] = "loopback"
-    """The address on which replicas listen. `loopback` needs all replicas on the router's machine. `node` is the machine's address in the Ray
-    cluster, which is reachable from that network."""
+    """The address on which replicas listen. `loopback` needs all replicas on the router's machine.
+    `node` is the machine's address in the Ray cluster, which is reachable from that network."""
 
 
 class ClusterSettings(BaseModel):
@@ -133,13 +139,15 @@ class ClusterSettings(BaseModel):
     """GPUs per replica. 0: CUDA_VISIBLE_DEVICES is left as it is."""
 
     place: Literal["here", "ray"] = "here"
-    """The backend that runs replicas: `here` starts them as processes of this machine, `ray` as Ray actors, each in its own placement group."""
+    """The backend that runs replicas: `here` starts them as processes of this machine, `ray` as Ray
+    actors, each in its own placement group."""
 
     ray: RaySettings = RaySettings()
     """The Ray cluster."""
 
     serve: dict[str, Any] = {}
-    """Options of `dovetail serve` for each replica, by their names in Python: `{max_queued_requests: 512}`."""
+    """Options of `dovetail serve` for each replica, by their names in Python:
+    `{max_queued_requests: 512}`."""
 
     router: RouterSettings = RouterSettings()
     """The router in front."""
@@ -157,7 +165,8 @@ class ClusterSettings(BaseModel):
 
 
 def load_cluster(name: str) -> ClusterSettings:
-    """Read a cluster file. Raises `ConfigError` with a line for each invalid key that names its file and line."""
+    """Read a cluster file. Raises `ConfigError` with a line for each invalid key that names its
+    file and line."""
     settings, where = read_settings(name, ClusterSettings, "engine: demo")
     _check_engine(settings, where)
     _check_serve(settings, where.at("serve"))
@@ -165,7 +174,8 @@ def load_cluster(name: str) -> ClusterSettings:
 
 
 def plain_config(config: EngineConfig) -> dict[str, Any]:
-    """Return an engine's config as plain values for other machines, with absolute paths: of folders that all machines share."""
+    """Return an engine's config as plain values for other machines, with absolute paths: of folders
+    that all machines share."""
     plain = config.model_dump(mode="json")
     for key in ("model", "tokenizer"):
         if isinstance(plain[key], str) and os.path.isdir(plain[key]):

@@ -1,4 +1,5 @@
-"""`SmgRouter`: runs the router of the package `smg` behind a `gate` in a process, restarts it when it dies, and controls it over HTTP."""
+"""`SmgRouter`: runs the router of the package `smg` behind a `gate` in a process, restarts it when
+it dies, and controls it over HTTP."""
 
 from __future__ import annotations
 
@@ -20,9 +21,8 @@ from dovetail_cluster.interfaces import Listed
 from dovetail_cluster.probes import ask
 from dovetail_cluster.settings import ClusterSettings
 
-ARGUMENTS = (
-    "DOVETAIL_ROUTER_ARGUMENTS"  # environment variable; a command line would expose the keys
-)
+# environment variable; a command line would expose the keys
+ARGUMENTS = "DOVETAIL_ROUTER_ARGUMENTS"
 RESTART_S = 1.0  # minimum time between two starts
 STOPS_S = 5.0
 FUTILE_STARTS = 3  # starts in a row without an answer: then it is given up
@@ -47,7 +47,8 @@ class SmgRouter:
         self._keys = api_keys
         self._replica_key = replica_key
         self._admin_key = secrets.token_urlsafe(32)
-        # The replicas' own, if they need one: of the caller's key and the replica's, smg forwards the caller's since 1.13, and both before.
+        # The replicas' own, if they need one: of the caller's key and the replica's, smg forwards
+        # the caller's since 1.13, and both before.
         self._gate_key = replica_key or secrets.token_urlsafe(32)
         self.metrics_port = settings.router.metrics_port or _free_port()
         self._address = _free_address(settings.router.host, settings.router.port)
@@ -105,14 +106,16 @@ class SmgRouter:
         self._process.wait()
 
     def _is_running(self) -> bool:
-        """Return True if it runs; otherwise restart it, at most every `RESTART_S`. Raises `DovetailError` if it keeps ending without an answer."""
+        """Return True if it runs; otherwise restart it, at most every `RESTART_S`. Raises
+        `DovetailError` if it keeps ending without an answer."""
         if self._process is not None and self._process.poll() is None:
             return True
         if time.monotonic() - self._started >= RESTART_S:
             if self._process is not None:
                 with suppress(OSError):  # the log is closed
                     print(
-                        f"dovetail cluster: the router ended with {self._process.returncode}; it is started again",
+                        f"dovetail cluster: the router ended with {self._process.returncode}; it "
+                        f"is started again",
                         file=sys.stderr,
                         flush=True,
                     )
@@ -201,7 +204,8 @@ def _free_port() -> int:
 
 
 def _free_address(host: str, port: int) -> str:
-    """Return a host's IP address. Raises `ConfigError` if it has none, or the port is taken there."""
+    """Return a host's IP address. Raises `ConfigError` if it has none, or the port is taken
+    there."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:

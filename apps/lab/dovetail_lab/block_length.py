@@ -1,4 +1,5 @@
-"""`block_length`: number of consecutive requests to resample together, so that blocks cover a run's autocorrelation."""
+"""`block_length`: number of consecutive requests to resample together, so that blocks cover a run's
+autocorrelation."""
 
 from __future__ import annotations
 
@@ -16,15 +17,17 @@ _ROUNDING = 1e-9  # influences are relative; below this share they are rounding 
 
 @dataclass(frozen=True, slots=True)
 class BlockLength:
-    """Block length of a comparison. `capped`: the autocorrelation is too long for `MIN_BLOCKS` blocks, so block intervals are too narrow."""
+    """Block length of a comparison. `capped`: the autocorrelation is too long for `MIN_BLOCKS`
+    blocks, so block intervals are too narrow."""
 
     requests: int
     capped: bool
 
 
 def block_length(runs: Sequence[Pairs], statistic: Statistic) -> BlockLength:
-    """Return a length sufficient for the statistic in every run: twice the largest of their optimal lengths. Those are optimal for a variance; for an
-    interval their bias weighs more, and doubling brings the coverage nearer to the stated level (`tests/lab/test_statistics.py` simulates it)."""
+    """Return a length sufficient for the statistic in every run: twice the largest of their optimal
+    lengths. Those are optimal for a variance; for an interval their bias weighs more, and doubling
+    brings the coverage nearer to the stated level (`tests/lab/test_statistics.py` simulates it)."""
     longest = 1
     shortest_run = min((run.requests for run in runs), default=1)
     for run in runs:
@@ -41,9 +44,10 @@ def block_length(runs: Sequence[Pairs], statistic: Statistic) -> BlockLength:
 
 
 def optimal_block(series: Floats) -> int:
-    """Return the block length that minimizes the error of the circular block bootstrap's variance of a mean: Politis and White 2004, "Automatic
-    block-length selection for the dependent bootstrap", as corrected by Patton, Politis and White 2009; m is their smallest lag after which the
-    autocorrelations stay insignificant, and lambda their flat-top window."""
+    """Return the block length that minimizes the error of the circular block bootstrap's variance
+    of a mean: Politis and White 2004, "Automatic block-length selection for the dependent
+    bootstrap", as corrected by Patton, Politis and White 2009; m is their smallest lag after which
+    the autocorrelations stay insignificant, and lambda their flat-top window."""
     n = len(series)
     covariance = _autocovariance(series)
     if n < 8 or covariance[0] <= _ROUNDING**2:

@@ -1,4 +1,5 @@
-"""The simulated KV pool: its cache groups, from a profile or a model's config.json, and how many tokens its pages hold."""
+"""The simulated KV pool: its cache groups, from a profile or a model's config.json, and how many
+tokens its pages hold."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class MeasuredGroup(Described):
 
 
 def measured_groups(layout: KVLayout) -> tuple[MeasuredGroup, ...]:
-    """Return the groups of a layout for a profile; none if it is one group with full attention, which a profile needn't say."""
+    """Return the groups of a layout for a profile; none if it is one group with full attention,
+    which a profile needn't say."""
     if not layout.has_windows and layout.pages(1) == 1:
         return ()
     return tuple(
@@ -43,8 +45,9 @@ def measured_groups(layout: KVLayout) -> tuple[MeasuredGroup, ...]:
 def layout_of(
     groups: Sequence[MeasuredGroup], block_size: int, max_len: int | None = None
 ) -> KVLayout:
-    """Return the layout of an engine with these groups; one with full attention if there are none. Pages have no size: the profile tells the number
-    of pages. Windows of `max_len` tokens or more never release anything."""
+    """Return the layout of an engine with these groups; one with full attention if there are none.
+    Pages have no size: the profile tells the number of pages. Windows of `max_len` tokens or more
+    never release anything."""
     made = []
     first = 0
     for group in groups or (MeasuredGroup(layers=1),):
@@ -63,7 +66,8 @@ def layout_of(
 
 
 def windows_of(layout: KVLayout) -> Windows:
-    """Return the windows of a layout's layers, for `StepShape.of`; none if all have full attention."""
+    """Return the windows of a layout's layers, for `StepShape.of`; none if all have full
+    attention."""
     return (
         [(group.window, len(group.layers)) for group in layout.groups if not group.recurrent]
         if layout.has_windows

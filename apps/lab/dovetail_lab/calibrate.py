@@ -1,4 +1,5 @@
-"""`calibrate`: measures a real engine's step times over a designed grid and fits a profile, with which a simulation has the same step times.
+"""`calibrate`: measures a real engine's step times over a designed grid and fits a profile, with
+which a simulation has the same step times.
 
 decodes            rows × context, at sizes of graphs and others; few rows at more contexts
 prompts join       decodes × their tokens
@@ -43,35 +44,40 @@ SETTLING = 2  # decode steps after a change that aren't measured
 TOGETHER = 6  # decode steps timed as one
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192)
+# sizes without a graph: if they take as long as the next size, decodes are padded
 BETWEEN = (
     3,
     6,
     12,
     20,
     44,
-)  # sizes without a graph: if they take as long as the next size, decodes are padded
+)
+# (tokens of a decode, chunk), most useful first
 CONTEXTS = (
     (512, 512),
     (64, 128),
     (2048, 1024),
     (6144, 2048),
-)  # (tokens of a decode, chunk), most useful first
+)
+# prompts that join one step; some in turn at each number of rows
 JOINING = (
     *((tokens,) for tokens in (16, 48, 700, 128, 1500, 300, 1000, 90, 3000, 200, 1900, 450)),
     *((64, 64, 64, 64), (250, 250, 250), (30, 400), (600, 600), (150, 40, 10)),
-)  # prompts that join one step; some in turn at each number of rows
+)
 AT_ONCE = 4  # half as many at contexts other than the first
+# (tokens, chunk) of prompts that end in a small chunk, also in turn
 LEFTOVERS = (
     (560, 512),
     (640, 512),
     (90, 64),
     (812, 512),
     (1100, 512),
-)  # (tokens, chunk) of prompts that end in a small chunk, also in turn
+)
 FEW_ROWS = (1, 2, 4, 8)  # the split of their keys over the device depends on the context
 FEW_ROWS_CONTEXTS = (1024, 256, 1500, 3072)
 GRAPHS = padded_sizes(ALWAYS_TOKENS)  # each of these sizes may have a graph, and so its own time
 FEW_GRAPHS = GRAPHS[1::3]
+# (tokens, chunk), without decodes: a first chunk finds the device idle, a second doesn't
 PREFILLS = (
     *(
         (tokens, chunk)
@@ -90,7 +96,7 @@ PREFILLS = (
         (tokens, 512) for tokens in (5632, 4096, 2560, 1536, 4608, 3072, 2048)
     ),  # only the last chunk is measured: few queries after a long history
     *((2600, NEVER), (5000, 2500), (8000, NEVER), (8000, 4000), (16_000, NEVER)),
-)  # (tokens, chunk), without decodes: a first chunk finds the device idle, a second doesn't
+)
 FIRST = 2 * len(FEW_GRAPHS) + 1  # this many come first: they show which steps are graphs
 # larger prompts aren't repeated: such steps hardly vary
 REPEATS = 3
@@ -106,8 +112,9 @@ Progress = Callable[[int, int], None]  # (cells measured, total)
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Measurements with decodes of about `context` tokens each. At each number of `rows`, some steps have only decodes, then `prompts` join, then
-    `leftovers`; `between` these numbers there are only decodes."""
+    """Measurements with decodes of about `context` tokens each. At each number of `rows`, some
+    steps have only decodes, then `prompts` join, then `leftovers`; `between` these numbers there
+    are only decodes."""
 
     context: int
     rows: tuple[int, ...]
@@ -131,8 +138,8 @@ class Design:
 
     @classmethod
     def of(cls, engine: LLMEngine, quick: bool) -> Design:
-        """Return as much of the grid as fits into the engine; the tiny grid if `quick`, or if the engine is too small. Raises `ConfigError` if
-        nothing fits."""
+        """Return as much of the grid as fits into the engine; the tiny grid if `quick`, or if the
+        engine is too small. Raises `ConfigError` if nothing fits."""
         capacity = engine.capacity
         config = engine.config
         pool = int(
@@ -152,7 +159,8 @@ class Design:
         if not contexts:
             least = 2 * min(QUICK_CONTEXTS)[0]
             raise ConfigError(
-                f"the engine is too small to calibrate: expected a max_model_len of {least + 1 + steps} or more, and room for {least} tokens in "
+                f"the engine is too small to calibrate: expected a max_model_len of "
+                f"{least + 1 + steps} or more, and room for {least} tokens in "
                 f"60 % of its KV pool; got {capacity.max_model_len}, and {pool}"
             )
         joining = [
@@ -206,8 +214,8 @@ class Design:
 def _that_fit(
     prefills: Sequence[tuple[int, int]], longest: int, max_tokens: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return the (prompt tokens, chunk) that fit: with whole chunks, if a step of `max_tokens` can hold them; unchunked prompts unchanged or not at
-    all."""
+    """Return the (prompt tokens, chunk) that fit: with whole chunks, if a step of `max_tokens` can
+    hold them; unchunked prompts unchanged or not at all."""
     chunked = [
         (min(tokens, longest // chunk * chunk), chunk) if chunk < NEVER else (tokens, chunk)
         for tokens, chunk in prefills
@@ -237,9 +245,11 @@ def calibrate(
     registry: Registry | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
-    """Start the engine that `config` describes, and measure it for at most `time_limit_s`, with its own executor.
+    """Start the engine that `config` describes, and measure it for at most `time_limit_s`, with its
+    own executor.
 
-    `quick`: a tiny grid. Raises the errors of `LLMEngine`, and `ConfigError` if too little could be measured to fit anything.
+    `quick`: a tiny grid. Raises the errors of `LLMEngine`, and `ConfigError` if too little could be
+    measured to fit anything.
     """
     rehearsal_s = min(QUICK_REHEARSAL_S if quick else REHEARSAL_S, REHEARSAL_SHARE * time_limit_s)
     with LLMEngine.from_config(config, registry=registry) as engine:
@@ -257,8 +267,9 @@ def calibrate(
 
 
 def profile_of(sightings: Sequence[Sighting], overlapped: bool, **papers: Any) -> StepTimeProfile:
-    """Fit a profile to `sightings`, in order, a rehearsal's last. `overlapped`: steps were submitted while the device was busy. `papers`: other
-    fields of the profile. Raises `ConfigError` if there are too few to fit anything."""
+    """Fit a profile to `sightings`, in order, a rehearsal's last. `overlapped`: steps were
+    submitted while the device was busy. `papers`: other fields of the profile. Raises `ConfigError`
+    if there are too few to fit anything."""
     grid = [sighting for sighting in sightings if not sighting.rehearsed]
     steps = list(timed(grid, overlapped))
     cells = _cells(steps)
@@ -282,7 +293,8 @@ def profile_of(sightings: Sequence[Sighting], overlapped: bool, **papers: Any) -
 
 
 def _measure(rig: Rig, design: Design, progress: Progress) -> bool:
-    """Measure the grid, repeatedly to see how times vary. Returns True if all of it was measured at least once."""
+    """Measure the grid, repeatedly to see how times vary. Returns True if all of it was measured at
+    least once."""
     done = 0
     first, *others = design.levels
 
@@ -331,7 +343,8 @@ def _measure_level(rig: Rig, level: Level, design: Design, tell: Callable[[], No
 
 
 def _warm_up(rig: Rig, design: Design) -> None:
-    """Run unmeasured steps that compile kernels and fill memory caches, including those that only large steps need."""
+    """Run unmeasured steps that compile kernels and fill memory caches, including those that only
+    large steps need."""
     level = design.warm_up
     for tokens, chunk in sorted({*design.prefills[::4], max(design.prefills)}):
         rig.inject((tokens,), chunk=chunk)
@@ -345,8 +358,9 @@ def _warm_up(rig: Rig, design: Design) -> None:
 
 
 def _cells(steps: Sequence[Timed]) -> list[list[tuple[Timed, ...]]]:
-    """Return runs of decodes and steps with prefills, repetitions grouped. Chunks without a sampled token are excluded: with decodes there are none,
-    and both they and their launches are shorter."""
+    """Return runs of decodes and steps with prefills, repetitions grouped. Chunks without a sampled
+    token are excluded: with decodes there are none, and both they and their launches are
+    shorter."""
     cells: dict[tuple[Any, ...], list[tuple[Timed, ...]]] = defaultdict(list)
     for first, last in _spans([step.shape for step in steps]):
         measured = tuple(steps[first:last])
@@ -384,7 +398,8 @@ def _same_decodes(shape: StepShape, other: StepShape) -> bool:
 
 
 def _cell(shape: StepShape) -> tuple[Any, ...]:
-    """Return the key of repeated measurements; they differ only by a few tokens generated meanwhile, or a few added decodes."""
+    """Return the key of repeated measurements; they differ only by a few tokens generated
+    meanwhile, or a few added decodes."""
     own = (shape.prefill_rows, shape.prefill_tokens, shape.prefill_pairs)
     decodes = (
         round(4 * log2(shape.decodes)) if shape.prefill_rows and shape.decodes else shape.decodes
@@ -423,7 +438,8 @@ def _core_times(sightings: Sequence[Sighting], rule: LaunchRule) -> dict[str, An
 
 
 def _line(rows: np.ndarray[Any, Any], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return offset and slope of a line through the medians at each number of rows, neither negative."""
+    """Return offset and slope of a line through the medians at each number of rows, neither
+    negative."""
     counts = np.unique(rows)
     medians = np.array([np.median(np.array(seconds)[rows == count]) for count in counts])
     slope = max(0.0, float(np.polyfit(counts, medians, 1)[0])) if len(counts) > 1 else 0.0
@@ -440,7 +456,10 @@ def _papers(engine: LLMEngine, complete: bool) -> dict[str, Any]:
         if key not in ("device", "model")
     )
     overlap = "on" if engine.core.max_in_flight > 1 else "off"
-    sizes = f"max_num_seqs {config.max_num_seqs}, max_num_batched_tokens {config.max_num_batched_tokens}, max_model_len {capacity.max_model_len}"
+    sizes = (
+        f"max_num_seqs {config.max_num_seqs}, max_num_batched_tokens "
+        f"{config.max_num_batched_tokens}, max_model_len {capacity.max_model_len}"
+    )
     notes = [f"blocks of {capacity.layout.block_size}, overlap {overlap}, {sizes}"]
     if not complete:
         notes.append("time ran out before all of the grid was measured")

@@ -1,4 +1,5 @@
-"""`dovetail lab calibrate`: measure step times of this machine's engine as a profile for the executor `simulated`."""
+"""`dovetail lab calibrate`: measure step times of this machine's engine as a profile for the
+executor `simulated`."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def calibrate(
 
     if EngineConfig.load(engine).executor.name in SIMULATED:
         raise ConfigError(
-            f"{engine}: the executor simulated can't be calibrated: choose a real one, such as local"
+            f"{engine}: the executor simulated can't be calibrated: choose a real one, such as "
+            f"local"
         )
     config = open_engine(engine, settings, real=True)
     make_folder(out.parent)

@@ -1,4 +1,5 @@
-"""The lab's short syntax for values: a name with positional or named arguments, as in `poisson(4)`, `lognormal(median=900, sigma=1.1)`, `oracle`."""
+"""The lab's short syntax for values: a name with positional or named arguments, as in `poisson(4)`,
+`lognormal(median=900, sigma=1.1)`, `oracle`."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class Value(BaseModel):
-    """Base of values parsed from this syntax. The order of fields is the order of positional arguments."""
+    """Base of values parsed from this syntax. The order of fields is the order of positional
+    arguments."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def parse_call(text: str, kinds: Mapping[str, type[Model]], what: str) -> Model:
-    """Parse `text` into one of `kinds`, selected by name. Raises `TraceError` with `what` was expected and the valid names."""
+    """Parse `text` into one of `kinds`, selected by name. Raises `TraceError` with `what` was
+    expected and the valid names."""
     match = _CALL.fullmatch(text.strip())
     if match is None:
         raise TraceError(f"{what}: expected a name, or name(arguments), got {text!r}")
@@ -41,7 +44,9 @@ def parse_call(text: str, kinds: Mapping[str, type[Model]], what: str) -> Model:
         where = ".".join(map(str, detail["loc"]))
         usage = f"{match['name']}({', '.join(kind.model_fields)})"
         raise TraceError(
-            f"{what}: {text!r}: {f'{where}: ' if where else ''}{detail['msg'].removeprefix('Value error, ')}; it is {usage}"
+            f"{what}: {text!r}: "
+            f"{f'{where}: ' if where else ''}{detail['msg'].removeprefix('Value error, ')}; it is "
+            f"{usage}"
         ) from None
 
 

@@ -1,8 +1,9 @@
-"""`find_capacity`: search for the highest arrival rate at which an engine meets its objectives. Doubling brackets it; then the bracket is halved,
-on a log scale, to a given tolerance.
+"""`find_capacity`: search for the highest arrival rate at which an engine meets its objectives.
+Doubling brackets it; then the bracket is halved, on a log scale, to a given tolerance.
 
-The search assumes that an objective missed at one rate is missed at every higher one. A finite trace doesn't guarantee that, so probes next to the
-result and all rates tried are checked. If it doesn't hold, the answer is the highest rate below every failure, with a note.
+The search assumes that an objective missed at one rate is missed at every higher one. A finite
+trace doesn't guarantee that, so probes next to the result and all rates tried are checked. If it
+doesn't hold, the answer is the highest rate below every failure, with a note.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from dovetail_lab.records import RunResult
 from dovetail_lab.slo import Judgement, Objective
 
 MAX_DOUBLINGS = 12  # in each direction from the start
+# multiples of the rate found: those below 1 must pass, the other must fail
 PROBES = (
     0.5,
     0.8,
     1.25,
-)  # multiples of the rate found: those below 1 must pass, the other must fail
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Outcome of each objective at one rate (a factor on the workload's own), over all seeds together."""
+    """Outcome of each objective at one rate (a factor on the workload's own), over all seeds
+    together."""
 
     scale: float
     judged: tuple[Judgement, ...]  # in the order of the objectives
@@ -37,8 +40,8 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Result of a search. `scale` is None if even the lowest rate tried fails. `open_ended`: the highest rate tried still passes, so the limit is
-    unknown."""
+    """Result of a search. `scale` is None if even the lowest rate tried fails. `open_ended`: the
+    highest rate tried still passes, so the limit is unknown."""
 
     scale: float | None
     tolerance: float
@@ -63,8 +66,10 @@ def find_capacity(
     tolerance: float = 0.02,
     start: float = 1.0,
 ) -> Capacity:
-    """Find the capacity. `run(scale)` returns the runs, one per seed, at `scale` times the workload's rate. `tolerance` is relative: the true limit
-    is between the answer and (1 + tolerance) times it. Raises `ConfigError` for a tolerance outside 0.001 to 1, or a start <= 0."""
+    """Find the capacity. `run(scale)` returns the runs, one per seed, at `scale` times the
+    workload's rate. `tolerance` is relative: the true limit is between the answer and (1 +
+    tolerance) times it. Raises `ConfigError` for a tolerance outside 0.001 to 1, or a start <=
+    0."""
     if not 0.001 <= tolerance <= 1:
         raise ConfigError(f"--tolerance: expected 0.001 to 1, got {tolerance:g}")
     if not 0 < start < math.inf:
@@ -122,7 +127,8 @@ class _Search:
         )
 
     def next_rate(self, tolerance: float) -> float | None:
-        """Return the next rate: double or halve to find a bracket, halve the bracket, then probe next to it; an unexpected probe moves it."""
+        """Return the next rate: double or halve to find a bracket, halve the bracket, then probe
+        next to it; an unexpected probe moves it."""
         low = self.low
         high = self.high
         if low is None:

@@ -66,7 +66,8 @@ def capacity(
     settings: SettingsOfSeveral = [],  # noqa: B006 typer makes a list of its own
     jobs: Jobs = None,
 ) -> None:
-    """Find the highest rate of arrivals that meets objectives; the search starts at --scale-rate."""
+    """Find the highest rate of arrivals that meets objectives; the search starts at
+    --scale-rate."""
     need(*(("matplotlib", "jinja2") if out is not None else ()))
     from dovetail_lab.capacity import find_capacity
     from dovetail_lab.slo import parse_slo
@@ -129,7 +130,8 @@ def capacity(
 
 
 class _Runner:
-    """Runs all seeds at a rate. After the first, also knows the engine's details, and whether seeds change the traffic."""
+    """Runs all seeds at a rate. After the first, also knows the engine's details, and whether seeds
+    change the traffic."""
 
     engine: Engine
     seeded: bool
@@ -168,7 +170,8 @@ class _Runner:
 
 
 def _own_rate(trace: str, options: Sequence[WorkloadOptions]) -> float:
-    """Return the workload's own rate in requests per second, averaged over seeds. Raises `ConfigError` if it has none."""
+    """Return the workload's own rate in requests per second, averaged over seeds. Raises
+    `ConfigError` if it has none."""
     from dovetail_lab.planned_runs import cached_workload
 
     rates = []
@@ -176,7 +179,8 @@ def _own_rate(trace: str, options: Sequence[WorkloadOptions]) -> float:
         workload = cached_workload(trace, one)
         if len(workload) < 2 or workload.duration_s <= 0:
             raise ConfigError(
-                f"{trace}: {len(workload)} request(s), all at one instant: there is no rate to scale"
+                f"{trace}: {len(workload)} request(s), all at one instant: there is no rate to "
+                f"scale"
             )
         rates.append((len(workload) - 1) / workload.duration_s)
     return sum(rates) / len(rates)
@@ -221,7 +225,8 @@ def _cautions(found: Capacity, seeded: bool) -> list[str]:
         return []
     remedy = "a longer trace or more seeds" if seeded else "a longer trace"
     return [
-        f"a higher rate met objectives that a lower one missed. The answer is below every miss; {remedy} would make it more reliable"
+        f"a higher rate met objectives that a lower one missed. The answer is below every miss; "
+        f"{remedy} would make it more reliable"
     ]
 
 
@@ -253,8 +258,14 @@ def answer(found: Capacity, objectives: Sequence[Objective], own_rate: float) ->
         return f"misses {wanted} even at {significant(found.trials[0].scale * own_rate)} requests/s"
     rate = found.scale * own_rate
     if found.open_ended:
-        return f"meets {wanted} even at {significant(rate)} requests/s, the highest rate tried: the trace is too short to show the limit"
-    return f"{significant(rate)} requests/s ({significant(found.scale)} times the trace's own) meet {wanted}; tolerance {100 * found.tolerance:g} %"
+        return (
+            f"meets {wanted} even at {significant(rate)} requests/s, the highest rate tried: "
+            f"the trace is too short to show the limit"
+        )
+    return (
+        f"{significant(rate)} requests/s ({significant(found.scale)} times the trace's own) "
+        f"meet {wanted}; tolerance {100 * found.tolerance:g} %"
+    )
 
 
 def _as_csv(found: Mapping[str, Capacity], objectives: Sequence[Objective], own_rate: float) -> str:

@@ -1,4 +1,5 @@
-"""Options that the lab's commands share: an engine, a trace, and changes to it. Nothing heavy is imported before a command runs."""
+"""Options that the lab's commands share: an engine, a trace, and changes to it. Nothing heavy is
+imported before a command runs."""
 
 from __future__ import annotations
 
@@ -76,12 +77,14 @@ class ReplicaOptions:
         typer.Option(
             "--router",
             metavar="[ENGINE:]NAME",
-            help="round_robin, least_tokens, prefix_aware, sticky, cache_aware, vllm, or module:Class.  [default: round_robin]",
+            help="round_robin, least_tokens, prefix_aware, sticky, cache_aware, vllm, or "
+            "module:Class.  [default: round_robin]",
         ),
     ] = field(default_factory=list)
 
     def routing(self, names: Sequence[str] = ()) -> dict[str, Routing | None]:
-        """Return the routing of each engine by its name. Raises `ConfigError`, also if a router is given without replicas."""
+        """Return the routing of each engine by its name. Raises `ConfigError`, also if a router is
+        given without replicas."""
         from dovetail_lab.routers import Routing
 
         chosen: dict[str, str | None] = dict.fromkeys(names)
@@ -98,13 +101,15 @@ class ReplicaOptions:
 
 
 def _addressed(text: str, names: Sequence[str]) -> tuple[Sequence[str], str]:
-    """Split "ENGINE:VALUE" into that engine and the value; without a known engine, the value is for all of `names`."""
+    """Split "ENGINE:VALUE" into that engine and the value; without a known engine, the value is for
+    all of `names`."""
     owner = max((name for name in names if text.startswith(f"{name}:")), key=len, default=None)
     return (names, text) if owner is None else ([owner], text.removeprefix(f"{owner}:"))
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:
-    """Return `command` with each dataclass parameter replaced by its fields, as typer knows no groups of options."""
+    """Return `command` with each dataclass parameter replaced by its fields, as typer knows no
+    groups of options."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[Parameter] = []
@@ -140,7 +145,8 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
 def open_engines(
     sources: Sequence[str], settings: Sequence[str], *, step_time: str | None = None
 ) -> dict[str, EngineConfig]:
-    """Return the simulated engines by display name. A setting "KEY=VALUE" applies to all of them, "ENGINE:KEY=VALUE" to the named one.
+    """Return the simulated engines by display name. A setting "KEY=VALUE" applies to all of them,
+    "ENGINE:KEY=VALUE" to the named one.
 
     Raises `ConfigError`, which names the engine.
     """
@@ -153,7 +159,8 @@ def open_engines(
         key = setting.partition("=")[0]
         if owners is names and ":" in key:
             raise ConfigError(
-                f"--set: {shown(text)}: there is no engine {shown(key.rpartition(':')[0])}; engines are {', '.join(names)}"
+                f"--set: {shown(text)}: there is no engine {shown(key.rpartition(':')[0])}; "
+                f"engines are {', '.join(names)}"
             )
         for name in owners:
             wanted[name].append(setting)
@@ -171,7 +178,8 @@ def open_engine(
     real: bool = False,
     origin: str = "--set",
 ) -> EngineConfig:
-    """Return the engine's config with `--set`s applied, and the simulated executor unless the config names it already, or `real` is set.
+    """Return the engine's config with `--set`s applied, and the simulated executor unless the
+    config names it already, or `real` is set.
 
     Raises `ConfigError`, with `origin` for errors in a `--set`.
     """
@@ -187,7 +195,8 @@ def open_engine(
     if real:
         if own.executor.name in SIMULATED or step_time is not None:
             raise ConfigError(
-                "--real uses the executor in engine.yaml, which must not be simulated, and excludes --step-time"
+                "--real uses the executor in engine.yaml, which must not be simulated, and "
+                "excludes --step-time"
             )
         return EngineConfig.load_with(source, overrides, origin)
     replaced = {} if own.executor.name in SIMULATED else {"executor": "dovetail:simulated"}
@@ -197,7 +206,8 @@ def open_engine(
 
 @contextmanager
 def progress_bar(what: str, unit: str = "req") -> Iterator[Progress]:
-    """Show a progress bar of finished requests, or of another `unit`, on standard error if that is a terminal."""
+    """Show a progress bar of finished requests, or of another `unit`, on standard error if that is
+    a terminal."""
     from tqdm import tqdm
 
     with tqdm(desc=what, unit=unit, disable=None, leave=False) as bar:

@@ -1,7 +1,8 @@
-"""`compare`: compares policies on the same requests, with confidence intervals and a verdict in words.
+"""`compare`: compares policies on the same requests, with confidence intervals and a verdict in
+words.
 
-All policies get the same trace, seeds and predicted lengths, so requests can be paired. `statistics` computes the intervals; `docs/lab/compare.md`
-explains them.
+All policies get the same trace, seeds and predicted lengths, so requests can be paired.
+`statistics` computes the intervals; `docs/lab/compare.md` explains them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from dovetail_lab.records import RequestRecord, RunResult
 from dovetail_lab.statistics import Change, changes, scalar_change
 
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
+# latencies with one value a request; inter-token latencies are a pool of all
 PER_REQUEST = (
     "ttft",
     "tpot",
     "e2e",
-)  # latencies with one value a request; inter-token latencies are a pool of all
+)
 STATISTICS = (MEAN, P50, P90, P99)
 RATES = {
     "output_rate": "output tokens/s",
@@ -54,9 +56,8 @@ class Line:
     metric: str
     statistic: str  # "" if the metric is one number a run
     change: Change
-    holds: bool = (
-        True  # False: the interval is known to be too narrow, so excluding zero proves nothing
-    )
+    # False: the interval is known to be too narrow, so excluding zero proves nothing
+    holds: bool = True
 
     @property
     def measurable(self) -> bool:
@@ -65,7 +66,8 @@ class Line:
 
     @property
     def better(self) -> bool | None:
-        """True for an improvement, False for a regression, None if there is no measurable difference."""
+        """True for an improvement, False for a regression, None if there is no measurable
+        difference."""
         return (self.change.relative < 0) == (self.metric in LATENCIES) if self.measurable else None
 
     @property
@@ -92,20 +94,26 @@ class Line:
 
     @property
     def finding(self) -> str:
-        """The change in words: "cuts p99 TTFT by 31 % [27, 35]", or, if large, "makes p99 TTFT 3.1 times as much [2.8, 3.4]"."""
+        """The change in words: "cuts p99 TTFT by 31 % [27, 35]", or, if large, "makes p99 TTFT 3.1
+        times as much [2.8, 3.4]"."""
         change = self.change
         if change.relative >= 0.995:
-            digits = (
-                2 if change.low >= 0.05 else 3
-            )  # an end near 1 mustn't be shown as 1, nor below as 0
-            return f"makes {self.label} {1 + change.relative:.{digits}g} times as much [{1 + change.low:.{digits}g}, {1 + change.high:.{digits}g}]"
+            # an end near 1 mustn't be shown as 1, nor below as 0
+            digits = 2 if change.low >= 0.05 else 3
+            return (
+                f"makes {self.label} {1 + change.relative:.{digits}g} times as much "
+                f"[{1 + change.low:.{digits}g}, {1 + change.high:.{digits}g}]"
+            )
         verb, low, high = (
             ("cuts", -change.high, -change.low)
             if change.relative < 0
             else ("raises", change.low, change.high)
         )
         digits = 0 if abs(change.relative) >= 0.1 and min(abs(low), abs(high)) >= 0.005 else 1
-        return f"{verb} {self.label} by {100 * abs(change.relative):.{digits}f} % [{100 * low:.{digits}f}, {100 * high:.{digits}f}]"
+        return (
+            f"{verb} {self.label} by {100 * abs(change.relative):.{digits}f} % "
+            f"[{100 * low:.{digits}f}, {100 * high:.{digits}f}]"
+        )
 
     @property
     def direction(self) -> str:
@@ -115,11 +123,15 @@ class Line:
     @property
     def bare(self) -> str:
         """The change without an interval: "p99 TTFT +31.0 %"."""
-        return f"{self.label} {f'{100 * self.change.relative:+.1f} %' if math.isfinite(self.change.relative) else 'from nothing'}"
+        return (
+            f"{self.label} "
+            f"{f'{100 * self.change.relative:+.1f} %' if math.isfinite(self.change.relative) else 'from nothing'}"
+        )
 
 
 class Sides(NamedTuple):
-    """Shares of the requests completed by both for which `other` is quicker or slower; the rest are equal. NaN without such requests."""
+    """Shares of the requests completed by both for which `other` is quicker or slower; the rest are
+    equal. NaN without such requests."""
 
     quicker: float
     slower: float
@@ -144,7 +156,8 @@ class Versus:
         )
 
     def headlines(self) -> Iterator[Line]:
-        """Yield the lines of the verdict: the mean and p99 of each latency, its p50 and p90 if they change more, and output tokens/s."""
+        """Yield the lines of the verdict: the mean and p99 of each latency, its p50 and p90 if they
+        change more, and output tokens/s."""
         for metric in LATENCIES:
             mean, p50, p90, p99 = (self.line(metric, statistic.name) for statistic in STATISTICS)
             largest = max(mean.size, p99.size) + CLEARLY
@@ -160,7 +173,10 @@ class Versus:
                 f"{self.other} can't be compared with {self.base}: no request was completed by both"
             )
         if self.identical:
-            return f"{self.other} behaves exactly like {self.base}: no measurable difference, every token came at the same time"
+            return (
+                f"{self.other} behaves exactly like {self.base}: no measurable difference, "
+                f"every token came at the same time"
+            )
         lines = list(self.headlines())
         found = [line.finding for line in lines if line.measurable]
         undecided = [line.bare for line in lines if line.change.measurable and not line.holds]
@@ -183,12 +199,14 @@ class Versus:
         return "; ".join((*self._served(), subject + "; ".join(parts)))
 
     def _served(self) -> tuple[str, ...]:
-        """Return the finding, if any, that one completes fewer requests: its latencies don't cover those that it turned away."""
+        """Return the finding, if any, that one completes fewer requests: its latencies don't cover
+        those that it turned away."""
         if self.completed[0] == self.completed[1]:
             return ()
         base, other = (f"{100 * count / self.requests:.1f} %" for count in self.completed)
         return (
-            f"{self.other} completes {other} of the requests, {self.base} {base}, and latencies are of those that both completed",
+            f"{self.other} completes {other} of the requests, {self.base} {base}, and latencies "
+            f"are of those that both completed",
         )
 
 
@@ -210,7 +228,8 @@ class Comparison:
         by_chance = intervals * (1 - self.method.confidence)
         together = 1 - (1 - self.method.confidence) / max(intervals, 1)
         return (
-            f"{intervals} intervals, each of {100 * self.method.confidence:g} %: without any differences, about {by_chance:.1f} would still "
+            f"{intervals} intervals, each of {100 * self.method.confidence:g} %: without any "
+            f"differences, about {by_chance:.1f} would still "
             f"exclude zero. For all to hold jointly: --confidence {together:.5f} (Bonferroni)."
         )
 
@@ -222,9 +241,11 @@ def compare(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Comparison:
-    """Compare all policies with the first. `runs[name]` has one run for each seed, in the same order for all.
+    """Compare all policies with the first. `runs[name]` has one run for each seed, in the same
+    order for all.
 
-    Raises `ConfigError` unless there are two policies or more, each with the same requests in each run.
+    Raises `ConfigError` unless there are two policies or more, each with the same requests in each
+    run.
     """
     if len(runs) < 2:
         raise ConfigError(f"a comparison needs two policies or more, got {len(runs)}")
@@ -261,7 +282,8 @@ def compare(
 
 
 def check_settings(confidence: float, resamples: int) -> None:
-    """Raise `ConfigError` for an invalid confidence, or for too few resamples to find percentiles."""
+    """Raise `ConfigError` for an invalid confidence, or for too few resamples to find
+    percentiles."""
     if not 0.5 <= confidence < 1:
         raise ConfigError(
             f"--confidence: expected at least 0.5 and less than 1, got {confidence:g}"
@@ -276,7 +298,8 @@ def check_same_requests(
     """Raise `ConfigError`, naming the first difference, unless the runs have the same requests."""
     if not base_runs or len(base_runs) != len(other_runs):
         raise ConfigError(
-            f"{base} has {len(base_runs)} runs and {other} {len(other_runs)}: a comparison pairs run by run"
+            f"{base} has {len(base_runs)} runs and {other} {len(other_runs)}: a comparison pairs "
+            f"run by run"
         )
     for a, b in zip(base_runs, other_runs, strict=True):
         if a.seed != b.seed:
@@ -285,17 +308,20 @@ def check_same_requests(
             )
         if len(a) != len(b):
             raise ConfigError(
-                f"{base} ran {len(a)} requests of {a.trace}, {other} ran {len(b)} of {b.trace}: not the same trace"
+                f"{base} ran {len(a)} requests of {a.trace}, {other} ran {len(b)} of {b.trace}: "
+                f"not the same trace"
             )
         for x, y in zip(a, b, strict=True):
             if _request(x) != _request(y):
                 raise ConfigError(
-                    f"seed {a.seed}: request {x.id} of {base} isn't request {y.id} of {other}: not the same trace, or prediction"
+                    f"seed {a.seed}: request {x.id} of {base} isn't request {y.id} of {other}: not "
+                    f"the same trace, or prediction"
                 )
 
 
 def _request(record: RequestRecord) -> tuple[object, ...]:
-    """Return the values that must be equal under all policies. Arrivals in a closed loop depend on the policy and are left out."""
+    """Return the values that must be equal under all policies. Arrivals in a closed loop depend on
+    the policy and are left out."""
     names = (
         "id",
         "client",
@@ -312,7 +338,8 @@ def _request(record: RequestRecord) -> tuple[object, ...]:
 
 
 def _paired(base: Sequence[RunResult], other: Sequence[RunResult], metric: str) -> list[Pairs]:
-    """Pair each run's values, rounded to the nanosecond so that rounding errors of sums don't count as differences."""
+    """Pair each run's values, rounded to the nanosecond so that rounding errors of sums don't count
+    as differences."""
     runs = list(zip(base, other, strict=True))
     if metric in PER_REQUEST:
         return [
@@ -331,7 +358,8 @@ def _method(
     confidence: float,
     seed: int,
 ) -> Method:
-    """Choose what to resample: whole runs if enough seeds have different traffic, otherwise blocks of consecutive requests."""
+    """Choose what to resample: whole runs if enough seeds have different traffic, otherwise blocks
+    of consecutive requests."""
     runs = policies[0]
     level = f"{100 * confidence:g} % intervals: paired bootstrap, {resamples:,} resamples of "
     same_traffic = all(_traffic(run) == _traffic(runs[0]) for run in runs)
@@ -348,7 +376,10 @@ def _method(
     if same_traffic and len(runs) > 1:
         reason = f", because all {len(runs)} seeds replay the same arrivals and lengths"
     elif new_traffic:
-        reason = f", because {len(runs)} seed{'s are' if len(runs) > 1 else ' is'} too few to draw among ({MIN_SEEDS} or more do)"
+        reason = (
+            f", because {len(runs)} seed{'s are' if len(runs) > 1 else ' is'} too few to draw "
+            f"among ({MIN_SEEDS} or more do)"
+        )
     else:
         reason = ", because there is one run to draw from"
     block = (
@@ -359,9 +390,8 @@ def _method(
     says = f"{level}{block} ({draws.units} in a run){reason}"
     remedy = f"a longer trace, or --seeds {MIN_SEEDS} or more" if new_traffic else "a longer trace"
     warnings = {
-        f"some latencies are correlated for too long for runs this short, so their intervals are too narrow: use {remedy}": any(
-            length.capped for length in lengths
-        ),
+        f"some latencies are correlated for too long for runs this short, so their intervals are "
+        f"too narrow: use {remedy}": any(length.capped for length in lengths),
         "every seed gave the same runs: one would do": len(runs) > 1
         and all(_alike(run, of_policy[0]) for of_policy in policies for run in of_policy),
     }

@@ -68,7 +68,8 @@ def compare(
         typer.Option(
             "--step-time-error",
             metavar="SHARE",
-            help="Repeat the comparison with all steps longer and shorter by this share; 0: don't.  [default: the error that the step times state]",
+            help="Repeat the comparison with all steps longer and shorter by this share; 0: don't. "
+            " [default: the error that the step times state]",
         ),
     ] = None,
     keep_runs: Annotated[
@@ -155,7 +156,8 @@ def _with_log(job: PlannedRun, out: Path) -> PlannedRun:
 
 
 def _without_log(run: RunResult) -> RunResult:
-    """Return the run without the decision log in its settings, since its path differs between runs."""
+    """Return the run without the decision log in its settings, since its path differs between
+    runs."""
     config = run.settings["config"]
     return replace(
         run, settings={**run.settings, "config": {**config, "observers": config["observers"][:-1]}}
@@ -220,7 +222,8 @@ def print_comparison(found: Comparison, repeated: Repeated | None) -> None:
             for metric, one in versus.faster.items()
         )
         console.print(
-            f"of {versus.compared} requests that both completed, {versus.other} is quicker and slower for: {', '.join(sides)}"
+            f"of {versus.compared} requests that both completed, {versus.other} is quicker and "
+            f"slower for: {', '.join(sides)}"
         )
     console.print()
     unsure = (
@@ -233,6 +236,7 @@ def print_comparison(found: Comparison, repeated: Repeated | None) -> None:
         console.print(f"warning: {warning}.")
     if repeated is None:
         console.print(
-            "Intervals cover the traffic, not errors of step times: --step-time-error 0.04 repeats with steps 4 % longer and shorter."
+            "Intervals cover the traffic, not errors of step times: --step-time-error 0.04 repeats "
+            "with steps 4 % longer and shorter."
         )
     console.print(found.caution)

@@ -1,5 +1,5 @@
-"""Observer `decision_log`: which requests ran, which waited and why, as a file for Perfetto (ui.perfetto.dev). Works on the real engine and in
-simulation.
+"""Observer `decision_log`: which requests ran, which waited and why, as a file for Perfetto
+(ui.perfetto.dev). Works on the real engine and in simulation.
 
     engine     device     | prefill | decode | prefill+decode | ...      a slice per step; its arguments name refusals, preemptions, notes
                counters   running, waiting; KV blocks held, cached, free, held by cache group; tokens of a step
@@ -7,10 +7,12 @@ simulation.
                           | waiting: MEMORY | prefill | decode |         phases of the request above, and why it waited
                lane 001   ...
 
-The format is Chrome's JSON trace events ("Trace Event Format", Google, 2016), as an array with one event per line: complete events (ph X), instants
-(i), counters (C) and names (M). Slices of a lane must nest in Perfetto, so a lane holds one request at a time. Times are whole microseconds of the
-engine's clock, never of wall time, so that a simulated run gives the same bytes each time. An unpaired surrogate in a name, which neither UTF-8 nor
-Perfetto's JSON supports, is written as "?".
+The format is Chrome's JSON trace events ("Trace Event Format", Google, 2016), as an array with one
+event per line: complete events (ph X), instants (i), counters (C) and names (M). Slices of a lane
+must nest in Perfetto, so a lane holds one request at a time. Times are whole microseconds of the
+engine's clock, never of wall time, so that a simulated run gives the same bytes each time. An
+unpaired surrogate in a name, which neither UTF-8 nor Perfetto's JSON supports, is written as
+"?".
 """
 
 from __future__ import annotations
@@ -63,13 +65,15 @@ class DecisionLogOptions(BaseModel):
     listed: int = Field(
         default=20,
         ge=0,
-        description="Maximum number of requests listed per heading in a step's slice; the rest are counted.",
+        description="Maximum number of requests listed per heading in a step's slice; the rest are "
+        "counted.",
     )
 
 
 @dataclass(slots=True)
 class Phase:
-    """A phase of a request ("waiting", "prefill", "decode", "paused", "preempted"), and its reason."""
+    """A phase of a request ("waiting", "prefill", "decode", "paused", "preempted"), and its
+    reason."""
 
     name: str
     why: str
@@ -103,7 +107,8 @@ class Life:
 
 @dataclass(slots=True)
 class Lanes:
-    """Lanes that requests are drawn in; each request gets the first that is free when it arrives."""
+    """Lanes that requests are drawn in; each request gets the first that is free when it
+    arrives."""
 
     free_since: list[int] = field(default_factory=list)  # in microseconds, by lane; -1: occupied
 
@@ -120,7 +125,8 @@ class Lanes:
 
 
 class DecisionLog(Observer):
-    """Writes whole events after each step: the file of a killed engine lacks only the closing bracket, which the format allows."""
+    """Writes whole events after each step: the file of a killed engine lacks only the closing
+    bracket, which the format allows."""
 
     capabilities = ObserverCapabilities(decisions=True)
     options: DecisionLogOptions
@@ -150,7 +156,10 @@ class DecisionLog(Observer):
             self._file = self._path.open("w", encoding="utf-8", errors="replace", newline="\n")
         except (OSError, ValueError) as error:
             raise self._no_file(f"can't be written: {getattr(error, 'strerror', error)}") from None
-        label = f"scheduler {event.scheduler}, kv_cache {event.kv_cache}, {event.num_blocks} blocks of {event.block_size}, executor {event.executor}"
+        label = (
+            f"scheduler {event.scheduler}, kv_cache {event.kv_cache}, {event.num_blocks} "
+            f"blocks of {event.block_size}, executor {event.executor}"
+        )
         self._file.write("[\n" + _line(_named("process_name", ENGINE, "engine")))
         self._write(
             _meta("process_labels", ENGINE, {"labels": label}),
@@ -272,7 +281,8 @@ class DecisionLog(Observer):
         ]
 
     def _headings(self, decisions: Sequence[Decision]) -> dict[str, Any]:
-        """Return, for each act, the requests with their tokens or the reason. Grants of one token are omitted: there are too many decodes."""
+        """Return, for each act, the requests with their tokens or the reason. Grants of one token
+        are omitted: there are too many decodes."""
         listed: dict[str, dict[str, Any]] = {}
         for decision in decisions:
             if decision.act != "granted" or decision.tokens > 1:
@@ -307,13 +317,13 @@ class DecisionLog(Observer):
 
     def _write(self, *events: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(
-                "".join([",\n" + _line(event) for event in events])
-            )  # all of them, or none
+            # all of them, or none
+            self._file.write("".join([",\n" + _line(event) for event in events]))
 
 
 def _fates(decisions: Sequence[Decision]) -> dict[Request, Decision]:
-    """Return each request's outcome in a step: the last decision on it, but a refusal only if there is no other (grants may be retried)."""
+    """Return each request's outcome in a step: the last decision on it, but a refusal only if there
+    is no other (grants may be retried)."""
     fates: dict[Request, Decision] = {}
     for decision in decisions:
         if decision.act != "noted" and (decision.act != "refused" or decision.request not in fates):
@@ -322,7 +332,8 @@ def _fates(decisions: Sequence[Decision]) -> dict[Request, Decision]:
 
 
 def _slices(life: Life, end_us: int) -> list[dict[str, Any]]:
-    """Return the slice of the request, then those of its phases: of slices that start together the outer must come first."""
+    """Return the slice of the request, then those of its phases: of slices that start together the
+    outer must come first."""
     request = life.request
     args = {
         "client": request.client,

@@ -12,8 +12,8 @@ _MOST = 5
 
 
 def evenly(values: Sequence[float]) -> list[str]:
-    """Format numbers with equally many decimals: the smallest has three significant digits, unless the largest would have more than five. A dash for
-    NaN; infinity as "∞"."""
+    """Format numbers with equally many decimals: the smallest has three significant digits, unless
+    the largest would have more than five. A dash for NaN; infinity as "∞"."""
     sizes = [
         math.floor(math.log10(abs(value))) for value in values if math.isfinite(value) and value
     ]

@@ -1,4 +1,5 @@
-"""Drafter `simulated`: leaves drafts to the executor `simulated`, which accepts them by chance (its option `acceptance`)."""
+"""Drafter `simulated`: leaves drafts to the executor `simulated`, which accepts them by chance (its
+option `acceptance`)."""
 
 from __future__ import annotations
 

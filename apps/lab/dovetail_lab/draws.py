@@ -1,5 +1,6 @@
-"""Bootstrap resampling for comparisons, the same draws for both policies: whole runs if there are enough independent ones (`SeedDraws`), otherwise
-blocks of consecutive requests (`BlockDraws`). Requests of one run share queues, batches and the KV pool, so none is drawn separately.
+"""Bootstrap resampling for comparisons, the same draws for both policies: whole runs if there are
+enough independent ones (`SeedDraws`), otherwise blocks of consecutive requests (`BlockDraws`).
+Requests of one run share queues, batches and the KV pool, so none is drawn separately.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ class SeedDraws:
 
 @dataclass(frozen=True, slots=True)
 class BlockDraws:
-    """Resamples blocks of `length` consecutive requests with replacement from each run, treated as a circle (Politis and Romano 1992, "A circular
-    block-resampling procedure for stationary data"). `same_traffic`: the runs hold the same requests, so one draw serves all."""
+    """Resamples blocks of `length` consecutive requests with replacement from each run, treated as
+    a circle (Politis and Romano 1992, "A circular block-resampling procedure for stationary data").
+    `same_traffic`: the runs hold the same requests, so one draw serves all."""
 
     length: int
     requests: int  # in a run
@@ -83,7 +85,8 @@ class BlockDraws:
         return log_ratio(total[0], total[1])
 
     def _weights(self, requests: int, rng: np.random.Generator) -> Iterator[npt.NDArray[np.int32]]:
-        """Yield the number of times that each request of a run was drawn, some resamples at a time."""
+        """Yield the number of times that each request of a run was drawn, some resamples at a
+        time."""
         length = max(1, min(self.length, requests))
         blocks = math.ceil(requests / length)
         at_once = max(1, _CELLS // max(1, requests))
@@ -106,7 +109,8 @@ def per_run(runs: Sequence[Pairs], statistic: Statistic) -> tuple[Floats, Floats
 
 
 def log_ratio(a: Floats, b: Floats) -> Floats:
-    """Return log(b / a): 0 if both are equal up to rounding, or both 0; not finite if only one is 0."""
+    """Return log(b / a): 0 if both are equal up to rounding, or both 0; not finite if only one is
+    0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.where(a == b, 0.0, np.log(b) - np.log(a))
     return np.where(np.abs(logs) < _ROUNDING, 0.0, logs)

@@ -1,4 +1,5 @@
-"""Options of commands that make many runs: the numbers of seeds and processes, and the folder for results."""
+"""Options of commands that make many runs: the numbers of seeds and processes, and the folder for
+results."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ _OF_NO_CONSEQUENCE = ("--out", "--jobs")  # options that don't affect results
 
 
 def need(*packages: str) -> None:
-    """Check for modules of the extra `lab` before hours of simulation. Raises `MissingExtraError` with the pip line."""
+    """Check for modules of the extra `lab` before hours of simulation. Raises `MissingExtraError`
+    with the pip line."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         raise MissingExtraError.naming("lab", f"this needs {', '.join(missing)}")
@@ -61,14 +63,16 @@ def cores(jobs: int | None) -> int:
 
 
 def wide_console() -> Console:
-    """Return a console for tables that a narrow terminal must not truncate; the terminal wraps the lines."""
+    """Return a console for tables that a narrow terminal must not truncate; the terminal wraps the
+    lines."""
     from rich.console import Console
 
     return Console(width=1_000, highlight=False, soft_wrap=True, markup=False)
 
 
 def shown_command() -> str:
-    """Return this process's command line for a report, without options that don't affect results, so that equal results give equal reports."""
+    """Return this process's command line for a report, without options that don't affect results,
+    so that equal results give equal reports."""
     kept = []
     arguments = iter(sys.argv[1:])
     for argument in arguments:

@@ -1,5 +1,6 @@
-"""Service of each client over time, and its inequality: the measures of Sheng et al., Fairness in Serving Large Language Models (OSDI '24,
-arXiv:2401.00588), as the paper's artifact computes them."""
+"""Service of each client over time, and its inequality: the measures of Sheng et al., Fairness in
+Serving Large Language Models (OSDI '24, arXiv:2401.00588), as the paper's artifact computes
+them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ SHORTEST_S = 1e-5  # the time of service is unknown for requests whose tokens ar
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """Service that a request demanded, and when it was received: spread evenly from its first token to its last."""
+    """Service that a request demanded, and when it was received: spread evenly from its first token
+    to its last."""
 
     client: str | None
     arrival_s: float
@@ -56,7 +58,8 @@ class ServiceOverTime:
 
 
 def service_over_time(work: Sequence[Work], centres_s: Floats, window_s: float) -> ServiceOverTime:
-    """Return the service that each client demanded and received in windows of `window_s` around `centres_s` [windows]."""
+    """Return the service that each client demanded and received in windows of `window_s` around
+    `centres_s` [windows]."""
     clients = tuple(
         sorted({one.client for one in work}, key=lambda client: (client is None, client or ""))
     )
@@ -76,8 +79,9 @@ def service_over_time(work: Sequence[Work], centres_s: Floats, window_s: float) 
 
 
 def service_difference(service: ServiceOverTime) -> Floats:
-    """Return for each window [windows] the sum over clients of the difference to the most-served client, capped at the difference between the
-    client's demand and its service. A client without demand adds nothing."""
+    """Return for each window [windows] the sum over clients of the difference to the most-served
+    client, capped at the difference between the client's demand and its service. A client without
+    demand adds nothing."""
     behind = service.served.max(axis=0, initial=0.0) - service.served
     return np.asarray(
         np.minimum(behind, np.abs(service.asked - service.served)).sum(axis=0), np.float64
@@ -85,7 +89,8 @@ def service_difference(service: ServiceOverTime) -> Floats:
 
 
 def arena_centres(duration_s: float = 600.0, windows: int = 20, warmup_s: float = 30.0) -> Floats:
-    """Return the centres of the artifact's windows over its ten-minute trace: 19 windows, none in the first half minute."""
+    """Return the centres of the artifact's windows over its ten-minute trace: 19 windows, none in
+    the first half minute."""
     return np.asarray(
         warmup_s + (duration_s - warmup_s) / windows * np.arange(1, windows), np.float64
     )

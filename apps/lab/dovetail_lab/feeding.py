@@ -1,4 +1,5 @@
-"""`Feeder`: adds a trace's requests to an engine when they are due; only the simulated executor learns their answers."""
+"""`Feeder`: adds a trace's requests to an engine when they are due; only the simulated executor
+learns their answers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from dovetail_lab.traces.request import Trace, TraceRequest
 if TYPE_CHECKING:
     from dovetail.serving import Delivery
 
-AHEAD_S = 1.0  # requests are created this long before they are due, one per step, so that no step waits for many
+# requests are created this long before they are due, one per step, so that no step waits for many
+AHEAD_S = 1.0
 
 
 class SimulatedRules:
@@ -37,8 +39,9 @@ class SimulatedRules:
 
 
 class Feeder:
-    """Source of requests. Creates them late, since millions of prompt ids would fill the memory, but in time: the engine always has all requests that
-    have arrived, and the next one, so that it knows how long it may sleep."""
+    """Source of requests. Creates them late, since millions of prompt ids would fill the memory,
+    but in time: the engine always has all requests that have arrived, and the next one, so that it
+    knows how long it may sleep."""
 
     def __init__(
         self,
@@ -66,22 +69,21 @@ class Feeder:
         )
         self._next = next(self._coming, None)
         self._updates = trace.length_updates
-        self._sent: dict[
-            str, TraceRequest
-        ] = {}  # requests under way, if predictions of their lengths are renewed
+        # requests under way, if predictions of their lengths are renewed
+        self._sent: dict[str, TraceRequest] = {}
         self._known_until = -math.inf  # the engine has every request up to this time
         self.taken = 0  # number of requests accepted by the engine
         self._entered = 0  # number of requests charged to the host's time
         self.cut = 0  # number of requests with answers longer than the engine supports
 
     def feed(self, now: float) -> None:
-        """Add all requests due by `now`, on the engine's clock, and the next one, unless `limits.max_waiting` are unfinished: then the next may be
-        rejected, which is only known when it arrives."""
+        """Add all requests due by `now`, on the engine's clock, and the next one, unless
+        `limits.max_waiting` are unfinished: then the next may be rejected, which is only known when
+        it arrives."""
         if now + AHEAD_S < self._known_until:
             return
-        soon = (
-            now + AHEAD_S if self._known_until == -math.inf else now
-        )  # before the trace starts there is time to create many
+        # before the trace starts there is time to create many
+        soon = now + AHEAD_S if self._known_until == -math.inf else now
         while (request := self._first()) is not None:
             arrival = self._start + request.arrival_time
             if arrival > now and self._is_full:
@@ -110,7 +112,8 @@ class Feeder:
         return self._known_until == math.inf and not self._followers
 
     def take(self, request: TraceRequest, arrival: float) -> bool:
-        """Add a request that arrives at `arrival` on the engine's clock. Returns False if it was rejected."""
+        """Add a request that arrives at `arrival` on the engine's clock. Returns False if it was
+        rejected."""
         capacity = self._engine.capacity
         if self._simulated is not None:
             self._simulated.expect(
@@ -147,10 +150,11 @@ class Feeder:
         return True
 
     def delivered(self, delivery: Delivery) -> None:
-        """Process a step's results: update predicted lengths, drop the state of finished requests, and release the requests that waited for them.
+        """Process a step's results: update predicted lengths, drop the state of finished requests,
+        and release the requests that waited for them.
 
-        The engine doesn't drop its state itself, since its core is stepped directly: it would count the requests as unfinished, and hold their
-        prompts in memory.
+        The engine doesn't drop its state itself, since its core is stepped directly: it would count
+        the requests as unfinished, and hold their prompts in memory.
         """
         if self._updates is not None:
             for request in delivery.requests:
@@ -174,9 +178,8 @@ class Feeder:
                 self._abandon(request.id, now_s)
             for released in self._followers.ended(request.id, now_s):
                 heappush(self._released, released)
-                self._known_until = min(
-                    self._known_until, self._engine.now()
-                )  # it may arrive before the next one that the engine has
+                # it may arrive before the next one that the engine has
+                self._known_until = min(self._known_until, self._engine.now())
 
     def _abandon(self, id: str, time_s: float) -> None:
         """Refuse the requests that were to follow one that didn't complete."""
@@ -189,13 +192,14 @@ class Feeder:
         return most is not None and self._engine.get_num_unfinished_requests() >= most
 
     def let_in(self) -> None:
-        """Advance the clock by the host's time for a request: one before each step, as a real engine accepts them one by one."""
+        """Advance the clock by the host's time for a request: one before each step, as a real
+        engine accepts them one by one."""
         if self._simulated is not None and self._entered < self.taken:
             self._entered = self._entered + 1 if self._simulated.take_in() else self.taken
 
     def _params(self, request: TraceRequest) -> SamplingParams:
-        """Return the request's parameters. The answer is streamed, since each token's time is measured and policies may treat streamed requests
-        differently."""
+        """Return the request's parameters. The answer is streamed, since each token's time is
+        measured and policies may treat streamed requests differently."""
         stop = (STOP_ID,) if self._simulated is not None else ()
         params = SamplingParams(
             max_tokens=request.limit,
@@ -204,9 +208,8 @@ class Feeder:
             output_kind=OutputKind.DELTA,
             stop_token_ids=stop,
         )
-        return (
-            changed_unchecked(params, structured=RULE) if request.grammar else params
-        )  # real grammars would need EOS, which synthetic answers lack
+        # real grammars would need EOS, which synthetic answers lack
+        return changed_unchecked(params, structured=RULE) if request.grammar else params
 
 
 def _constraint(simulated: SimulatedExecutor, request: TraceRequest, arrival: float) -> Constraint:
@@ -214,7 +217,8 @@ def _constraint(simulated: SimulatedExecutor, request: TraceRequest, arrival: fl
 
 
 def _answer(request: TraceRequest, vocab_size: int) -> NDArray[np.int32]:
-    """Return the request's true answer, followed by the stop token if it is shorter than the limit."""
+    """Return the request's true answer, followed by the stop token if it is shorter than the
+    limit."""
     answer = output_ids(request, vocab_size)
     if request.limit > request.output_tokens:
         answer[-1] = STOP_ID

@@ -1,5 +1,5 @@
-"""Fits coefficients to measured steps: non-negative least squares of relative errors, so that a decode of 10 ms counts as much as a prefill of 1
-s."""
+"""Fits coefficients to measured steps: non-negative least squares of relative errors, so that a
+decode of 10 ms counts as much as a prefill of 1 s."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Measurement:
 
 
 def fit_linear(measurements: Sequence[Measurement], terms: Sequence[str] = TERMS) -> LinearStepTime:
-    """Fit the model with the smallest sum of squared relative errors; terms not in `terms` are 0, none is negative.
+    """Fit the model with the smallest sum of squared relative errors; terms not in `terms` are 0,
+    none is negative.
 
     Raises `ConfigError` for fewer measurements than terms, or an invalid duration.
     """
@@ -40,7 +41,8 @@ def fit_linear(measurements: Sequence[Measurement], terms: Sequence[str] = TERMS
 def fit_piecewise(
     measurements: Sequence[Measurement], knots: Sequence[int], terms: Sequence[str] = TERMS[2:]
 ) -> PiecewiseStepTime:
-    """Like `fit_linear`, with the contribution of the batch's size interpolated between `knots`: at least 2 ascending numbers of tokens."""
+    """Like `fit_linear`, with the contribution of the batch's size interpolated between `knots`: at
+    least 2 ascending numbers of tokens."""
     chosen = [TERMS.index(term) for term in terms]
     hats = [
         knot_weights([shape.tokens for shape in one.shapes], knots).sum(axis=0)
@@ -68,7 +70,8 @@ def _linear(shapes: Sequence[StepShape]) -> Floats:
 
 
 def knot_weights(tokens: Sequence[int] | Floats, knots: Sequence[int]) -> Floats:
-    """Return the weight of each knot in the linear interpolation at each of `tokens` [tokens, knots], with linear extrapolation beyond the knots."""
+    """Return the weight of each knot in the linear interpolation at each of `tokens` [tokens,
+    knots], with linear extrapolation beyond the knots."""
     at_tokens = np.array(tokens, np.float64)
     at = np.clip(np.searchsorted(knots, at_tokens), 1, len(knots) - 1)
     low = np.array(knots, np.float64)[at - 1]
@@ -88,8 +91,9 @@ def _seconds(measurements: Sequence[Measurement]) -> Floats:
 def fitted_weights(
     matrix: Floats, seconds: Floats, importance: Floats | None = None
 ) -> list[float]:
-    """Return non-negative weights [columns] of `matrix` [measurements, columns] that minimize the relative errors over `seconds` [measurements];
-    `importance` [measurements]: weight of each squared error, 1 by default.
+    """Return non-negative weights [columns] of `matrix` [measurements, columns] that minimize the
+    relative errors over `seconds` [measurements]; `importance` [measurements]: weight of each
+    squared error, 1 by default.
 
     Raises `ConfigError` for fewer measurements than columns, or an invalid duration.
     """
@@ -100,15 +104,15 @@ def fitted_weights(
         raise ConfigError("measured step times must be positive and finite")
     target = np.ones(count) if importance is None else importance
     relative = matrix * (target / seconds)[:, None]
-    scale = np.maximum(
-        np.abs(relative).max(axis=0), 1e-300
-    )  # scale columns to one size: context counts in millions
+    # scale columns to one size: context counts in millions
+    scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)
     return [float(weight) for weight in nonnegative_least_squares(relative / scale, target) / scale]
 
 
 def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
-    """Return x >= 0 [columns] that minimizes |matrix x - target|. Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: columns
-    enter one by one, most helpful first, and leave when their weight would become negative."""
+    """Return x >= 0 [columns] that minimizes |matrix x - target|. Lawson and Hanson, Solving Least
+    Squares Problems (1974), chapter 23: columns enter one by one, most helpful first, and leave
+    when their weight would become negative."""
     columns = matrix.shape[1]
     x = np.zeros(columns)
     passive = np.zeros(columns, np.bool_)

@@ -1,7 +1,8 @@
-"""Stand-ins for grammars in a simulation: they allow every token, and are compiled after a delay on the virtual clock.
+"""Stand-ins for grammars in a simulation: they allow every token, and are compiled after a delay on
+the virtual clock.
 
-The feeder passes them to the engine's own `Constraint`, which holds the request back, has masks filled and passes each token to them. The simulated
-executor accounts for the time of this.
+The feeder passes them to the engine's own `Constraint`, which holds the request back, has masks
+filled and passes each token to them. The simulated executor accounts for the time of this.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ from dovetail_lab.traces.request import stream_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-RULE = Structured(
-    regex="(?s).*"
-)  # `params.structured` of requests with a grammar, as policies see it
+# `params.structured` of requests with a grammar, as policies see it
+RULE = Structured(regex="(?s).*")
 
 
 class SimulatedGrammars:
@@ -35,7 +35,8 @@ class SimulatedGrammars:
     def __init__(
         self, clock: Clock, vocab_size: int, median_s: float, sigma: float, seed: int
     ) -> None:
-        """Compiling takes `median_s` x exp(`sigma` z), z standard normal, drawn for each request from the seed and its id."""
+        """Compiling takes `median_s` x exp(`sigma` z), z standard normal, drawn for each request
+        from the seed and its id."""
         self._clock = clock
         self._median_s = median_s
         self._sigma = sigma

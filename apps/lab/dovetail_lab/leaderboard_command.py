@@ -127,7 +127,8 @@ def print_standings(
     console.print(table)
     level = f"{100 * CONFIDENCE:g} %"
     console.print(
-        f"per cent of requests in time, averaged over clients; {level} intervals over {seeds} seeds; * not measurably worse than the best"
+        f"per cent of requests in time, averaged over clients; {level} intervals over {seeds} "
+        f"seeds; * not measurably worse than the best"
     )
     for name, why in failures.items():
         console.print(f"failed: {name}: {why}")

@@ -1,7 +1,8 @@
-"""Latencies and throughput from a run's records, as defined by vLLM's `bench serve`, with all latencies measured from arrival.
+"""Latencies and throughput from a run's records, as defined by vLLM's `bench serve`, with all
+latencies measured from arrival.
 
-`docs/lab/metrics.md` has the formulas. Only completed requests have latencies; a request that was rejected, failed or aborted misses every
-objective.
+`docs/lab/metrics.md` has the formulas. Only completed requests have latencies; a request that was
+rejected, failed or aborted misses every objective.
 """
 
 from __future__ import annotations
@@ -41,19 +42,22 @@ def e2e_s(record: RequestRecord) -> float:
 
 
 def queue_s(record: RequestRecord) -> float:
-    """Return the time from arrival to the planning of its first step: the scheduling delay. NaN if it never ran."""
+    """Return the time from arrival to the planning of its first step: the scheduling delay. NaN if
+    it never ran."""
     return (
         np.nan if record.first_scheduled_s is None else record.first_scheduled_s - record.arrival_s
     )
 
 
 def itl_s(records: Iterable[RequestRecord]) -> Floats:
-    """Return the inter-token latencies of all requests in one array. A request of many tokens has more weight than in `tpot`."""
+    """Return the inter-token latencies of all requests in one array. A request of many tokens has
+    more weight than in `tpot`."""
     return np.concatenate([np.empty(0), *(np.diff(record.token_times_s) for record in records)])
 
 
 def session_s(records: Iterable[RequestRecord]) -> dict[str, float]:
-    """Return the duration of each session, from its first arrival to its last token. NaN if a request of it didn't complete."""
+    """Return the duration of each session, from its first arrival to its last token. NaN if a
+    request of it didn't complete."""
     of_session: dict[str, list[RequestRecord]] = {}
     for record in records:
         if record.session is not None:
@@ -68,7 +72,8 @@ def session_s(records: Iterable[RequestRecord]) -> dict[str, float]:
 
 
 def itl_by_request(records: Iterable[RequestRecord]) -> list[Floats]:
-    """Return the inter-token latencies of each record, in order; none for requests that didn't complete."""
+    """Return the inter-token latencies of each record, in order; none for requests that didn't
+    complete."""
     return [
         np.diff(record.token_times_s) if record.completed else np.empty(0) for record in records
     ]
@@ -81,7 +86,8 @@ _OF_REQUEST = {"ttft": ttft_s, "tpot": tpot_s, "e2e": e2e_s, "queue": queue_s}
 
 
 def per_request(records: Iterable[RequestRecord], metric: str) -> Floats:
-    """Return one of `PER_REQUEST` for each record, in order; NaN if it has none, and for requests that didn't complete."""
+    """Return one of `PER_REQUEST` for each record, in order; NaN if it has none, and for requests
+    that didn't complete."""
     measure = _OF_REQUEST[metric]
     return np.array(
         [measure(record) if record.completed else np.nan for record in records], np.float64
@@ -90,7 +96,8 @@ def per_request(records: Iterable[RequestRecord], metric: str) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A summary of a distribution, in its unit. Percentiles use linear interpolation, as in numpy and `bench serve`. NaN if there are no values."""
+    """A summary of a distribution, in its unit. Percentiles use linear interpolation, as in numpy
+    and `bench serve`. NaN if there are no values."""
 
     count: int
     mean: float
@@ -121,7 +128,8 @@ class Slo:
     e2e_s: float | None = None
 
     def met_by(self, record: RequestRecord) -> bool:
-        """Return True if a request meets all objectives. With one token its TPOT counts as 0. Incomplete requests meet none."""
+        """Return True if a request meets all objectives. With one token its TPOT counts as 0.
+        Incomplete requests meet none."""
         if not record.completed:
             return False
         tpot = tpot_s(record) if record.output_tokens > 1 else 0.0
@@ -167,7 +175,8 @@ class RunMetrics:
 
     @property
     def goodput(self) -> float | None:
-        """Requests that met their objectives, per second in which requests arrived: the arrival rate times `attainment`."""
+        """Requests that met their objectives, per second in which requests arrived: the arrival
+        rate times `attainment`."""
         return (
             None
             if self.good_requests is None
@@ -181,8 +190,8 @@ class RunMetrics:
 
 
 def measure(result: RunResult, slo: Slo | None = None) -> RunMetrics:
-    """Return all metrics of one run. With a window, requests count if they arrive in it, while rates and shares cover everything delivered in it, for
-    any request."""
+    """Return all metrics of one run. With a window, requests count if they arrive in it, while
+    rates and shares cover everything delivered in it, for any request."""
     begin, end = result.window or (-np.inf, np.inf)
     records = list(result)
     done = [record for record in records if record.completed]

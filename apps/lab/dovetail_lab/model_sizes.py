@@ -1,5 +1,5 @@
-"""`ModelSizes`: the numbers of a transformer's config.json that determine how much a step reads and computes, for the roofline model, and the
-layout of its K and V in the pool."""
+"""`ModelSizes`: the numbers of a transformer's config.json that determine how much a step reads and
+computes, for the roofline model, and the layout of its K and V in the pool."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ NAMES: Mapping[str, tuple[str, ...]] = {  # names of the same number by model fa
     "expert_mlp": ("moe_intermediate_size",),
     "shared_mlp": ("shared_expert_intermediate_size",),
 }
+# model types with two matrices in the MLP, not three
 UNGATED = (
     "opt",
     "bloom",
     "gpt2",
     "gpt_neox",
     "phi",
-)  # model types with two matrices in the MLP, not three
+)
 REFUSED: Mapping[str, str] = {  # key, if set -> its meaning
     "kv_lora_rank": "latent attention",
     "ssm_cfg": "state-space layers",
@@ -46,12 +47,13 @@ REFUSED: Mapping[str, str] = {  # key, if set -> its meaning
     "n_shared_experts": "shared experts counted in multiples of another",
     "vision_config": "an image encoder",
 }
+# model types with an image encoder that the engine leaves out: `text_config` is the model
 TEXT_ONLY = (
     "gemma3",
     "mistral3",
     "qwen3_5",
     "qwen3_5_moe",
-)  # model types with an image encoder that the engine leaves out: `text_config` is the model
+)
 PATTERNS: Mapping[str, int] = {
     "gemma2": 2,
     "gemma3_text": 6,
@@ -69,21 +71,24 @@ DEFAULTS: Mapping[
         "sliding_window": 4096,
     },
 }
+# model types with layers of Gated DeltaNet, and gated attention in the others
 RECURRENT = (
     "qwen3_next",
     "qwen3_5_text",
     "qwen3_5_moe_text",
-)  # model types with layers of Gated DeltaNet, and gated attention in the others
+)
+# model types whose head is their embedding, unless the file says otherwise
 TIED = (
     "gemma",
     "gemma2",
     "gemma3_text",
-)  # model types whose head is their embedding, unless the file says otherwise
+)
 
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSizes:
-    """Sizes of the layers that keep a state instead of K and V, by Gated DeltaNet (arXiv:2412.06464)."""
+    """Sizes of the layers that keep a state instead of K and V, by Gated DeltaNet
+    (arXiv:2412.06464)."""
 
     layers: tuple[int, ...]  # their indices
     k_heads: int
@@ -103,17 +108,20 @@ class RecurrentSizes:
         return self.v_heads * self.v_size * self.k_size
 
     def weights(self, hidden: int) -> int:
-        """Return the number of weights of one layer: queries, keys, values and gates, two numbers a head, and the output."""
+        """Return the number of weights of one layer: queries, keys, values and gates, two numbers a
+        head, and the output."""
         return hidden * (self.channels + 2 * self.v_heads * self.v_size + 2 * self.v_heads)
 
     def state_bytes(self, input_bytes: float = 2.0, state_bytes: float = 4.0) -> float:
-        """Return the bytes of one layer's state: accumulated values and past inputs of the convolution."""
+        """Return the bytes of one layer's state: accumulated values and past inputs of the
+        convolution."""
         return state_bytes * self.numbers + input_bytes * self.channels * (self.kernel - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of a decoder-only transformer whose layers are identical but for their windows, or for keeping a state instead of K and V."""
+    """Sizes of a decoder-only transformer whose layers are identical but for their windows, or for
+    keeping a state instead of K and V."""
 
     layers: int
     hidden: int
@@ -126,9 +134,9 @@ class ModelSizes:
     experts: int = 0  # per layer; 0: no mixture of experts
     experts_per_token: int = 0
     expert_mlp: int = 0  # inner size of an expert
-    windows: tuple[
-        int | None, ...
-    ] = ()  # by attention layer: tokens that a query sees, itself included; None: all. Empty: all see everything
+    # by attention layer: tokens that a query sees, itself included; None: all. Empty: all see
+    # everything
+    windows: tuple[int | None, ...] = ()
     recurrent: RecurrentSizes | None = None  # layers that keep a state
     gated: bool = False  # attention's output is multiplied by a gate as wide as the queries
     tied: bool = False  # the head's weights are the embedding's
@@ -137,7 +145,8 @@ class ModelSizes:
     def of(cls, source: str | Mapping[str, Any]) -> ModelSizes:
         """Read the sizes from a config.json, its folder, or its content.
 
-        Raises `ConfigError` that names a key that is missing, isn't a positive integer, or can't be expressed by these sizes.
+        Raises `ConfigError` that names a key that is missing, isn't a positive integer, or can't be
+        expressed by these sizes.
         """
         origin, config = ("model", dict(source)) if isinstance(source, Mapping) else _read(source)
         if config.get("model_type") in TEXT_ONLY and isinstance(config.get("text_config"), Mapping):
@@ -149,7 +158,8 @@ class ModelSizes:
         for key, meaning in REFUSED.items():
             if config.get(key):
                 raise ConfigError(
-                    f"{origin}: {key} is {config[key]!r}: {meaning}: not supported (layers may differ only in their windows)"
+                    f"{origin}: {key} is {config[key]!r}: {meaning}: not supported (layers may "
+                    f"differ only in their windows)"
                 )
 
         def number(name: str, default: int | None = None) -> int:
@@ -161,7 +171,8 @@ class ModelSizes:
                 or value < (0 if default == 0 else 1)
             ):
                 raise ConfigError(
-                    f"{origin}: expected {' or '.join(NAMES[name])} as a positive integer, got {value!r}"
+                    f"{origin}: expected {' or '.join(NAMES[name])} as a positive integer, got "
+                    f"{value!r}"
                 )
             return value
 
@@ -250,8 +261,9 @@ class ModelSizes:
     def cache_layout(
         self, block_size: int, kv_bytes: float = 2.0, max_len: int | None = None
     ) -> PlannedLayout:
-        """Return the layout of the engine's pool for these layers, on all devices together. `block_size`: tokens of the smallest block. `kv_bytes`:
-        of a K or V value. `max_len`: longest sequence; windows of as many tokens count as none."""
+        """Return the layout of the engine's pool for these layers, on all devices together.
+        `block_size`: tokens of the smallest block. `kv_bytes`: of a K or V value. `max_len`:
+        longest sequence; windows of as many tokens count as none."""
 
         def tensor_bytes(tokens: int) -> tuple[int, int]:
             size = ceil(kv_bytes * self.kv_heads * self.head_size * tokens)
@@ -278,7 +290,8 @@ class ModelSizes:
         return plan_layout(layers, block_size, "none", states=states)
 
     def experts_touched(self, tokens: int) -> float:
-        """Return the expected number of a layer's E experts that a batch uses if each token chooses k uniformly: E (1 - (1 - k/E)^tokens)."""
+        """Return the expected number of a layer's E experts that a batch uses if each token chooses
+        k uniformly: E (1 - (1 - k/E)^tokens)."""
         return (
             self.experts * share_touched(self.experts_per_token / self.experts, tokens)
             if self.experts
@@ -289,7 +302,8 @@ class ModelSizes:
 def _recurrent(
     origin: str, config: Mapping[str, Any], layers: int
 ) -> tuple[RecurrentSizes, dict[str, Any]]:
-    """Return the sizes of the recurrent layers, and the config of the other layers alone. Raises `ConfigError` that names a key."""
+    """Return the sizes of the recurrent layers, and the config of the other layers alone. Raises
+    `ConfigError` that names a key."""
 
     def number(key: str, default: int) -> int:
         value = default if config.get(key) is None else config[key]
@@ -306,7 +320,8 @@ def _recurrent(
         ]
     if not isinstance(kinds, list | tuple) or len(kinds) != layers:
         raise ConfigError(
-            f"{origin}: expected layer_types as a list of {layers} entries, one a layer, got {kinds!r}"
+            f"{origin}: expected layer_types as a list of {layers} entries, one a layer, got "
+            f"{kinds!r}"
         )
     indices = tuple(index for index, kind in enumerate(kinds) if kind == "linear_attention")
     sizes = RecurrentSizes(
@@ -321,12 +336,12 @@ def _recurrent(
 
 
 def _windows(origin: str, config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer. Raises `ConfigError` if the config's keys contradict each other, or name other kinds of attention."""
+    """Return the window of each layer. Raises `ConfigError` if the config's keys contradict each
+    other, or name other kinds of attention."""
     window = config.get("sliding_window")
     kinds = config.get("layer_types")
-    first = config.get(
-        "max_window_layers"
-    )  # Qwen's: the layers before it have none, and none has any unless `use_sliding_window` says so
+    # Qwen's: the layers before it have none, and none has any unless `use_sliding_window` says so
+    first = config.get("max_window_layers")
     if not config.get("use_sliding_window", first is None):
         window = None
     is_size = type(window) is int and window >= 1
@@ -350,16 +365,19 @@ def _windows(origin: str, config: Mapping[str, Any], layers: int) -> tuple[int |
         return tuple(window if sliding else None for sliding in slides)
     if not isinstance(kinds, list | tuple) or len(kinds) != layers:
         raise ConfigError(
-            f"{origin}: expected layer_types as a list of {layers} entries, one a layer, got {kinds!r}"
+            f"{origin}: expected layer_types as a list of {layers} entries, one a layer, got "
+            f"{kinds!r}"
         )
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise ConfigError(
-                f"{origin}: layer_types has {kind!r}: not supported (only full_attention and sliding_attention)"
+                f"{origin}: layer_types has {kind!r}: not supported (only full_attention and "
+                f"sliding_attention)"
             )
     if "sliding_attention" in kinds and window is None:
         raise ConfigError(
-            f"{origin}: layer_types has sliding_attention, but sliding_window is null (or use_sliding_window is false)"
+            f"{origin}: layer_types has sliding_attention, but sliding_window is null (or "
+            f"use_sliding_window is false)"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 

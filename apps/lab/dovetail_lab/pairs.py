@@ -1,4 +1,5 @@
-"""`Pairs`: one metric of the same requests under two policies; and `Statistic`s of it. `compare` creates them, `statistics` reads them."""
+"""`Pairs`: one metric of the same requests under two policies; and `Statistic`s of it. `compare`
+creates them, `statistics` reads them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ Ints = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """A mean, or a quantile with 0 < q < 1 by linear interpolation (numpy's default, and that of vLLM's `bench serve`)."""
+    """A mean, or a quantile with 0 < q < 1 by linear interpolation (numpy's default, and that of
+    vLLM's `bench serve`)."""
 
     q: float | None = None
 
@@ -30,7 +32,8 @@ class Statistic:
         return float(np.mean(values) if self.q is None else np.quantile(values, self.q))
 
     def influence(self, values: Floats) -> Floats:
-        """Return each value's influence (by the influence function), up to a constant factor; on average 0. There must be values."""
+        """Return each value's influence (by the influence function), up to a constant factor; on
+        average 0. There must be values."""
         if self.q is None:
             mean = float(np.mean(values))
             return values / mean - 1 if mean else values
@@ -46,20 +49,22 @@ P99 = Statistic(0.99)
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Values of a metric in one run under one policy. `numbers[i]` belongs to the request with index `request[i]`, in order of arrival."""
+    """Values of a metric in one run under one policy. `numbers[i]` belongs to the request with
+    index `request[i]`, in order of arrival."""
 
     numbers: Floats
     request: Ints
 
     def by_request(self, numbers: Floats, requests: int) -> Floats:
-        """Return [requests]: the sum of `numbers`, one for each value, over each request's values."""
+        """Return [requests]: the sum of `numbers`, one for each value, over each request's
+        values."""
         return np.asarray(np.bincount(self.request, numbers, minlength=requests), np.float64)
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """One metric of the same requests under two policies, `a` and `b`, in one run of `requests` requests. Requests without a value under one of them
-    are excluded from both."""
+    """One metric of the same requests under two policies, `a` and `b`, in one run of `requests`
+    requests. Requests without a value under one of them are excluded from both."""
 
     a: Values
     b: Values
@@ -67,7 +72,8 @@ class Pairs:
 
     @classmethod
     def of(cls, a: Floats, b: Floats) -> Pairs:
-        """Pair a metric with one value per request: `a[i]` and `b[i]` belong to the same request, NaN without a value. Raises `ValueError`."""
+        """Pair a metric with one value per request: `a[i]` and `b[i]` belong to the same request,
+        NaN without a value. Raises `ValueError`."""
         if a.shape != b.shape or a.ndim != 1:
             raise ValueError(
                 f"pairs need two arrays [requests] of one length, got {a.shape} and {b.shape}"
@@ -77,8 +83,8 @@ class Pairs:
 
     @classmethod
     def pooled(cls, a: Sequence[Floats], b: Sequence[Floats]) -> Pairs:
-        """Pair a metric with any number of values per request, all pooled: `a[i]` and `b[i]` belong to the same request, empty without values.
-        Raises `ValueError`."""
+        """Pair a metric with any number of values per request, all pooled: `a[i]` and `b[i]` belong
+        to the same request, empty without values. Raises `ValueError`."""
         if len(a) != len(b):
             raise ValueError(
                 f"pairs need equally many requests under both policies, got {len(a)} and {len(b)}"

@@ -1,4 +1,5 @@
-"""Run many simulations: `PlannedRun` describes one, `run_all` runs a list in several processes with results that don't depend on their number."""
+"""Run many simulations: `PlannedRun` describes one, `run_all` runs a list in several processes with
+results that don't depend on their number."""
 
 from __future__ import annotations
 
@@ -31,11 +32,12 @@ Ran = TypeVar("Ran", covariant=True)
 
 SHOWN_EVERY_S = 0.5  # between updates of the progress bar
 
+# kinds whose options are checked before any run
 CHECKED: tuple[Kind, ...] = (
     "scheduler",
     "kv_cache",
     "executor",
-)  # kinds whose options are checked before any run
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ class PlannedRun:
 
 
 def simulated_options(config: EngineConfig) -> SimulatedOptions:
-    """Return the options of an engine's simulated executor. Raises `ConfigError` if they are invalid, or if it has another executor."""
+    """Return the options of an engine's simulated executor. Raises `ConfigError` if they are
+    invalid, or if it has another executor."""
     options = _options(config, "executor")
     if not isinstance(options, SimulatedOptions):
         raise ConfigError(f"expected the executor simulated, got {config.executor.label}")
@@ -94,7 +97,8 @@ def replay_routed(
     seed: int,
     progress: Callable[[int, int], None] | None,
 ) -> RunResult:
-    """Replay a trace through one engine, or through the replicas of `routing`. Raises the errors of `replay` and `replay_replicas`."""
+    """Replay a trace through one engine, or through the replicas of `routing`. Raises the errors of
+    `replay` and `replay_replicas`."""
     if routing is None:
         return replay(config, trace, name=name, seed=seed, progress=progress)
     return replay_replicas(
@@ -132,8 +136,8 @@ def run_all(
     processes: int = 1,
     desc: str = "runs",
 ) -> Iterator[Made]:
-    """Yield `make(run)` for each planned run, in order. With several processes `make` must be picklable. Shows a progress bar on stderr if that is a
-    terminal. Raises the errors of a run."""
+    """Yield `make(run)` for each planned run, in order. With several processes `make` must be
+    picklable. Shows a progress bar on stderr if that is a terminal. Raises the errors of a run."""
     with tqdm(total=len(planned), desc=desc, unit="run", disable=None, leave=False) as bar:
         if processes == 1 or len(planned) == 1:
             for one in planned:
@@ -181,8 +185,8 @@ def _show(bar: tqdm[Any], done: int, total: int) -> None:
 
 
 def display_names(sources: Sequence[str]) -> list[str]:
-    """Return each engine's display name: its file's name without suffix, or the whole path if two files share that; a repeated file gets a
-    number."""
+    """Return each engine's display name: its file's name without suffix, or the whole path if two
+    files share that; a repeated file gets a number."""
     stems = {source: Path(source).stem for source in sources}
     names = [
         stems[source] if list(stems.values()).count(stems[source]) == 1 else source

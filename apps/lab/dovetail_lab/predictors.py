@@ -1,7 +1,8 @@
-"""Predicted answer lengths, computed when a trace is loaded, so that all compared policies see the same ones.
+"""Predicted answer lengths, computed when a trace is loaded, so that all compared policies see the
+same ones.
 
-A prediction depends only on (trace, seed, request id), and on the number of generated tokens if it is updated: neither on the order of requests nor
-on other requests.
+A prediction depends only on (trace, seed, request id), and on the number of generated tokens if it
+is updated: neither on the order of requests nor on other requests.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Oracle(Predictor):
 
 
 class Noisy(Predictor):
-    """True length times a lognormal error with median 1: two of three predictions are within a factor of exp(sigma)."""
+    """True length times a lognormal error with median 1: two of three predictions are within a
+    factor of exp(sigma)."""
 
     sigma: float = Field(default=0.5, ge=0, le=10)
 
@@ -42,8 +44,9 @@ class Noisy(Predictor):
 
 
 class Bucket(Predictor):
-    """Classifier over lengths: predicts the geometric middle of the class [growth^k, growth^(k+1)) of the true length, or, with probability
-    1 - accuracy, of a neighboring class. An example is S3 (Jin et al., NeurIPS '23, arXiv:2306.06000)."""
+    """Classifier over lengths: predicts the geometric middle of the class [growth^k, growth^(k+1))
+    of the true length, or, with probability 1 - accuracy, of a neighboring class. An example is S3
+    (Jin et al., NeurIPS '23, arXiv:2306.06000)."""
 
     growth: float = Field(default=2.0, gt=1, le=1e6)
     accuracy: float = Field(default=1.0, ge=0, le=1)
@@ -57,20 +60,23 @@ class Bucket(Predictor):
 
 
 class Refined(Noisy):
-    """Starts like `noisy`. After each `every` generated tokens, the remaining tokens are estimated again with an independent error, and the errors
-    so far are averaged: the error falls as the answer grows. An example is TRAIL (Shahout et al., ICLR '25, arXiv:2410.01035)."""
+    """Starts like `noisy`. After each `every` generated tokens, the remaining tokens are estimated
+    again with an independent error, and the errors so far are averaged: the error falls as the
+    answer grows. An example is TRAIL (Shahout et al., ICLR '25, arXiv:2410.01035)."""
 
     every: int = Field(default=16, ge=1)
 
     def renewed(self, tokens: int, generated: int, errors: Sequence[float]) -> int:
-        """Return the prediction after `generated` tokens. `errors`: standard normal, one for each estimate so far."""
+        """Return the prediction after `generated` tokens. `errors`: standard normal, one for each
+        estimate so far."""
         left = max(1, tokens - generated) * math.exp(self.sigma * sum(errors) / len(errors))
         return generated + max(1, round(left))
 
 
 @dataclass(frozen=True, slots=True)
 class _Updates:
-    """Updates of a `Refined`. Random draws depend only on the trace's name, the seed, the request and the number of the estimate."""
+    """Updates of a `Refined`. Random draws depend only on the trace's name, the seed, the request
+    and the number of the estimate."""
 
     predictor: Refined
     trace: str

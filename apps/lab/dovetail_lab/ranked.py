@@ -1,7 +1,9 @@
-"""`Ranked`: exact means and quantiles of many weighted draws of one set of values. `draws` needs thousands of them.
+"""`Ranked`: exact means and quantiles of many weighted draws of one set of values. `draws` needs
+thousands of them.
 
-A draw gives each request a weight: the number of times it was drawn. A request may have one value (its TTFT) or many (its inter-token latencies);
-summing millions of values for thousands of draws would be too slow. So sorted values are grouped into bins: one matrix product counts how much of
+A draw gives each request a weight: the number of times it was drawn. A request may have one value
+(its TTFT) or many (its inter-token latencies); summing millions of values for thousands of draws
+would be too slow. So sorted values are grouped into bins: one matrix product counts how much of
 each bin every draw holds, and only the bin with the quantile is searched.
 """
 
@@ -32,7 +34,8 @@ class Ranked:
 
     @classmethod
     def of(cls, values: Values, requests: int, bin: int | None = None) -> Ranked:
-        """`requests`: number of requests in a run, with or without values. `bin`: None chooses the fastest size."""
+        """`requests`: number of requests in a run, with or without values. `bin`: None chooses the
+        fastest size."""
         order = np.argsort(values.numbers, kind="stable")
         request = values.request[order]
         count = len(order)
@@ -50,8 +53,9 @@ class Ranked:
         )
 
     def statistics(self, weights: npt.NDArray[np.int32], statistics: Sequence[Statistic]) -> Floats:
-        """Return [statistics, draws]: each `Statistic.of` the values, with those of request i repeated `weights[draw, i]` times. NaN if no value was
-        drawn. `weights`: [draws, requests]."""
+        """Return [statistics, draws]: each `Statistic.of` the values, with those of request i
+        repeated `weights[draw, i]` times. NaN if no value was drawn. `weights`: [draws,
+        requests]."""
         exact = weights.astype(np.float64)  # integers below 2**53: products and sums are exact
         reached = np.cumsum(exact @ self.counts, axis=1)
         total = reached[:, -1]
@@ -73,14 +77,13 @@ class Ranked:
         return np.asarray(low + (position - below) * (high - low), np.float64)
 
     def _at(self, weights: Floats, reached: Floats, position: Floats) -> Floats:
-        """Return [draws]: the value at a position, from 0, among the sorted drawn values. `reached` [draws, bins]: number of values drawn up to the
-        end of each bin."""
+        """Return [draws]: the value at a position, from 0, among the sorted drawn values. `reached`
+        [draws, bins]: number of values drawn up to the end of each bin."""
         draw = np.arange(len(weights))
         bins = np.minimum((reached <= position[:, None]).sum(axis=1), reached.shape[1] - 1)
         before = np.where(bins > 0, reached[draw, bins - 1], 0.0)
-        at = bins[:, None] * self.bin + np.arange(
-            min(self.bin, len(self.values))
-        )  # [draws, values of the bin]
+        # [draws, values of the bin]
+        at = bins[:, None] * self.bin + np.arange(min(self.bin, len(self.values)))
         inside = at < len(self.values)
         own = np.where(inside, weights[draw[:, None], self.request[np.where(inside, at, 0)]], 0.0)
         passed = (np.cumsum(own, axis=1) <= (position - before)[:, None]).sum(axis=1)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Records the core's deliveries. Times are in seconds after `start`, the start of the trace on the engine's clock."""
+    """Records the core's deliveries. Times are in seconds after `start`, the start of the trace on
+    the engine's clock."""
 
     def __init__(self, core: EngineCore, trace: Trace, start: float) -> None:
         self._core = core

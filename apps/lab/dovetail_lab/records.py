@@ -1,5 +1,6 @@
-"""`RunResult`: the result of one simulated or real run of a trace. Metrics, comparisons and reports read it. It doesn't depend on the machine that
-wrote it, so that the same inputs give the same bytes."""
+"""`RunResult`: the result of one simulated or real run of a trace. Metrics, comparisons and reports
+read it. It doesn't depend on the machine that wrote it, so that the same inputs give the same
+bytes."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from dovetail.end_reason import FinishReason
 from dovetail.errors import ConfigError, shown
 from dovetail_lab.writing import write_whole
 
+# of a run
 SETTINGS = (
     "config",
     "scheduler",
@@ -28,7 +30,7 @@ SETTINGS = (
     "block_size",
     "num_blocks",
     "max_model_len",
-)  # of a run
+)
 FORMAT = 1  # of the file; raised when older readers can no longer read it
 # Columns that older files lack, with their defaults.
 ADDED = {
@@ -47,7 +49,8 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestRecord:
-    """One request of the trace. Times are seconds on the run's clock, which starts at 0 with the trace; None: it never happened."""
+    """One request of the trace. Times are seconds on the run's clock, which starts at 0 with the
+    trace; None: it never happened."""
 
     id: str
     client: str | None
@@ -69,7 +72,8 @@ class RequestRecord:
     grammar: bool = False  # constrained by a grammar
     replica: int = 0  # index of the replica it was sent to
     session: str | None = None  # id of its conversation or agent
-    waited: bool = False  # closed loop: it arrived after others had ended, so its arrival depends on the engine
+    # closed loop: it arrived after others had ended, so its arrival depends on the engine
+    waited: bool = False
 
     @property
     def output_tokens(self) -> int:
@@ -84,10 +88,12 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """Steps of a run, one column per quantity: entry i belongs to the i-th finished step. Times in seconds.
+    """Steps of a run, one column per quantity: entry i belongs to the i-th finished step. Times in
+    seconds.
 
-    With several replicas it has the steps of all. Requests and blocks after a step are then those of all replicas, and the two durations are
-    divided by the number of replicas, so that their sums are averages over replicas.
+    With several replicas it has the steps of all. Requests and blocks after a step are then those
+    of all replicas, and the two durations are divided by the number of replicas, so that their sums
+    are averages over replicas.
     """
 
     time_s: Times  # when its results were delivered
@@ -103,18 +109,20 @@ class Timeline:
     kv_free: NDArray[np.int64]  # blocks, after it
     kv_held: NDArray[np.int64]
     kv_cached: NDArray[np.int64]
-    masks_s: Times  # delay of its end by grammars: masks that took longer than the model, planning that waited for them
+    # delay of its end by grammars: masks that took longer than the model, planning that waited for
+    # them
+    masks_s: Times
     draft_rows: NDArray[np.int64]  # requests that checked drafts
     draft_tokens: NDArray[np.int64]  # drafts that they checked
-    accepted_drafts: NDArray[
-        np.int64
-    ]  # those that were right; they count in decode_tokens, others don't
+    # those that were right; they count in decode_tokens, others don't
+    accepted_drafts: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.time_s)
 
     def storms(self, steps: int) -> int:
-        """Return the number of runs of `steps` steps in which more tokens were recomputed after preemptions than computed for the first time."""
+        """Return the number of runs of `steps` steps in which more tokens were recomputed after
+        preemptions than computed for the first time."""
         starts = np.arange(0, len(self) - steps + 1, steps)
         again = self.recomputed_tokens
         anew = self.prefill_tokens + self.decode_tokens - again
@@ -135,7 +143,8 @@ class Timeline:
 
     @classmethod
     def of_replicas(cls, timelines: Sequence[Timeline], num_blocks: int) -> Timeline:
-        """Merge the steps of several replicas with `num_blocks` blocks each, in the order of their ends."""
+        """Merge the steps of several replicas with `num_blocks` blocks each, in the order of their
+        ends."""
         order = sorted(
             (time, replica, step)
             for replica, line in enumerate(timelines)
@@ -156,19 +165,21 @@ class Timeline:
         return cls.of_rows(rows)
 
 
+# columns of a timeline with the state after a step
 _AFTER = (
     "waiting",
     "running",
     "kv_free",
     "kv_held",
     "kv_cached",
-)  # columns of a timeline with the state after a step
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Source of a run's step times. `error`: mean of |predicted - measured| / measured over the steps that evaluated the model; None: it was never
-    compared with measurements, or the steps are real."""
+    """Source of a run's step times. `error`: mean of |predicted - measured| / measured over the
+    steps that evaluated the model; None: it was never compared with measurements, or the steps are
+    real."""
 
     name: str  # "linear (a100.json)", or "measured" where a device computed
     error: float | None = None
@@ -184,9 +195,8 @@ class RunResult:
     trace: str
     trace_source: str
     seed: int
-    settings: Mapping[
-        str, Any
-    ]  # all of `SETTINGS`: the engine's config as plain values, and derived settings
+    # all of `SETTINGS`: the engine's config as plain values, and derived settings
+    settings: Mapping[str, Any]
     step_times: StepTimes
     requests: tuple[RequestRecord, ...]  # in the order of the trace
     timeline: Timeline
@@ -225,7 +235,8 @@ class RunResult:
                 name: [getattr(record, name) for record in self.requests] for name in _columns()
             },
             "instants_s": instants,  # when tokens were delivered
-            "tokens": runs,  # per request: first instant, number of consecutive ones, next first instant, …
+            # per request: first instant, number of consecutive ones, next first instant, …
+            "tokens": runs,
             "timeline": {f.name: getattr(self.timeline, f.name).tolist() for f in fields(Timeline)},
         }
         text = json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
@@ -238,11 +249,13 @@ class RunResult:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeError, ValueError) as error:
             raise ConfigError(
-                f"{path}: can't be read as a run of the lab: {getattr(error, 'strerror', None) or error}"
+                f"{path}: can't be read as a run of the lab: "
+                f"{getattr(error, 'strerror', None) or error}"
             ) from None
         if not isinstance(document, dict) or document.get("dovetail_lab_run") != FORMAT:
             raise ConfigError(
-                f'{path}: not a run of the lab: expected "dovetail_lab_run": {FORMAT}, as written by `dovetail lab run --out`'
+                f'{path}: not a run of the lab: expected "dovetail_lab_run": {FORMAT}, as written '
+                f"by `dovetail lab run --out`"
             )
         try:
             return cls._from(document)
@@ -285,7 +298,8 @@ def _window(begin: float, end: float) -> tuple[float, float]:
 
 
 def _as_runs(times: Sequence[Times]) -> tuple[list[float], list[list[int]]]:
-    """Return the sorted distinct times, and for each request its runs of consecutive ones: most requests get a token in every step."""
+    """Return the sorted distinct times, and for each request its runs of consecutive ones: most
+    requests get a token in every step."""
     instants = np.unique(np.concatenate([*times, np.empty(0)]))
     runs = []
     for own in times:
@@ -322,7 +336,8 @@ def _checked(name: str, values: Any) -> list[Any]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise ValueError(
-            f"requests.{'.'.join(map(str, (name, *first['loc'])))}: {first['msg']}, got {shown(first['input'])}"
+            f"requests.{'.'.join(map(str, (name, *first['loc'])))}: {first['msg']}, got "
+            f"{shown(first['input'])}"
         ) from None
 
 

@@ -43,13 +43,14 @@ KNOTS = (
     16_384,
     32_768,
 )
+# candidate numbers of tokens up to which an engine may replay graphs instead of launching kernels
 BOUNDARIES = (
     256,
     512,
     1024,
     2048,
     4096,
-)  # candidate numbers of tokens up to which an engine may replay graphs instead of launching kernels
+)
 WORTH = 0.97  # a floor or a boundary must lower the error to this share, to exclude chance
 GOOD = 0.002  # mean error below which nothing is added
 ENOUGH = 10  # measurements on each side of a boundary
@@ -72,10 +73,11 @@ def fit_regimes(
     sizes: Sequence[int] = (),
     padded_rows: Sequence[int] = (),
 ) -> RegimeStepTime:
-    """Fit decodes, and steps with prefills; a measurement holds only one kind. Outliers (a compilation, a hiccup) are excluded. Of the measurements
-    in `at_most`, which hold prefills, only an upper bound is known: they count where the fit would exceed it. Steps of up to `boundary` tokens have
-    their own model, in which tokens are padded to the next of `sizes`; None: search for a boundary. Decodes are padded to the next of
-    `padded_rows`.
+    """Fit decodes, and steps with prefills; a measurement holds only one kind. Outliers (a
+    compilation, a hiccup) are excluded. Of the measurements in `at_most`, which hold prefills, only
+    an upper bound is known: they count where the fit would exceed it. Steps of up to `boundary`
+    tokens have their own model, in which tokens are padded to the next of `sizes`; None: search for
+    a boundary. Decodes are padded to the next of `padded_rows`.
 
     Raises `ConfigError` if one of the two kinds is missing.
     """
@@ -92,8 +94,9 @@ def fit_regimes(
 
 
 def fit_launches(measurements: Sequence[Measurement], boundary: int | None) -> RegimeStepTime:
-    """Fit the time of submitting steps, linearly: it is the same graph, or the same number of kernels, for any number of tokens; only the inputs of a
-    step grow. Steps with prefills of up to `boundary` tokens have their own line. Raises `ConfigError` like `fit_regimes`."""
+    """Fit the time of submitting steps, linearly: it is the same graph, or the same number of
+    kernels, for any number of tokens; only the inputs of a step grow. Steps with prefills of up to
+    `boundary` tokens have their own line. Raises `ConfigError` like `fit_regimes`."""
     steps = [_step(one) for one in measurements]
     decode = _without_outliers(
         [step for step in steps if not step.shape.prefill_rows], "decodes", straight=True
@@ -106,14 +109,16 @@ def fit_launches(measurements: Sequence[Measurement], boundary: int | None) -> R
 def fit_decodes(
     measurements: Sequence[Measurement], sizes: Sequence[int] = ()
 ) -> PiecewiseStepTime:
-    """Fit the measurements without prefills; rows are padded to the next of `sizes`. Raises `ConfigError` if there are none."""
+    """Fit the measurements without prefills; rows are padded to the next of `sizes`. Raises
+    `ConfigError` if there are none."""
     decodes = [one for one in measurements if not any(shape.prefill_rows for shape in one.shapes)]
     return _without_outliers([_step(one) for one in decodes], "decodes", sizes)
 
 
 def corrected(decode: PiecewiseStepTime, measurements: Sequence[Measurement]) -> PiecewiseStepTime:
-    """Return the model with corrections from the measurements of full sizes. With few rows, the split of their keys over the device changes in jumps
-    with the number of keys, which no sum of terms describes."""
+    """Return the model with corrections from the measurements of full sizes. With few rows, the
+    split of their keys over the device changes in jumps with the number of keys, which no sum of
+    terms describes."""
     ratios: dict[int, dict[int, float]] = defaultdict(dict)
     for step in (
         _step(one) for one in measurements if not any(shape.prefill_rows for shape in one.shapes)
@@ -138,7 +143,8 @@ def _with_prefills(
     sizes: Sequence[int],
     straight: bool = False,
 ) -> RegimeStepTime:
-    """Fit one model for all steps, or two: split at `boundary` if known, otherwise where it helps."""
+    """Fit one model for all steps, or two: split at `boundary` if known, otherwise where it
+    helps."""
     best = RegimeStepTime(
         decode=decode,
         mixed=_without_outliers(steps, "prefills", () if boundary is None else sizes, straight),
@@ -214,7 +220,8 @@ def _with_floor(steps: Sequence[_Step], sizes: Sequence[int], straight: bool) ->
 
 
 def _fit(steps: Sequence[_Step], sizes: Sequence[int], straight: bool) -> PiecewiseStepTime:
-    """Fit by non-negative least squares of relative errors. Times never decrease with the number of tokens; `straight`: they are linear in it."""
+    """Fit by non-negative least squares of relative errors. Times never decrease with the number of
+    tokens; `straight`: they are linear in it."""
     tokens = np.array([padded(step.shape.tokens, sizes) for step in steps], np.float64)
     decodes = all(step.shape.prefill_rows == 0 for step in steps)
     if straight:
@@ -269,7 +276,8 @@ def _knots(tokens: Floats, candidates: Sequence[int]) -> list[int]:
 
 
 def _measured(tokens: Floats, candidates: Sequence[int]) -> list[int]:
-    """Return the candidates that were measured, and both ends. One measurement is enough, since a context adds the same to all."""
+    """Return the candidates that were measured, and both ends. One measurement is enough, since a
+    context adds the same to all."""
     low = int(tokens.min())
     high = int(tokens.max())
     return sorted({low, max(high, low + 1), *(set(candidates) & set(tokens.astype(int).tolist()))})

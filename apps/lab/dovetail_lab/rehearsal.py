@@ -1,8 +1,10 @@
 """A short, ordinary run at the end of `calibrate`: it measures steps while requests come and go.
 
-In the grid, the same steps repeat and nothing else happens between them. Here the engine's own policy plans, requests are created between steps and
-end at any of them, and each delivery is recorded: the loop is that of every run, and the same host code takes longer. The device also takes a little
-longer: requests are copied to it and cleared from it. So the grid determines how times grow with a step, and the rehearsal their level.
+In the grid, the same steps repeat and nothing else happens between them. Here the engine's own
+policy plans, requests are created between steps and end at any of them, and each delivery is
+recorded: the loop is that of every run, and the same host code takes longer. The device also takes
+a little longer: requests are copied to it and cleared from it. So the grid determines how times
+grow with a step, and the rehearsal their level.
 """
 
 from __future__ import annotations
@@ -42,12 +44,14 @@ ENOUGH = 20  # steps; the median of fewer is unreliable
 
 
 def rehearse(rig: Rig, profile: StepTimeProfile, seconds: float) -> list[float]:
-    """Run a workload for `seconds` on the engine's clock, as dense as `profile` predicts that the engine can sustain. Its steps are added to
-    `rig.sightings`. Returns the seconds spent on creating each request, from the end of one step's results until the next could be planned. Raises
-    the error that ended the engine.
+    """Run a workload for `seconds` on the engine's clock, as dense as `profile` predicts that the
+    engine can sustain. Its steps are added to `rig.sightings`. Returns the seconds spent on
+    creating each request, from the end of one step's results until the next could be planned.
+    Raises the error that ended the engine.
 
-    The planning of a step starts when the core is free: after the previous results are delivered, so that recording them counts; or after requests
-    were created, or the core has slept, which a simulation accounts for separately.
+    The planning of a step starts when the core is free: after the previous results are delivered,
+    so that recording them counts; or after requests were created, or the core has slept, which a
+    simulation accounts for separately.
     """
     rig.give_back()
     engine = rig.engine
@@ -59,11 +63,12 @@ def rehearse(rig: Rig, profile: StepTimeProfile, seconds: float) -> list[float]:
     recorder = Recorder(core, trace, start)
     feeder = Feeder(engine, None, trace, start, recorder.refused)
     taking_in: list[float] = []
+    # requests created; when the loop started on them; finished steps
     taken, free, seen = (
         0,
         engine.now(),
         first,
-    )  # requests created; when the loop started on them; finished steps
+    )
 
     def fed() -> None:
         nonlocal taken
@@ -102,7 +107,8 @@ def rehearse(rig: Rig, profile: StepTimeProfile, seconds: float) -> list[float]:
 
 
 def workload(engine: LLMEngine, profile: StepTimeProfile, seconds: float) -> Trace:
-    """Return a workload with all lengths that fit the engine, at a rate that keeps about `ROWS` requests decoding."""
+    """Return a workload with all lengths that fit the engine, at a rate that keeps about `ROWS`
+    requests decoding."""
     capacity = engine.capacity
     config = engine.config
     rows = max(1, min(ROWS, config.max_num_seqs // 2))
@@ -125,8 +131,8 @@ def workload(engine: LLMEngine, profile: StepTimeProfile, seconds: float) -> Tra
             np.append(np.ones(rows, np.int64), max(2, prompt // 2)), np.append(had, 0), windows
         ),
     )
-    # In a second there are `rate` steps with a prompt and (1 - rate * prefill_s) / decode_s others; each generates a token per row, and the supply
-    # must equal the demand, rate * mean_output.
+    # In a second there are `rate` steps with a prompt and (1 - rate * prefill_s) / decode_s others;
+    # each generates a token per row, and the supply must equal the demand, rate * mean_output.
     rate = rows / decode_s / max(1.0, mean_output - rows + rows * prefill_s / decode_s)
     rate = max(min(rate, BUSY / prefill_s), FEWEST / seconds)
     lengths = f"prompt=uniform({least_prompt}, {prompt}) output=uniform({least_output}, {output})"
@@ -146,8 +152,9 @@ def _step_s(profile: StepTimeProfile, shape: StepShape) -> float:
 def as_rehearsed(
     profile: StepTimeProfile, sightings: Sequence[Sighting], overlapped: bool
 ) -> StepTimeProfile:
-    """Return the grid's `profile` adjusted to the rehearsed `sightings`, where there are enough of them: the host's times are multiplied by the ratio
-    of measured to fitted, by its median if there is a spread, which is then the rehearsal's, too, otherwise by its mean."""
+    """Return the grid's `profile` adjusted to the rehearsed `sightings`, where there are enough of
+    them: the host's times are multiplied by the ratio of measured to fitted, by its median if there
+    is a spread, which is then the rehearsal's, too, otherwise by its mean."""
     sightings = [sighting for sighting in sightings if sighting.rehearsed]
     decodes = [sighting for sighting in sightings if not sighting.shape.prefill_rows]
     if len(decodes) < ENOUGH:
@@ -177,7 +184,8 @@ def as_rehearsed(
 
 
 def _setup_s(profile: StepTimeProfile, steps: Sequence[Timed]) -> float:
-    """Return the median difference between recorded steps with prefills, launched in time, and the grid's."""
+    """Return the median difference between recorded steps with prefills, launched in time, and the
+    grid's."""
     model = profile.make()
     rule = profile.rule
     recorded = [
@@ -194,7 +202,8 @@ def _setup_s(profile: StepTimeProfile, steps: Sequence[Timed]) -> float:
 
 
 def _launching(profile: StepTimeProfile, steps: Sequence[Timed]) -> dict[str, Any]:
-    """Return the profile's `launch`, which the grid has for starting prompts, its reduction for continued ones, and its spread."""
+    """Return the profile's `launch`, which the grid has for starting prompts, its reduction for
+    continued ones, and its spread."""
     if profile.launch is None:
         return {}
     launch = RegimeStepTime.model_validate(profile.launch)
@@ -236,7 +245,8 @@ def _spread(
     times: Iterable[tuple[StepShape, float, float]],
     otherwise: Spread | None,
 ) -> Spread | None:
-    """Return the spread of (shape, measured, fitted seconds). `otherwise`: the grid's, for kinds with too few steps; None if it is None."""
+    """Return the spread of (shape, measured, fitted seconds). `otherwise`: the grid's, for kinds
+    with too few steps; None if it is None."""
     found = spread(
         (profile.rule.regime(shape), measured, fitted) for shape, measured, fitted in times
     )

@@ -1,10 +1,12 @@
-"""Data-parallel replicas: `replay_replicas` runs one trace through several identical engines, and a router assigns each request to one of them.
+"""Data-parallel replicas: `replay_replicas` runs one trace through several identical engines, and a
+router assigns each request to one of them.
 
-Each replica is a complete simulated engine with its own virtual clock and thread. No clock passes an instant at which all replicas are inspected
-before all have reached it; then one thread acts while the others wait (`_Meeting`). So the result doesn't depend on thread scheduling.
+Each replica is a complete simulated engine with its own virtual clock and thread. No clock passes
+an instant at which all replicas are inspected before all have reached it; then one thread acts
+while the others wait (`_Meeting`). So the result doesn't depend on thread scheduling.
 
-Replicas may run in lockstep, as those of a mixture of experts that share the experts: all devices start a step together, and it takes as long as the
-longest.
+Replicas may run in lockstep, as those of a mixture of experts that share the experts: all devices
+start a step together, and it takes as long as the longest.
 
     replica 0   | prefill ................ | decode | decode |
     replica 1   | decode | waiting ....... | decode | prefill ....
@@ -66,11 +68,12 @@ def replay_replicas(
     registry: Registry | None = None,
     progress: Progress | None = None,
 ) -> RunResult:
-    """Run every request of `trace`, at its time, through the one of `replicas` engines that `router` chooses. Each engine is configured by `config`,
-    with the executor `simulated`; `in_step`: their devices start each step together.
+    """Run every request of `trace`, at its time, through the one of `replicas` engines that
+    `router` chooses. Each engine is configured by `config`, with the executor `simulated`;
+    `in_step`: their devices start each step together.
 
-    Raises `UnsupportedError` for another executor, `ConfigError` if the router's choice is invalid or there is no replica, the errors of `LLMEngine`,
-    and the error that ended an engine.
+    Raises `UnsupportedError` for another executor, `ConfigError` if the router's choice is invalid
+    or there is no replica, the errors of `LLMEngine`, and the error that ended an engine.
     """
     if replicas < 1:
         raise ConfigError(f"replicas: expected at least 1, got {replicas}")
@@ -144,7 +147,8 @@ class _Replica:
     ) -> None:
         if not isinstance(engine.core.executor, SimulatedExecutor):
             raise UnsupportedError(
-                f"replicas are simulated: expected executor simulated, got {type(engine.core.executor).__name__}"
+                f"replicas are simulated: expected executor simulated, got "
+                f"{type(engine.core.executor).__name__}"
             )
         self.core, self._clock, self._executor = engine.core, clock, engine.core.executor
         self.core.plan_timing.plans_late = self._executor.options.plans_late
@@ -252,13 +256,14 @@ class _Waiting:
 
 
 class _Meeting:
-    """Synchronizes replicas at the instants at which all are inspected: their loads are reported, a request is routed, or a step starts that all run
-    together.
+    """Synchronizes replicas at the instants at which all are inspected: their loads are reported, a
+    request is routed, or a step starts that all run together.
 
-    A replica that reaches one waits. Once all do, the last one performs the earliest due action: nothing earlier can happen any more.
+    A replica that reaches one waits. Once all do, the last one performs the earliest due action:
+    nothing earlier can happen any more.
 
-    While requests wait for others to end, replicas also meet every `TICK_S`, so that none passes the arrival of a follower: one that would arrive
-    before the next meeting arrives at that.
+    While requests wait for others to end, replicas also meet every `TICK_S`, so that none passes
+    the arrival of a follower: one that would arrive before the next meeting arrives at that.
     """
 
     def __init__(
@@ -282,7 +287,9 @@ class _Meeting:
         self._steps: list[_Waiting] = []  # of some of these replicas
         self._ended_s = -math.inf  # end of the last common step
         self._broken = False
-        self.opened = Event()  # set once all threads are started: a thread pool interrupted while starting one would forget it
+        # set once all threads are started: a thread pool interrupted while starting one would
+        # forget it
+        self.opened = Event()
 
     def attend(self) -> None:
         """Wait until all replicas have reached `next_s` and the actions due then are done."""
@@ -291,7 +298,8 @@ class _Meeting:
             self._block(lambda: self._held > held)
 
     def run_together(self, ready_s: float, seconds: float) -> tuple[float, float]:
-        """Wait for the start of a step that all replicas run together, at `ready_s` or later. Returns (start, duration)."""
+        """Wait for the start of a step that all replicas run together, at `ready_s` or later.
+        Returns (start, duration)."""
         own = _Waiting(ready_s, seconds)
         with self._changed:
             self._steps.append(own)
@@ -307,7 +315,8 @@ class _Meeting:
                 self._act()
 
     def check(self) -> None:
-        """Raise `BrokenMeetingError` if the run was aborted, which a replica past its last meeting wouldn't notice."""
+        """Raise `BrokenMeetingError` if the run was aborted, which a replica past its last meeting
+        wouldn't notice."""
         if self._broken:
             raise BrokenMeetingError("another replica has failed, or the run was interrupted")
 
@@ -354,7 +363,8 @@ class _Meeting:
         self._changed.notify_all()
 
     def ended(self, member: _Replica, records: Sequence[RequestRecord]) -> None:
-        """Note that requests of a replica have ended: the router is told at the next arrival, and those that waited for them get an arrival time."""
+        """Note that requests of a replica have ended: the router is told at the next arrival, and
+        those that waited for them get an arrival time."""
         with self._changed:
             for record in records:
                 member.completions.append(
@@ -400,7 +410,8 @@ class _Meeting:
             chosen = -1
         if chosen not in range(len(self._members)):
             raise ConfigError(
-                f"{type(self._router).__name__}.choose: expected a replica from 0 to {len(self._members) - 1}, got {told!r}"
+                f"{type(self._router).__name__}.choose: expected a replica from 0 to "
+                f"{len(self._members) - 1}, got {told!r}"
             )
         self._loads[chosen].sent += 1
         self._loads[chosen].sent_tokens += request.prompt_tokens

@@ -43,7 +43,8 @@ def report(
 
 
 def by_policy(loaded: list[tuple[Path, RunResult]]) -> dict[str, list[RunResult]]:
-    """Group runs by name, ordered by seed; by file path if a name has two runs with one seed. Raises `ConfigError` for duplicate files."""
+    """Group runs by name, ordered by seed; by file path if a name has two runs with one seed.
+    Raises `ConfigError` for duplicate files."""
     paths = [path for path, _ in loaded]
     for path in paths:
         if paths.count(path) > 1:

@@ -1,7 +1,9 @@
-"""`Rig`: makes a real engine run chosen kinds of steps, and records the time of each, for `calibrate`.
+"""`Rig`: makes a real engine run chosen kinds of steps, and records the time of each, for
+`calibrate`.
 
-The engine is complete: its core plans, its KV-cache manager allocates blocks, its executor computes, with overlap. Only the policy is replaced, so
-that a step contains what is requested, and the executor is wrapped by a `Probe`.
+The engine is complete: its core plans, its KV-cache manager allocates blocks, its executor
+computes, with overlap. Only the policy is replaced, so that a step contains what is requested, and
+the executor is wrapped by a `Probe`.
 """
 
 from __future__ import annotations
@@ -116,7 +118,8 @@ class _Script(Scheduler):
 
 
 class Rig:
-    """Control of an engine: its executor is wrapped permanently, its policy replaced until `give_back`."""
+    """Control of an engine: its executor is wrapped permanently, its policy replaced until
+    `give_back`."""
 
     def __init__(self, engine: LLMEngine, until: float) -> None:
         """`until`: time limit on the machine's monotonic clock."""
@@ -151,7 +154,8 @@ class Rig:
         return len(self._streaming) + len(prompts) <= self.engine.config.max_num_seqs
 
     def grow(self, rows: int, context: int, chunk: int = NEVER) -> None:
-        """Add requests until `rows` are decoding; new ones have `context` tokens, prefilled in chunks beside the decodes."""
+        """Add requests until `rows` are decoding; new ones have `context` tokens, prefilled in
+        chunks beside the decodes."""
         self._script.chunk = chunk
         room = self.engine.capacity.max_model_len - context
         names = [self._add(context, room) for _ in range(rows - len(self._streaming))]
@@ -164,7 +168,8 @@ class Rig:
         self._run(lambda: len(self.sightings) >= end)
 
     def inject(self, prompts: Sequence[int], then: int = 0, chunk: int = NEVER) -> None:
-        """Add prompts of the given numbers of tokens to the decoding requests, if any, in one step or in chunks; then run `then` decode steps."""
+        """Add prompts of the given numbers of tokens to the decoding requests, if any, in one step
+        or in chunks; then run `then` decode steps."""
         self._script.chunk = chunk
         names = [self._add(tokens, 1) for tokens in prompts]
         self._run(lambda: self._alive.isdisjoint(names))

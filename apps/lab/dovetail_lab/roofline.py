@@ -1,11 +1,14 @@
-"""`RooflineStepTime`: step times without a GPU, from a model's config.json and a device's data sheet.
+"""`RooflineStepTime`: step times without a GPU, from a model's config.json and a device's data
+sheet.
 
-In a roofline (Williams, Waterman and Patterson, Roofline, CACM 52(4), 2009), an operation takes as long as the slower of reading its bytes and
-computing its operations. A step is a sequence of such operations, plus a constant time per layer, in which kernels start and end:
+In a roofline (Williams, Waterman and Patterson, Roofline, CACM 52(4), 2009), an operation takes as
+long as the slower of reading its bytes and computing its operations. A step is a sequence of such
+operations, plus a constant time per layer, in which kernels start and end:
 
     layers x layer_s + matrices + experts + head + attention + states + activations + sums between devices
 
-`bench/lab/roofline_error.py` compares it with measurements; `docs/lab/roofline.md` has the errors.
+`bench/lab/roofline_error.py` compares it with measurements; `docs/lab/roofline.md` has the
+errors.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ ACTIVATIONS = 2  # number of times that a layer's activations are written and re
 
 
 class RooflineStepTime(Described):
-    """Step-time model of a 16-bit transformer, dense or mixture of experts, on one device or several with tensor parallelism. Of a model with sliding
-    windows, shapes must count what its layers see (`StepShape.of` with `windows`). States of recurrent layers are float32."""
+    """Step-time model of a 16-bit transformer, dense or mixture of experts, on one device or
+    several with tensor parallelism. Of a model with sliding windows, shapes must count what its
+    layers see (`StepShape.of` with `windows`). States of recurrent layers are float32."""
 
     kind: Literal["roofline"] = "roofline"
     model: str | dict[str, Any] = Field(description="A config.json, its folder, or its content.")
@@ -100,8 +104,9 @@ class RooflineStepTime(Described):
         return max(seconds, sizes.layers * self.launched_layer_s)
 
     def num_pages(self, layout: KVLayout, memory_share: float) -> int:
-        """Return the number of pages that fit on the devices, if the engine uses `memory_share` of their memory, including weights. Excludes the
-        memory of activations, a few percent. Raises `ConfigError` if the weights leave no space."""
+        """Return the number of pages that fit on the devices, if the engine uses `memory_share` of
+        their memory, including weights. Excludes the memory of activations, a few percent. Raises
+        `ConfigError` if the weights leave no space."""
         left = (
             memory_share * self.sheet.memory_bytes * self.gpus
             - self.weight_bytes * self.sizes.parameters
@@ -110,7 +115,8 @@ class RooflineStepTime(Described):
             weights = 1e-9 * self.weight_bytes * self.sizes.parameters
             memory = 1e-9 * self.sheet.memory_bytes
             raise ConfigError(
-                f"{weights:.0f} GB of weights leave no room for K and V in {memory_share:.0%} of {self.gpus} x {memory:.0f} GB"
+                f"{weights:.0f} GB of weights leave no room for K and V in {memory_share:.0%} of "
+                f"{self.gpus} x {memory:.0f} GB"
             )
         return int(left / layout.page_bytes)
 
@@ -123,22 +129,25 @@ class RooflineStepTime(Described):
         return self.gpus * self.sheet.flops
 
     def _products(self, weights: float, multiplied: float) -> float:
-        """Return the seconds of matrix products that read `weights` weights, with `multiplied` multiplications over all rows."""
+        """Return the seconds of matrix products that read `weights` weights, with `multiplied`
+        multiplications over all rows."""
         return _either(
             self.weight_bytes * weights / self._bytes_per_s,
             2.0 * multiplied / (self._flops * self.flops_share),
         )
 
     def _attention(self, shape: StepShape) -> float:
-        """Return the seconds to read K and V once, and to compute a score and a weighted sum for each pair of a prefill."""
+        """Return the seconds to read K and V once, and to compute a score and a weighted sum for
+        each pair of a prefill."""
         sizes = self.sizes
         pairs = 4.0 * sizes.attention_layers * sizes.heads * sizes.head_size * shape.prefill_pairs
         reading = self.kv_bytes * sizes.kv_numbers * shape.context_tokens / self._bytes_per_s
         return _either(reading, pairs / (self._flops * self.attention_share))
 
     def _states(self, shape: StepShape) -> float:
-        """Return the seconds to read and write the state of each row once, and to multiply it with each token: it decays, is corrected by the token's
-        key and value, and is read by its query, 8 operations per number."""
+        """Return the seconds to read and write the state of each row once, and to multiply it with
+        each token: it decays, is corrected by the token's key and value, and is read by its query,
+        8 operations per number."""
         sizes = self.sizes
         moving = 2.0 * sizes.state_bytes * shape.rows / self._bytes_per_s
         return _either(
@@ -161,6 +170,7 @@ class RooflineStepTime(Described):
 
 
 def _either(reading_s: float, computing_s: float) -> float:
-    """Return the time of work that overlaps reading and computing: the longer of the two, and up to 1.4 times that if both are equal, since tiles
-    start by reading and end by computing. Square roots are the same on every machine."""
+    """Return the time of work that overlaps reading and computing: the longer of the two, and up to
+    1.4 times that if both are equal, since tiles start by reading and end by computing. Square
+    roots are the same on every machine."""
     return sqrt(reading_s * reading_s + computing_s * computing_s)

@@ -1,9 +1,10 @@
-"""Routers: a `Router` chooses one of several equal replicas for each request, using only information that a router in front of real engines could
-have.
+"""Routers: a `Router` chooses one of several equal replicas for each request, using only
+information that a router in front of real engines could have.
 
-It sees the prompt, the session, the last reported loads of the replicas, the requests sent since, and which requests have ended; optionally how
-much of the prompt each replica has cached; never the length of an answer. It is called once per request, in order of arrival, and must return the
-same choices in every run.
+It sees the prompt, the session, the last reported loads of the replicas, the requests sent since,
+and which requests have ended; optionally how much of the prompt each replica has cached; never the
+length of an answer. It is called once per request, in order of arrival, and must return the same
+choices in every run.
 """
 
 from __future__ import annotations
@@ -56,14 +57,16 @@ class Completion:
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """A replica's last reported load, and what was sent to it since. A request's tokens: prompt and answer so far."""
+    """A replica's last reported load, and what was sent to it since. A request's tokens: prompt and
+    answer so far."""
 
     waiting: int  # requests
     running: int
     tokens: int  # of both
     sent: int = 0  # requests, since the report
     sent_tokens: int = 0  # of their prompts
-    cached_tokens: int = 0  # of the prompt that is routed now, in the replica's cache; only for routers with `sees_cache`
+    # of the prompt that is routed now, in the replica's cache; only for routers with `sees_cache`
+    cached_tokens: int = 0
 
     @property
     def all_requests(self) -> int:
@@ -75,22 +78,22 @@ class ReplicaLoad:
 
 
 class Router(Value, ABC):
-    """A way of routing requests to replicas. Fields are its options, as `prefix_aware(blocks=1500)` gives them. State is in private attributes;
-    each run creates a new router."""
+    """A way of routing requests to replicas. Fields are its options, as `prefix_aware(blocks=1500)`
+    gives them. State is in private attributes; each run creates a new router."""
 
-    reported_every_s: ClassVar[float] = (
-        0.0  # how often replicas report their loads; 0: at each arrival
-    )
-    sees_cache: ClassVar[bool] = (
-        False  # True: set `ReplicaLoad.cached_tokens`, as known from cache events of the replicas
-    )
+    # how often replicas report their loads; 0: at each arrival
+    reported_every_s: ClassVar[float] = 0.0
+    # True: set `ReplicaLoad.cached_tokens`, as known from cache events of the replicas
+    sees_cache: ClassVar[bool] = False
 
     @abstractmethod
     def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
-        """Return the index in `replicas` of the request's replica. `replay_replicas` raises `ConfigError` for any other number."""
+        """Return the index in `replicas` of the request's replica. `replay_replicas` raises
+        `ConfigError` for any other number."""
 
     def ended(self, completion: Completion) -> None:
-        """Called for each request that has ended, in order of time, before the next request is routed. Does nothing by default."""
+        """Called for each request that has ended, in order of time, before the next request is
+        routed. Does nothing by default."""
 
     @property
     def label(self) -> str:
@@ -108,7 +111,8 @@ class Router(Value, ABC):
         )
 
     def reports_at(self, arrival_s: float) -> float:
-        """Return when, at or before an arrival, the loads were last reported. Seconds since the trace began."""
+        """Return when, at or before an arrival, the loads were last reported. Seconds since the
+        trace began."""
         every = self.reported_every_s
         return min(math.floor(arrival_s / every) * every, arrival_s) if every else arrival_s
 
@@ -131,8 +135,9 @@ class LeastTokens(Router):
 
 
 class LeastLoaded(Router):
-    """Chooses like vLLM (`DPLBAsyncMPClient`, since 0.9): the replica with the smallest 4 x waiting + running; of equal ones, the first. Replicas
-    report every 100 ms; in between, each request sent counts as waiting."""
+    """Chooses like vLLM (`DPLBAsyncMPClient`, since 0.9): the replica with the smallest 4 x
+    waiting + running; of equal ones, the first. Replicas report every 100 ms; in between, each
+    request sent counts as waiting."""
 
     WAITING_COUNTS: ClassVar[int] = 4
     reported_every_s: ClassVar[float] = 0.1
@@ -143,25 +148,24 @@ class LeastLoaded(Router):
 
 
 class PrefixAware(Router):
-    """Chooses the replica that was sent the longest prefix of the prompt while loads are balanced; otherwise, or if no prefix is long enough, the
-    one with the fewest tokens. This is the rule of SGLang's cache-aware router; see also Preble (Srivatsa et al., arXiv:2407.00023).
+    """Chooses the replica that was sent the longest prefix of the prompt while loads are balanced;
+    otherwise, or if no prefix is long enough, the one with the fewest tokens. This is the rule of
+    SGLang's cache-aware router; see also Preble (Srivatsa et al., arXiv:2407.00023).
 
-    It stores prefixes in whole blocks of `block_tokens` tokens, the `blocks` most recently used for each replica, to approximate its cache.
+    It stores prefixes in whole blocks of `block_tokens` tokens, the `blocks` most recently used for
+    each replica, to approximate its cache.
     """
 
-    BALANCED_BY: ClassVar[int] = (
-        64  # loads are unbalanced if the most requests exceed the fewest by more than this
-    )
+    # loads are unbalanced if the most requests exceed the fewest by more than this
+    BALANCED_BY: ClassVar[int] = 64
     BALANCED_TIMES: ClassVar[float] = 1.5  # and this many times
 
     blocks: int = Field(default=100_000, ge=1)
     block_tokens: int = Field(default=16, ge=1)
-    least_match: float = Field(
-        default=0.5, ge=0, le=1
-    )  # minimum share of the prompt for a match to count
-    _sent: dict[int, OrderedDict[int, None]] = PrivateAttr(
-        default_factory=dict
-    )  # replica -> names of blocks, most recently used last
+    # minimum share of the prompt for a match to count
+    least_match: float = Field(default=0.5, ge=0, le=1)
+    # replica -> names of blocks, most recently used last
+    _sent: dict[int, OrderedDict[int, None]] = PrivateAttr(default_factory=dict)
 
     def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
         names = self._names(request.prompt)
@@ -208,15 +212,15 @@ class PrefixAware(Router):
 
 
 class Sticky(Router):
-    """Chooses the replica of the session's last request, unless its tokens exceed `most` times those of the least loaded replica plus this prompt.
-    Then, and for the first request of a session, the replica with the fewest tokens. Sessions idle for `forget_s` are forgotten."""
+    """Chooses the replica of the session's last request, unless its tokens exceed `most` times
+    those of the least loaded replica plus this prompt. Then, and for the first request of a
+    session, the replica with the fewest tokens. Sessions idle for `forget_s` are forgotten."""
 
     most: float = Field(default=2.0, ge=1)
     forget_s: float = Field(default=600.0, gt=0)
     _home: dict[str, int] = PrivateAttr(default_factory=dict)  # session -> replica
-    _idle: OrderedDict[str, float] = PrivateAttr(
-        default_factory=OrderedDict
-    )  # session -> when its last request ended, the oldest first
+    # session -> when its last request ended, the oldest first
+    _idle: OrderedDict[str, float] = PrivateAttr(default_factory=OrderedDict)
 
     def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
         while self._idle and next(iter(self._idle.values())) + self.forget_s < request.arrival_s:
@@ -240,8 +244,9 @@ class Sticky(Router):
 
 
 class CacheAware(Router):
-    """Chooses the replica with the smallest sum of `overlap_weight` x uncached prompt tokens and the tokens of its requests; of equal ones, the
-    first. It tracks caches by their events, like NVIDIA Dynamo's KV router."""
+    """Chooses the replica with the smallest sum of `overlap_weight` x uncached prompt tokens and
+    the tokens of its requests; of equal ones, the first. It tracks caches by their events, like
+    NVIDIA Dynamo's KV router."""
 
     sees_cache: ClassVar[bool] = True
 
@@ -267,8 +272,8 @@ ROUTERS: dict[str, type[Router]] = {
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Number of replicas, and the text that names the router in front of them. Raises the errors of `parse_router`, and `ConfigError` for an
-    invalid number."""
+    """Number of replicas, and the text that names the router in front of them. Raises the errors of
+    `parse_router`, and `ConfigError` for an invalid number."""
 
     replicas: int
     router: str
@@ -280,8 +285,9 @@ class Routing:
 
 
 def parse_router(text: str) -> Router:
-    """Return a new router: `round_robin`, `prefix_aware(blocks=1500)`, an entry point of an installed package in the group `dovetail_lab.routers`,
-    or `module:Class`. Raises `ConfigError` or `TraceError`."""
+    """Return a new router: `round_robin`, `prefix_aware(blocks=1500)`, an entry point of an
+    installed package in the group `dovetail_lab.routers`, or `module:Class`. Raises `ConfigError`
+    or `TraceError`."""
     name, bracket, arguments = text.strip().partition("(")
     if ":" in name:
         return parse_call(

@@ -1,4 +1,5 @@
-"""`dovetail lab run`: replay one trace through one engine, print a summary, and write the run as JSON."""
+"""`dovetail lab run`: replay one trace through one engine, print a summary, and write the run as
+JSON."""
 
 from __future__ import annotations
 

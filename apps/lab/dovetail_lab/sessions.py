@@ -1,5 +1,6 @@
-"""`Followers`: requests of a closed loop. A follower arrives a given time after its predecessors have ended: the next turn of a chat after the
-answer was read, or of an agent after its tool has run. So a slow engine gets its next requests later."""
+"""`Followers`: requests of a closed loop. A follower arrives a given time after its predecessors
+have ended: the next turn of a chat after the answer was read, or of an agent after its tool has
+run. So a slow engine gets its next requests later."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Released(NamedTuple):
 
 
 class Followers:
-    """Requests of a trace that wait for others. Those whose predecessors aren't in the trace, such as in a slice, don't wait.
+    """Requests of a trace that wait for others. Those whose predecessors aren't in the trace, such
+    as in a slice, don't wait.
 
     Raises `TraceError` if one waits for itself, or for a later request.
     """
@@ -34,7 +36,8 @@ class Followers:
             known = {id for id in request.after if id in places}
             if late := [id for id in known if places[id] >= places[request.id]]:
                 raise TraceError(
-                    f"{trace.name}: request {request.id} waits for {late[0]}, which doesn't come before it"
+                    f"{trace.name}: request {request.id} waits for {late[0]}, which doesn't come "
+                    f"before it"
                 )
             if known:
                 self._waits_for[request.id] = known
@@ -49,8 +52,8 @@ class Followers:
         return id in self._waits_for
 
     def ended(self, id: str, time_s: float) -> Iterator[Released]:
-        """Record that a request completed `time_s` after the start of the trace. Yields the requests whose last predecessor it was, each with its
-        arrival."""
+        """Record that a request completed `time_s` after the start of the trace. Yields the
+        requests whose last predecessor it was, each with its arrival."""
         for request in self._followers.pop(id, ()):
             missing = self._waits_for.get(request.id, set())
             missing.discard(id)
@@ -59,8 +62,9 @@ class Followers:
                 yield Released(arrival_s, self._places[request.id], arriving_at(request, arrival_s))
 
     def failed(self, id: str, time_s: float) -> Iterator[tuple[TraceRequest, str]]:
-        """Record that a request was rejected or failed. Yields the requests that then can't be sent, for lack of an answer to continue, with the
-        reason: all that directly or indirectly wait for it."""
+        """Record that a request was rejected or failed. Yields the requests that then can't be
+        sent, for lack of an answer to continue, with the reason: all that directly or indirectly
+        wait for it."""
         for request in self._followers.pop(id, ()):
             if self._waits_for.pop(request.id, None) is not None:
                 yield arriving_at(request, time_s), f"it was to follow {id}, which didn't complete"

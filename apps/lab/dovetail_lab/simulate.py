@@ -1,5 +1,6 @@
-"""`replay`: run a trace through an engine and record it. With the executor `simulated`, time is virtual and every run has the same result; with any
-other, the same requests are sent in real time."""
+"""`replay`: run a trace through an engine and record it. With the executor `simulated`, time is
+virtual and every run has the same result; with any other, the same requests are sent in real
+time."""
 
 from __future__ import annotations
 
@@ -41,15 +42,17 @@ def replay(
 ) -> RunResult:
     """Run every request of `trace`, at its time, through the engine that `config` describes.
 
-    Policies see a request's `limit` as its `max_tokens`; only the simulated executor knows its true length, and samples a stop token there. A real
-    executor can't do that: requests generate as many tokens as their limit, and none may have a grammar. Raises the errors of `LLMEngine`,
+    Policies see a request's `limit` as its `max_tokens`; only the simulated executor knows its true
+    length, and samples a stop token there. A real executor can't do that: requests generate as many
+    tokens as their limit, and none may have a grammar. Raises the errors of `LLMEngine`,
     `ConfigError` for a grammar, and the error that ended the engine.
     """
     loaded = EngineConfig.load(config, **{**(overrides or {}), "seed": seed})
     simulated = loaded.executor.name in SIMULATED
     if not simulated and any(request.grammar for request in trace):
         raise ConfigError(
-            f"{trace.name}: requests with a grammar can only be simulated: the trace doesn't say what their answers must follow"
+            f"{trace.name}: requests with a grammar can only be simulated: the trace doesn't say "
+            f"what their answers must follow"
         )
     registry = registry or Registry.discover(loaded.plugins)
     config_in_full = loaded.in_full(registry)
@@ -206,7 +209,8 @@ def measured_otherwise(executor: SimulatedExecutor, core: EngineCore) -> Iterato
 def notes_of(
     records: tuple[RequestRecord, ...], timeline: Timeline, cut: int, max_model_len: int
 ) -> Iterator[str]:
-    """Yield notes for readers of the run. `cut`: number of requests that would have generated more than the engine supports."""
+    """Yield notes for readers of the run. `cut`: number of requests that would have generated more
+    than the engine supports."""
     refused = [
         record
         for record in records

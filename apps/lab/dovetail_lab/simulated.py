@@ -1,5 +1,5 @@
-"""Executor `simulated`: runs the real engine, policy and KV-cache manager, but no model. A step takes as long as a step-time model predicts, on a
-virtual clock."""
+"""Executor `simulated`: runs the real engine, policy and KV-cache manager, but no model. A step
+takes as long as a step-time model predicts, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class SimulatedOptions(BaseModel):
 
     step_time: str | dict[str, Any] = Field(
         "a10g-llama-2-7b",
-        description="A profile's .json file, the name of a shipped one, or an inline model: {kind: linear, base_s: 0.01, …}.",
+        description="A profile's .json file, the name of a shipped one, or an inline model: {kind: "
+        "linear, base_s: 0.01, …}.",
     )
     step_time_factor: float = Field(
         1.0,
@@ -63,22 +64,26 @@ class SimulatedOptions(BaseModel):
     num_blocks: int | None = Field(
         None,
         ge=1,
-        description="Blocks (pages) in the KV pool. Unset: as in the measured engine; for a roofline, as many as fit on the device.",
+        description="Blocks (pages) in the KV pool. Unset: as in the measured engine; for a "
+        "roofline, as many as fit on the device.",
     )
     model: str | dict[str, Any] | None = Field(
         None,
-        description="A config.json, its folder, or its content: which layers have sliding windows, and release blocks. "
+        description="A config.json, its folder, or its content: which layers have sliding windows, "
+        "and release blocks. "
         "Unset: the roofline's model, or as in the measured engine.",
     )
     max_in_flight: int | None = Field(
         None,
         ge=1,
         le=8,
-        description="Steps submitted before the oldest is collected; 1 if overlap is off. Unset: as measured, or 2.",
+        description="Steps submitted before the oldest is collected; 1 if overlap is off. Unset: "
+        "as measured, or 2.",
     )
     plans_late: bool = Field(
         True,
-        description="False: plan each step as soon as another may be in flight, as other engines do.",
+        description="False: plan each step as soon as another may be in flight, as other engines "
+        "do.",
     )
     core_s: float | None = Field(
         None,
@@ -113,12 +118,15 @@ class SimulatedOptions(BaseModel):
     acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
         (0.8,),
         min_length=1,
-        description="Probability that a draft of the drafter `simulated` is accepted if those before it are: a number, or a list by place in the "
-        "step, the last of which holds for all further places. A request of the trace with `acceptance` has its own.",
+        description="Probability that a draft of the drafter `simulated` is accepted if those "
+        "before it are: a number, or a list by place in the "
+        "step, the last of which holds for all further places. A request of the trace with "
+        "`acceptance` has its own.",
     )
     line_costs: Annotated[tuple[tuple[int, Seconds], ...], AfterValidator(ascending)] = Field(
         (),
-        description="(lines, seconds) by which the engine chooses how many drafts to check, however long such steps take. If all seconds are "
+        description="(lines, seconds) by which the engine chooses how many drafts to check, "
+        "however long such steps take. If all seconds are "
         "equal, it checks as many as it may. Unset: as the step times have them.",
     )
     draft_s: float = Field(
@@ -155,9 +163,8 @@ class _Pending:
     seconds: float  # computing time on the device
     results_s: float  # until they are delivered
     late_s: float  # delay of its submission by grammars
-    sampled: (
-        float | None
-    )  # when its sampling was submitted, with masks; None: not yet; -inf if the step isn't late
+    # when its sampling was submitted, with masks; None: not yet; -inf if the step isn't late
+    sampled: float | None
     rows: NDArray[np.int32]
     lines: NDArray[np.intp]  # index in the batch of the row of each line
     drafts: Drafts | None
@@ -165,7 +172,8 @@ class _Pending:
 
 
 class SimulatedExecutor(Executor):
-    """Keeps the number of computed tokens and the answer of each row. Steps run one after the other, as soon as they are submitted."""
+    """Keeps the number of computed tokens and the answer of each row. Steps run one after the
+    other, as soon as they are submitted."""
 
     capabilities = ExecutorCapabilities(
         virtual_clock=True, logprobs=False, masks=True, samples=False
@@ -192,22 +200,19 @@ class SimulatedExecutor(Executor):
             self.profile.make_launch(),
             self.profile.rule,
         )
-        self.plan_s = (
-            0.0  # running mean of the time for planning and submitting, as in a real engine's core
-        )
+        # running mean of the time for planning and submitting, as in a real engine's core
+        self.plan_s = 0.0
         seed = context.config.seed
         self.grammars = SimulatedGrammars(
             context.clock, options.vocab_size, options.compile_s, options.compile_sigma, seed
         )
         self.masks_s = 0.0  # total delay of the device by grammars
         self._accepting_s = 0.0  # core time still to be spent on passing tokens to grammars
-        self._core_late_s = self._device_late_s = (
-            0.0  # current delays of core and device by grammars
-        )
+        # current delays of core and device by grammars
+        self._core_late_s = self._device_late_s = 0.0
         self._left = 0.0  # when the core last returned from here
-        self.together: Callable[[float, float], tuple[float, float]] | None = (
-            None  # for devices in lockstep: (ready, seconds) -> (start, seconds)
-        )
+        # for devices in lockstep: (ready, seconds) -> (start, seconds)
+        self.together: Callable[[float, float], tuple[float, float]] | None = None
         self._expected: dict[str, tuple[NDArray[np.int32], tuple[float, ...]]] = {}
         self._pending: deque[_Pending] = deque()
         self._last_ended = -np.inf
@@ -217,9 +222,8 @@ class SimulatedExecutor(Executor):
         self._last = np.zeros(rows, np.int64)  # position of the last token of the answer
         self._answers = np.zeros((rows, 1), np.int64)
         self._streams: dict[int, int] = {}  # row -> the stream of random numbers for its drafts
-        self._odds: dict[
-            int, tuple[float, ...]
-        ] = {}  # row -> probability that a draft is accepted, by place
+        # row -> probability that a draft is accepted, by place
+        self._odds: dict[int, tuple[float, ...]] = {}
         self._line_time = (
             PiecewiseStepTime(points=self.profile.line_costs) if self.profile.line_costs else None
         )
@@ -228,8 +232,9 @@ class SimulatedExecutor(Executor):
     def expect(
         self, request_id: str, answer: NDArray[np.int32], acceptance: float | None = None
     ) -> None:
-        """Set a request's answer: ids [at least 1], the last of which is repeated as needed, and the probability that a simulated draft of it is
-        accepted; None: as the options say. No other component sees them."""
+        """Set a request's answer: ids [at least 1], the last of which is repeated as needed, and
+        the probability that a simulated draft of it is accepted; None: as the options say. No other
+        component sees them."""
         self._expected[request_id] = (
             answer,
             self.options.acceptance if acceptance is None else (acceptance,),
@@ -240,8 +245,9 @@ class SimulatedExecutor(Executor):
         self._expected.pop(request_id, None)
 
     def take_in(self) -> bool:
-        """Advance the clock by the core's time for accepting a request. Returns False if nothing is in flight: then the request was created in
-        advance, while the core was idle, and costs nothing."""
+        """Advance the clock by the core's time for accepting a request. Returns False if nothing is
+        in flight: then the request was created in advance, while the core was idle, and costs
+        nothing."""
         if self._pending:
             now = self._entered()
             self.clock.wait_until(now + self.profile.request_s)
@@ -283,13 +289,15 @@ class SimulatedExecutor(Executor):
         return self.context.config.block_size or DEFAULT_BLOCK_SIZE
 
     def _planned_layout(self) -> PlannedLayout | None:
-        """Return the layout of the model that the options or a roofline name; None if there is none. Raises `ConfigError` if both do, or if the step
-        times were measured on other layers."""
+        """Return the layout of the model that the options or a roofline name; None if there is
+        none. Raises `ConfigError` if both do, or if the step times were measured on other
+        layers."""
         model = self.options.model
         roofline = self._step_time if isinstance(self._step_time, RooflineStepTime) else None
         if model is not None and (roofline is not None or self.profile.cache_groups):
             raise ConfigError(
-                f"executor simulated: step times {self.profile.name!r} state their model's layers: leave executor.model out"
+                f"executor simulated: step times {self.profile.name!r} state their model's layers: "
+                f"leave executor.model out"
             )
         sizes = (
             roofline.sizes
@@ -307,7 +315,8 @@ class SimulatedExecutor(Executor):
         )
 
     def _measured_pages(self, layout: KVLayout) -> int:
-        """Return the number of pages in the pool, as measured, or by the data sheet. Raises `UnsupportedError` if neither is known."""
+        """Return the number of pages in the pool, as measured, or by the data sheet. Raises
+        `UnsupportedError` if neither is known."""
         if self.options.model is None and (
             measured := (self.profile.kv_tokens or 0) // self._block_size
         ):
@@ -345,7 +354,9 @@ class SimulatedExecutor(Executor):
             token_ids[lines] = of_lines
             self._computed[rows] += new_tokens
             self._position[rows] += batch.yields_token
-        else:  # the device computes each line as a decode of its own; what is accepted is known when the results are
+        else:
+            # the device computes each line as a decode of its own; what is accepted is known when
+            # the results are
             token_ids = of_lines
             repeats = 1 + drafts.counts
             new_tokens = np.repeat(np.where(drafts.counts > 0, 1, new_tokens), repeats).astype(
@@ -381,7 +392,8 @@ class SimulatedExecutor(Executor):
         return batch.step
 
     def sample(self, handle: int, masks: Masks) -> None:
-        """Pass the previous step's tokens to grammars, fill masks, and submit sampling, while the device runs the model."""
+        """Pass the previous step's tokens to grammars, fill masks, and submit sampling, while the
+        device runs the model."""
         pending = self._oldest(handle)
         if pending.sampled is not None:
             raise DovetailError(f"executor simulated: step {handle} has been sampled already")
@@ -404,7 +416,8 @@ class SimulatedExecutor(Executor):
         pending = self._oldest(handle)
         if pending.sampled is None:
             raise DovetailError(
-                f"executor simulated: step {handle} is late, and was collected before it was sampled"
+                f"executor simulated: step {handle} is late, and was collected before it was "
+                f"sampled"
             )
         self._pending.popleft()
         now = self._entered()
@@ -444,21 +457,25 @@ class SimulatedExecutor(Executor):
     def _seconds(
         self, new_tokens: NDArray[np.int32] | NDArray[np.int64], context: NDArray[np.int64]
     ) -> tuple[StepShape, float]:
-        """Return the shape of a step, and its time on the device. Raises `DovetailError` for an impossible time."""
+        """Return the shape of a step, and its time on the device. Raises `DovetailError` for an
+        impossible time."""
         shape = StepShape.of(new_tokens, context, self._windows)
         seconds = self.options.step_time_factor * self._step_time.seconds(shape)
         if not 0.0 < seconds < np.inf:
             raise DovetailError(
-                f"step times {self.profile.name!r}: step time must be positive and finite, got {seconds} for {shape}"
+                f"step times {self.profile.name!r}: step time must be positive and finite, got "
+                f"{seconds} for {shape}"
             )
         return shape, seconds
 
     def _short_seconds(self, lines: int) -> float:
-        """Return the time of a step of as many decodes without context, by the model of step times."""
+        """Return the time of a step of as many decodes without context, by the model of step
+        times."""
         return self._seconds(np.ones(lines, np.int64), np.zeros(lines, np.int64))[1]
 
     def _line_seconds(self, lines: int) -> float:
-        """Return the measured time of a step of `lines` lines with short contexts; by the model if there is none."""
+        """Return the measured time of a step of `lines` lines with short contexts; by the model if
+        there is none."""
         if self._line_time is None:
             return self._short_seconds(lines)
         return self.options.step_time_factor * self._line_time.seconds(
@@ -472,7 +489,8 @@ class SimulatedExecutor(Executor):
         )
 
     def _yielded(self, pending: _Pending) -> tuple[NDArray[np.int64], NDArray[np.int32] | None]:
-        """Return the tokens of a step, and how many each row yields if it has drafts, whose rows advance now."""
+        """Return the tokens of a step, and how many each row yields if it has drafts, whose rows
+        advance now."""
         if pending.drafts is None:
             return pending.token_ids, None
         tokens = iter(pending.token_ids.tolist())
@@ -501,7 +519,8 @@ class SimulatedExecutor(Executor):
         return np.array(yielded, np.int64), np.array(counts, np.int32)
 
     def _accepts(self, row: int, place: int, draft: int, token: int) -> bool:
-        """Return True if a draft is right: by chance if it is the simulated drafter's, which depends on its position in the answer."""
+        """Return True if a draft is right: by chance if it is the simulated drafter's, which
+        depends on its position in the answer."""
         if draft >= 0:
             return draft == token
         odds = self._odds[row]
@@ -513,12 +532,14 @@ class SimulatedExecutor(Executor):
     def _oldest(self, handle: int) -> _Pending:
         if not self._pending or self._pending[0].step != handle:
             raise DovetailError(
-                f"executor simulated: step {handle} was collected, but isn't the oldest one submitted"
+                f"executor simulated: step {handle} was collected, but isn't the oldest one "
+                f"submitted"
             )
         return self._pending[0]
 
     def _entered(self) -> float:
-        """Return the time. If the core has slept since the last call, for lack of work or until planning was due, reduce its delay."""
+        """Return the time. If the core has slept since the last call, for lack of work or until
+        planning was due, reduce its delay."""
         now = self.clock.now()
         if now != self._left:
             if not self._pending:
@@ -529,8 +550,8 @@ class SimulatedExecutor(Executor):
     def _computing(
         self, pending: _Pending, earlier_s: float, last_ended: float
     ) -> tuple[float, float]:
-        """Return when the device, free since `last_ended`, starts a step's model, and how long that occupies it, had the step been submitted
-        `earlier_s` earlier."""
+        """Return when the device, free since `last_ended`, starts a step's model, and how long that
+        occupies it, had the step been submitted `earlier_s` earlier."""
         ready = pending.ready - earlier_s
         launched = pending.launched - earlier_s
         seconds = pending.seconds
@@ -542,7 +563,8 @@ class SimulatedExecutor(Executor):
         return started, seconds
 
     def _seen(self, ended: float, now: float) -> float:
-        """Return when a core that polls `now` sees the end of a step: a real executor sees it on polling."""
+        """Return when a core that polls `now` sees the end of a step: a real executor sees it on
+        polling."""
         return ended if self._launch is None else max(ended, now)
 
     def _accepted(self) -> float:

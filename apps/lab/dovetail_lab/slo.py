@@ -1,8 +1,9 @@
-"""Service-level objectives of a run: "ttft_p99<0.5,tpot_p99<50ms", and presets with MLPerf's numbers. `capacity` searches for the highest rate that
-meets them.
+"""Service-level objectives of a run: "ttft_p99<0.5,tpot_p99<50ms", and presets with MLPerf's
+numbers. `capacity` searches for the highest rate that meets them.
 
-An objective applies to the distribution over all requests sent. A rejected, failed or aborted request has infinite latency, so it counts as a miss:
-`ttft_p99<0.5` means that 99 % of all requests got their first token within half a second.
+An objective applies to the distribution over all requests sent. A rejected, failed or aborted
+request has infinite latency, so it counts as a miss: `ttft_p99<0.5` means that 99 % of all requests
+got their first token within half a second.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class Preset:
     source: str
 
 
-_MLPERF = "MLPerf Inference Rules, table of benchmarks, and 99th percentile in the server scenario (mlcommons/inference_policies at ac93e89)"
+_MLPERF = (
+    "MLPerf Inference Rules, table of benchmarks, and 99th percentile in the server scenario "
+    "(mlcommons/inference_policies at ac93e89)"
+)
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
@@ -60,8 +64,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Outcome of an objective. `value` in seconds: infinity if too many requests never got that far, NaN if there was nothing to evaluate, which
-    counts as met. `share`: share of the evaluated values within the limit, NaN likewise."""
+    """Outcome of an objective. `value` in seconds: infinity if too many requests never got that
+    far, NaN if there was nothing to evaluate, which counts as met. `share`: share of the evaluated
+    values within the limit, NaN likewise."""
 
     value: float
     met: bool
@@ -84,7 +89,8 @@ class Objective:
         return f"{self.name}<{self.limit_s:g}"
 
     def judge(self, runs: Sequence[RunResult]) -> Judgement:
-        """Evaluate the requests of all runs together. The quantile is the smallest value that a share `q` doesn't exceed."""
+        """Evaluate the requests of all runs together. The quantile is the smallest value that a
+        share `q` doesn't exceed."""
         values = np.concatenate([np.empty(0), *(_values(run, self.metric) for run in runs)])
         if not len(values):
             return Judgement(math.nan, True, math.nan)
@@ -95,7 +101,8 @@ class Objective:
 
 
 def _values(run: RunResult, metric: str) -> Floats:
-    """Return seconds, infinite for incomplete requests; complete ones without the metric (one token has no TPOT) are excluded."""
+    """Return seconds, infinite for incomplete requests; complete ones without the metric (one token
+    has no TPOT) are excluded."""
     missed = [record for record in run if not record.completed]
     if metric == "itl":
         return np.concatenate(
@@ -120,7 +127,8 @@ def parse_slo(text: str) -> tuple[Objective, ...]:
         text = PRESETS[text].objectives
     elif text and not re.search("[<>=,]", text):
         raise ConfigError(
-            f"--slo: {text!r} is neither an objective, like ttft_p99<0.5, nor a preset{_suggest(text, PRESETS)}"
+            f"--slo: {text!r} is neither an objective, like ttft_p99<0.5, nor a "
+            f"preset{_suggest(text, PRESETS)}"
         )
     objectives = tuple(_objective(part.strip()) for part in text.split(","))
     names = [objective.name for objective in objectives]
@@ -157,7 +165,8 @@ def parse_goodput(text: str) -> Slo:
         field = f"{match['metric']}_s"
         if field not in Slo.__slots__:
             raise ConfigError(
-                f"--goodput: {part!r}: unknown metric {match['metric']!r}{_suggest(match['metric'], ('ttft', 'tpot', 'e2e'))}"
+                f"--goodput: {part!r}: unknown metric "
+                f"{match['metric']!r}{_suggest(match['metric'], ('ttft', 'tpot', 'e2e'))}"
             )
         if field in limits:
             raise ConfigError(f"--goodput: {match['metric']} is limited twice")

@@ -1,6 +1,8 @@
-"""Confidence intervals for comparisons of two policies: paired bootstrap of means and quantiles, on plain arrays.
+"""Confidence intervals for comparisons of two policies: paired bootstrap of means and quantiles, on
+plain arrays.
 
-`draws` defines the resampling. Changes are logarithms of ratios internally, so that exchanging the two policies negates them exactly.
+`draws` defines the resampling. Changes are logarithms of ratios internally, so that exchanging the
+two policies negates them exactly.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from dovetail_lab.pairs import Floats, Pairs, Statistic
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change from `a` to `b`, each the mean over runs of a run's statistic; `relative`, `low` and `high` are shares: -0.31 is 31 % less. `low` and
-    `high` are NaN if no interval is available."""
+    """Change from `a` to `b`, each the mean over runs of a run's statistic; `relative`, `low` and
+    `high` are shares: -0.31 is 31 % less. `low` and `high` are NaN if no interval is available."""
 
     a: float
     b: float
@@ -45,7 +47,8 @@ def changes(
 
 
 def scalar_change(a: Floats, b: Floats, draws: Draws, confidence: float = 0.95) -> Change:
-    """Return the change of a metric with one number per run. It has an interval only if whole runs are drawn."""
+    """Return the change of a metric with one number per run. It has an interval only if whole runs
+    are drawn."""
     logs = draws.of_scalars(a, b) if isinstance(draws, SeedDraws) else np.full(1, math.nan)
     return _change(a, b, logs, draws.units, confidence)
 
@@ -67,8 +70,9 @@ def _change(
 
 
 def _widening(confidence: float, units: int) -> float:
-    """Return the factor by which intervals are widened: a percentile bootstrap of n units is too narrow by sqrt((n - 1) / n), and by using the
-    quantile of the normal instead of Student's t (Hesterberg 2015, "What teachers should know about the bootstrap", section 5.3)."""
+    """Return the factor by which intervals are widened: a percentile bootstrap of n units is too
+    narrow by sqrt((n - 1) / n), and by using the quantile of the normal instead of Student's t
+    (Hesterberg 2015, "What teachers should know about the bootstrap", section 5.3)."""
     level = (1 + confidence) / 2
     return math.sqrt(units / (units - 1)) * float(
         special.stdtrit(units - 1, level) / special.ndtri(level)

@@ -1,5 +1,6 @@
-"""The effect of wrong step times on a comparison. Intervals cover the traffic; `Repeated` covers the error of the step-time model: the comparison is
-run again with all steps shorter and longer by that error."""
+"""The effect of wrong step times on a comparison. Intervals cover the traffic; `Repeated` covers
+the error of the step-time model: the comparison is run again with all steps shorter and longer by
+that error."""
 
 from __future__ import annotations
 
@@ -14,24 +15,29 @@ from dovetail_lab.digits import per_cent
 from dovetail_lab.planned_runs import simulated_options
 from dovetail_lab.step_profile import StepTimeProfile
 
-NEAR_SATURATION = 5.0  # ratio of a mean's change to that of the steps, in logarithms, above which `Repeated.warnings` warns
+# ratio of a mean's change to that of the steps, in logarithms, above which `Repeated.warnings`
+# warns
+NEAR_SATURATION = 5.0
 FACTOR_KEY = "executor.step_time_factor"
 
 
 @dataclass(frozen=True, slots=True)
 class StepErrors:
-    """The error of each engine's step times, as a share of a step's time; 0 if unknown. `source`: where the errors come from, in words."""
+    """The error of each engine's step times, as a share of a step's time; 0 if unknown. `source`:
+    where the errors come from, in words."""
 
     of: Mapping[str, float]
     source: str
 
     @classmethod
     def find(cls, engines: Mapping[str, EngineConfig], given: float | None) -> StepErrors:
-        """Return `given` for all engines, or the error that each engine's profile states. Raises `ConfigError` unless 0 <= given < 1."""
+        """Return `given` for all engines, or the error that each engine's profile states. Raises
+        `ConfigError` unless 0 <= given < 1."""
         if given is not None:
             if not 0 <= given < 1:
                 raise ConfigError(
-                    f"--step-time-error: expected a share of at least 0 and less than 1, such as 0.04, got {given:g}"
+                    f"--step-time-error: expected a share of at least 0 and less than 1, such as "
+                    f"0.04, got {given:g}"
                 )
             return cls(dict.fromkeys(engines, given), "--step-time-error")
         profiles = {
@@ -57,7 +63,8 @@ class StepErrors:
     def scaled(
         self, engines: Mapping[str, EngineConfig], *, longer: bool
     ) -> dict[str, EngineConfig]:
-        """Return the engines with all steps longer by their error, or shorter by the same factor."""
+        """Return the engines with all steps longer by their error, or shorter by the same
+        factor."""
         made = {}
         for name, config in engines.items():
             factor = 1 + self.of[name]
@@ -79,7 +86,10 @@ class Repeated:
 
     @property
     def says(self) -> str:
-        return f"Repeated with every step {self.errors.words} longer, and shorter by the same factor ({self.errors.source})"
+        return (
+            f"Repeated with every step {self.errors.words} longer, and shorter by the same "
+            f"factor ({self.errors.source})"
+        )
 
     def survives(self, index: int, line: Line) -> bool:
         """Return True if a line of `versus[index]` has the same outcome at all three step times."""
@@ -90,7 +100,8 @@ class Repeated:
         return [signed_per_cent(other.change.relative) for _, other in self.elsewhere(index, line)]
 
     def verdict(self, index: int) -> str:
-        """Return which findings of `versus[index]` survive, in words; "" if nothing was compared."""
+        """Return which findings of `versus[index]` survive, in words; "" if nothing was
+        compared."""
         versus = self.nominal.versus[index]
         if not versus.compared:
             return ""
@@ -119,12 +130,16 @@ class Repeated:
             "measurable only then": _with_steps(gained),
         }
         parts = [f"{what}: {says}" for what, says in found.items() if says]
-        return f"{versus.other} against {versus.base}: {'; '.join(parts) or 'no measurable difference then either'}"
+        return (
+            f"{versus.other} against {versus.base}: "
+            f"{'; '.join(parts) or 'no measurable difference then either'}"
+        )
 
     @property
     def warnings(self) -> Iterator[str]:
-        """Yield a warning for each engine near saturation: its mean TTFT or E2E changes by far more than its steps do. Queues grow without
-        bound there, so small errors of step times dominate."""
+        """Yield a warning for each engine near saturation: its mean TTFT or E2E changes by far more
+        than its steps do. Queues grow without bound there, so small errors of step times
+        dominate."""
         names = [
             *dict.fromkeys(
                 [self.nominal.versus[0].base, *(versus.other for versus in self.nominal.versus)]
@@ -141,8 +156,11 @@ class Repeated:
                 if max(map(abs, moves)) > NEAR_SATURATION * math.log1p(self.errors.of[name]) > 0:
                     low, high = (signed_per_cent(math.expm1(move)) for move in moves)
                     yield (
-                        f"{name} is near saturation: with every step {per_cent(self.errors.of[name])} shorter or longer its mean {label} changes by "
-                        f"{low} or {high}, so its latencies at this load are uncertain: compare at a lower rate too (--scale-rate)"
+                        f"{name} is near saturation: with every step "
+                        f"{per_cent(self.errors.of[name])} shorter or longer its mean {label} "
+                        f"changes by "
+                        f"{low} or {high}, so its latencies at this load are uncertain: compare at "
+                        f"a lower rate too (--scale-rate)"
                     )
                     break
 

@@ -1,5 +1,6 @@
-"""Profiles: a step-time model, the host's times, and a description of the measured engine. A profile is a .json file, the name of one shipped with
-the lab, or a mapping in `engine.yaml`; the simulated executor reads it, and calibration writes it."""
+"""Profiles: a step-time model, the host's times, and a description of the measured engine. A
+profile is a .json file, the name of one shipped with the lab, or a mapping in `engine.yaml`; the
+simulated executor reads it, and calibration writes it."""
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ from dovetail_lab.step_time import (
 )
 from dovetail_lab.writing import write_whole
 
+# fine where the tails are
 LEVELS = (
     0.0,
     *(part / 20 for part in range(1, 20)),
@@ -42,7 +44,7 @@ LEVELS = (
     0.998,
     0.999,
     1.0,
-)  # fine where the tails are
+)
 _MASK = (1 << 64) - 1
 
 BUILT_IN: Mapping[str, type[BaseModel]] = {
@@ -55,7 +57,8 @@ BUILT_IN: Mapping[str, type[BaseModel]] = {
 
 
 class Spread(Described):
-    """Distribution of measured over fitted step times, by regime: the mean between each two neighbors of `LEVELS`. None: always 1."""
+    """Distribution of measured over fitted step times, by regime: the mean between each two
+    neighbors of `LEVELS`. None: always 1."""
 
     decode: tuple[Seconds, ...] = ()
     recorded: tuple[Seconds, ...] = ()
@@ -66,7 +69,8 @@ class Spread(Described):
         for regime in Regime:
             if len(self.of(regime)) not in (0, len(LEVELS) - 1):
                 raise ValueError(
-                    f"{regime.value} must have {len(LEVELS) - 1} entries, or none, got {len(self.of(regime))}"
+                    f"{regime.value} must have {len(LEVELS) - 1} entries, or none, got "
+                    f"{len(self.of(regime))}"
                 )
         return self
 
@@ -81,8 +85,9 @@ class Spread(Described):
 
 
 def chance(seed: int, step: int, stream: int) -> float:
-    """Return a pseudorandom number from 0 to less than 1, computed only from integers, so that it is the same in every run and on every machine.
-    Mixes like SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA '14)."""
+    """Return a pseudorandom number from 0 to less than 1, computed only from integers, so that it
+    is the same in every run and on every machine. Mixes like SplitMix64 (Steele, Lea and Flood,
+    Fast Splittable Pseudorandom Number Generators, OOPSLA '14)."""
     mixed = 0
     for part in (seed, stream, step):
         mixed = (mixed + part + 0x9E3779B97F4A7C15) & _MASK
@@ -93,12 +98,14 @@ def chance(seed: int, step: int, stream: int) -> float:
 
 
 class StepTimeProfile(Described):
-    """A step-time model with its provenance: machine, measurements, error. `dovetail lab calibrate` writes it as a file."""
+    """A step-time model with its provenance: machine, measurements, error. `dovetail lab calibrate`
+    writes it as a file."""
 
     dovetail_step_times: Literal[1] = 1
     name: str = Field(description="Display name.")
     step_time: dict[str, Any] = Field(
-        description='The model: its kind ("linear", "piecewise", "regimes", "table", "roofline" or "package.module:Class") and its numbers.'
+        description='The model: its kind ("linear", "piecewise", "regimes", "table", "roofline" or '
+        '"package.module:Class") and its numbers.'
     )
     core_s: Seconds = Field(
         default=0.0, description="The core's time before a step: planning, building the batch."
@@ -118,7 +125,8 @@ class StepTimeProfile(Described):
     )
     joining_s: Seconds = Field(
         default=0.0,
-        description="Part of `launch` in steps with prefills that is saved if no request takes a row.",
+        description="Part of `launch` in steps with prefills that is saved if no request takes a "
+        "row.",
     )
     launch_spread: Spread | None = Field(
         default=None, description="Variation of `launch` between steps. Unset: none."
@@ -133,7 +141,8 @@ class StepTimeProfile(Described):
     recorded_tokens: int = Field(
         default=0,
         ge=0,
-        description="Steps with prefills of up to this many tokens are one graph, which starts after its launch; others run during it.",
+        description="Steps with prefills of up to this many tokens are one graph, which starts "
+        "after its launch; others run during it.",
     )
     sampling_share: float = Field(
         default=0.0,
@@ -145,11 +154,13 @@ class StepTimeProfile(Described):
         default=0.0,
         ge=0,
         le=1,
-        description="Share of the launch of a decode step after its graph has started, such as copying results.",
+        description="Share of the launch of a decode step after its graph has started, such as "
+        "copying results.",
     )
     setup_s: Seconds = Field(
         default=0.0,
-        description="Device time before the graph of a recorded step with prefills, unless the graph is launched late anyway.",
+        description="Device time before the graph of a recorded step with prefills, unless the "
+        "graph is launched late anyway.",
     )
     request_s: Seconds = Field(
         default=0.0, description="The core's time to accept a request, between two steps."
@@ -169,7 +180,8 @@ class StepTimeProfile(Described):
     kv_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens in the KV pool of the measured engine: its pages times the tokens of its smallest block.",
+        description="Tokens in the KV pool of the measured engine: its pages times the tokens of "
+        "its smallest block.",
     )
     cache_groups: tuple[MeasuredGroup, ...] = Field(
         default=(),
@@ -177,14 +189,16 @@ class StepTimeProfile(Described):
     )
     line_costs: Annotated[tuple[tuple[int, Seconds], ...], AfterValidator(ascending)] = Field(
         default=(),
-        description="(lines, device seconds) of decode steps with short contexts, as the measured engine saw them when it started with speculation; "
+        description="(lines, device seconds) of decode steps with short contexts, as the measured "
+        "engine saw them when it started with speculation; "
         "a line is a token that a step samples. Unset: as `step_time` has them.",
     )
     max_in_flight: int | None = Field(
         default=None,
         ge=1,
         le=8,
-        description="Maximum number of steps in flight in the measured engine; 1 without overlap. Unset: unknown.",
+        description="Maximum number of steps in flight in the measured engine; 1 without overlap. "
+        "Unset: unknown.",
     )
     machine: str = ""
     model: str = ""
@@ -193,7 +207,8 @@ class StepTimeProfile(Described):
     notes: tuple[str, ...] = ()
 
     def planning_s(self, rows: int, admitted: int = 0) -> float:
-        """Return the core's seconds before the submission of a step of `rows` requests, `admitted` of which take a row in it."""
+        """Return the core's seconds before the submission of a step of `rows` requests, `admitted`
+        of which take a row in it."""
         seconds = self.core_s + self.core_per_row_s * rows
         return seconds + self.admission_s + self.per_admitted_s * admitted if admitted else seconds
 
@@ -216,11 +231,13 @@ class StepTimeProfile(Described):
         )
 
     def make_launch(self) -> StepTimeModel | None:
-        """Return the model of the time to submit a step in which requests take rows. Raises `ConfigError` if `launch` is invalid."""
+        """Return the model of the time to submit a step in which requests take rows. Raises
+        `ConfigError` if `launch` is invalid."""
         return None if self.launch is None else self._model(self.launch)
 
     def launching_s(self, launch: StepTimeModel | None, shape: StepShape, joins: bool) -> float:
-        """Return the time to submit such a step, by the model of `make_launch`. `joins`: a request takes a row in it."""
+        """Return the time to submit such a step, by the model of `make_launch`. `joins`: a request
+        takes a row in it."""
         if launch is None:
             return 0.0
         seconds = launch.seconds(shape)
@@ -251,7 +268,8 @@ class StepTimeProfile(Described):
 
     @classmethod
     def load(cls, source: str | Mapping[str, Any]) -> StepTimeProfile:
-        """Load from a .json file, the name of a profile shipped with the lab, a profile as a mapping, or a mapping with only a model.
+        """Load from a .json file, the name of a profile shipped with the lab, a profile as a
+        mapping, or a mapping with only a model.
 
         Raises `ConfigError` with the file, or the valid names.
         """
@@ -298,7 +316,8 @@ def _read(source: str) -> Any:
             f"{source}: can't be read as step times: {getattr(error, 'strerror', None) or error}"
         ) from None
     raise ConfigError(
-        f"step times {source!r}: neither a .json file nor a shipped profile: {', '.join(shipped_profiles())}"
+        f"step times {source!r}: neither a .json file nor a shipped profile: "
+        f"{', '.join(shipped_profiles())}"
     )
 
 
@@ -314,7 +333,8 @@ def _imported(kind: Any, name: str) -> type[BaseModel]:
             ) from None
         return found
     raise ConfigError(
-        f'step times {name!r}: kind must be one of {", ".join(BUILT_IN)}, or "package.module:Class", got {kind!r}'
+        f"step times {name!r}: kind must be one of {', '.join(BUILT_IN)}, or "
+        f'"package.module:Class", got {kind!r}'
     )
 
 

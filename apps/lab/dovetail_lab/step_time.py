@@ -1,7 +1,8 @@
-"""Time of a step on the device: `StepTimeModel`, and the built-in models with measured coefficients. `step_profile` reads them from files.
+"""Time of a step on the device: `StepTimeModel`, and the built-in models with measured
+coefficients. `step_profile` reads them from files.
 
-A model sees the shape of a batch, never a request. Its result is a function of integers by plain float arithmetic in a fixed order, so that it is the
-same on every machine.
+A model sees the shape of a batch, never a request. Its result is a function of integers by plain
+float arithmetic in a fixed order, so that it is the same on every machine.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Integers = NDArray[np.int64] | NDArray[np.int32]
-Windows = Sequence[
-    tuple[int | None, int]
-]  # (window, number of layers with it); None: full attention
+# (window, number of layers with it); None: full attention
+Windows = Sequence[tuple[int | None, int]]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class StepShape(NamedTuple):
-    """Work of a batch. A row with more than one new token is a prefill, or a chunk of one; a row with one is a decode. In a model with sliding
-    windows, `context_tokens` and `prefill_pairs` are means over its layers, rounded down."""
+    """Work of a batch. A row with more than one new token is a prefill, or a chunk of one; a row
+    with one is a decode. In a model with sliding windows, `context_tokens` and `prefill_pairs` are
+    means over its layers, rounded down."""
 
     rows: int
     tokens: int  # new tokens of all rows
@@ -35,14 +36,13 @@ class StepShape(NamedTuple):
     prefill_tokens: int  # new tokens of prefill rows
     context_tokens: int  # tokens with K and V to read: old and new ones of all rows
     prefill_pairs: int  # (query, key) pairs in prefill rows: the work of causal attention
-    prefill_length: int = (
-        0  # old and new tokens of the longest prefill row: bounds the time of one query
-    )
+    # old and new tokens of the longest prefill row: bounds the time of one query
+    prefill_length: int = 0
 
     @classmethod
     def of(cls, new_tokens: Integers, context: Integers, windows: Windows = ()) -> StepShape:
-        """Create a shape from the number of tokens that each row computes [rows], and has computed before [rows]. `windows`: of the layers; empty:
-        all have full attention."""
+        """Create a shape from the number of tokens that each row computes [rows], and has computed
+        before [rows]. `windows`: of the layers; empty: all have full attention."""
         # `sum` would take twice as long
         rows = len(new_tokens)
         tokens = int(np.add.reduce(new_tokens))
@@ -76,7 +76,8 @@ def _mean(windows: Windows, of_window: Callable[[int | None], int]) -> int:
 
 
 def _visible(context: Integers, window: int | None) -> int:
-    """Return the number of earlier tokens that the first new token of each row sees, summed over the rows."""
+    """Return the number of earlier tokens that the first new token of each row sees, summed over
+    the rows."""
     return int(np.add.reduce(context if window is None else np.minimum(context, window - 1)))
 
 
@@ -91,12 +92,14 @@ def _pairs(new: NDArray[np.int64], had: Integers, window: int | None) -> int:
 
 
 def ascending(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-    """Return measured (lines, seconds). Raises `ValueError` unless there are two or none, lines are ascending and positive, and so are seconds."""
+    """Return measured (lines, seconds). Raises `ValueError` unless there are two or none, lines are
+    ascending and positive, and so are seconds."""
     lines = [count for count, _ in points]
     ascends = len(points) != 1 and lines == sorted(set(lines))
     if not ascends or any(count < 1 or seconds <= 0 for count, seconds in points):
         raise ValueError(
-            f"expected two or more (lines, seconds) above 0, with ascending lines, got {[*map(list, points)]}"
+            f"expected two or more (lines, seconds) above 0, with ascending lines, got "
+            f"{[*map(list, points)]}"
         )
     return points
 
@@ -105,7 +108,8 @@ class StepTimeModel(Protocol):
     """Predicts the time of a batch."""
 
     def seconds(self, shape: StepShape) -> float:
-        """Return the time on the device, from its first kernel to its sampled ids; more than 0 and finite."""
+        """Return the time on the device, from its first kernel to its sampled ids; more than 0 and
+        finite."""
 
 
 class Described(BaseModel):
@@ -138,9 +142,8 @@ class LaunchRule:
     sampling_share: float = 0.0  # share of the launch of such a step after its graph has started
     after_launch_s: float = 0.0
     copying_share: float = 0.0  # share of the launch of a decode step after its graph has started
-    setup_s: float = (
-        0.0  # device time of a step with prefills before its graph, unless that is late anyway
-    )
+    # device time of a step with prefills before its graph, unless that is late anyway
+    setup_s: float = 0.0
 
     def regime(self, shape: StepShape) -> Regime:
         if not shape.prefill_rows:
@@ -148,8 +151,8 @@ class LaunchRule:
         return Regime.RECORDED if shape.tokens <= self.recorded_tokens else Regime.LAUNCHED
 
     def occupied_s(self, shape: StepShape, seconds: float, late_s: float, launch_s: float) -> float:
-        """Return how long a step with `seconds` of computation occupies the device, if its launch took `launch_s` and ended `late_s` after the
-        device was free (negative: before)."""
+        """Return how long a step with `seconds` of computation occupies the device, if its launch
+        took `launch_s` and ended `late_s` after the device was free (negative: before)."""
         regime = self.regime(shape)
         if regime is Regime.DECODE:
             return max(seconds + max(late_s - self.copying_share * launch_s, 0.0), late_s)
@@ -160,8 +163,8 @@ class LaunchRule:
     def computed_s(
         self, shape: StepShape, occupied_s: float, late_s: float, launch_s: float
     ) -> float:
-        """Inverse of `occupied_s`: return the computing time of a step that occupied the device for `occupied_s`; an upper bound if it was busy until
-        its launch had ended."""
+        """Inverse of `occupied_s`: return the computing time of a step that occupied the device for
+        `occupied_s`; an upper bound if it was busy until its launch had ended."""
         regime = self.regime(shape)
         if regime is Regime.LAUNCHED:
             return occupied_s
@@ -171,8 +174,9 @@ class LaunchRule:
 
 
 class LinearStepTime(Described):
-    """Sum of terms: weights are read once (`base_s`), every token is multiplied by them, K and V are read, prefills attend, rows are sampled. Of a
-    mixture of experts, only the experts chosen by some token of the batch are read: few by a few tokens, nearly all by a hundred."""
+    """Sum of terms: weights are read once (`base_s`), every token is multiplied by them, K and V
+    are read, prefills attend, rows are sampled. Of a mixture of experts, only the experts chosen by
+    some token of the batch are read: few by a few tokens, nearly all by a hundred."""
 
     kind: Literal["linear"] = "linear"
     base_s: Seconds
@@ -202,8 +206,9 @@ class LinearStepTime(Described):
 
 
 def share_touched(share: float, tokens: int) -> float:
-    """Return 1 - (1 - share)^tokens: the share of experts chosen by some token, if each token chooses a share `share` of them uniformly. The power is
-    computed by squarings in a fixed order: the same on every machine."""
+    """Return 1 - (1 - share)^tokens: the share of experts chosen by some token, if each token
+    chooses a share `share` of them uniformly. The power is computed by squarings in a fixed order:
+    the same on every machine."""
     power = 1.0
     factor = 1.0 - share
     while tokens:
@@ -215,9 +220,11 @@ def share_touched(share: float, tokens: int) -> float:
 
 
 class PiecewiseStepTime(Described):
-    """Linear model with a piecewise-linear term for the batch's size through measured points: flat while reading the weights dominates, steep where
-    computing does, with steps at tile sizes and captured graphs in between. If graphs are recorded for `sizes`, the next size counts: a staircase.
-    With few rows, or few queries of a prefill, the length of a row matters besides the total K and V read: only parts of the device read it."""
+    """Linear model with a piecewise-linear term for the batch's size through measured points: flat
+    while reading the weights dominates, steep where computing does, with steps at tile sizes and
+    captured graphs in between. If graphs are recorded for `sizes`, the next size counts: a
+    staircase. With few rows, or few queries of a prefill, the length of a row matters besides the
+    total K and V read: only parts of the device read it."""
 
     kind: Literal["piecewise"] = "piecewise"
     points: tuple[tuple[int, Seconds], ...] = Field(
@@ -234,14 +241,16 @@ class PiecewiseStepTime(Described):
     )
     per_length_s: Seconds = Field(
         default=0.0,
-        description="Time per token of the longest prefill row, or of the mean context in decode-only steps, independent of the number of rows.",
+        description="Time per token of the longest prefill row, or of the mean context in "
+        "decode-only steps, independent of the number of rows.",
     )
     beside_s: Seconds = Field(
         default=0.0, description="Additional time of prefills with decodes beside them."
     )
     corrections: tuple[tuple[int, tuple[tuple[int, float], ...]], ...] = Field(
         default=(),
-        description="For decode-only steps, by rows including padding: (context tokens, measured / modeled time), by context. "
+        description="For decode-only steps, by rows including padding: (context tokens, measured / "
+        "modeled time), by context. "
         "The ratio is interpolated between rows and contexts, and constant beyond them.",
     )
 
@@ -313,8 +322,8 @@ def padded(tokens: int, sizes: Sequence[int]) -> int:
 
 
 class RegimeStepTime(Described):
-    """Piecewise models for decode-only steps, steps with prefills, and large steps with prefills: engines replay recorded graphs where they can, and
-    launch the rest kernel by kernel."""
+    """Piecewise models for decode-only steps, steps with prefills, and large steps with prefills:
+    engines replay recorded graphs where they can, and launch the rest kernel by kernel."""
 
     kind: Literal["regimes"] = "regimes"
     decode: PiecewiseStepTime
@@ -333,7 +342,8 @@ class RegimeStepTime(Described):
 
 
 class Grid(Described):
-    """Seconds as a function of two numbers, bilinear between the measured points and beyond them."""
+    """Seconds as a function of two numbers, bilinear between the measured points and beyond
+    them."""
 
     across: tuple[int, ...] = Field(min_length=2, description="Tokens or rows, ascending.")
     down: tuple[int, ...] = Field(
@@ -352,7 +362,8 @@ class Grid(Described):
             len(row) != len(self.across) for row in self.seconds
         ):
             raise ValueError(
-                f"seconds must be {len(self.down)} rows of {len(self.across)} entries, to match `down` and `across`"
+                f"seconds must be {len(self.down)} rows of {len(self.across)} entries, to match "
+                f"`down` and `across`"
             )
         return self
 
@@ -367,8 +378,8 @@ class Grid(Described):
 
 
 class TableStepTime(Described):
-    """Measured tables of decode-only and prefill-only steps. A mixed batch takes the sum, minus the common part: the smallest step, which reads the
-    weights."""
+    """Measured tables of decode-only and prefill-only steps. A mixed batch takes the sum, minus the
+    common part: the smallest step, which reads the weights."""
 
     kind: Literal["table"] = "table"
     decode: Grid = Field(description="Across: rows. Down: tokens per row.")
@@ -385,9 +396,8 @@ class TableStepTime(Described):
         prefill_context = 0.0
         if shape.prefill_tokens:
             new = shape.prefill_tokens
-            within = (
-                new * (new / shape.prefill_rows + 1) / 2
-            )  # pairs among the new tokens, for prefills of equal length
+            # pairs among the new tokens, for prefills of equal length
+            within = new * (new / shape.prefill_rows + 1) / 2
             prefill_context = max(0.0, (shape.prefill_pairs - within) / new)
             prefill = self.prefill.at(new, prefill_context)
         if shape.decodes:
@@ -400,6 +410,7 @@ class TableStepTime(Described):
 
 
 def _place(axis: Sequence[int], value: float) -> tuple[int, float]:
-    """Return the interval of an ascending axis, and the position in it: below 0 or above 1 beyond the ends."""
+    """Return the interval of an ascending axis, and the position in it: below 0 or above 1 beyond
+    the ends."""
     at = min(max(bisect_left(axis, value), 1), len(axis) - 1)
     return at - 1, (value - axis[at - 1]) / (axis[at] - axis[at - 1])

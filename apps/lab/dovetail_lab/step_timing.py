@@ -1,7 +1,9 @@
-"""Timing of sighted steps: how long each was on the device, how much of that was waiting for launches, and the profile's times fitted to many.
+"""Timing of sighted steps: how long each was on the device, how much of that was waiting for
+launches, and the profile's times fitted to many.
 
-The core sees a step's end when it polls, which may be much later, since it doesn't poll while launching the next step. So an end counts as observed
-only if the core waited for it; otherwise it is derived from the previous end, since steps run one after the other and each one's own duration is
+The core sees a step's end when it polls, which may be much later, since it doesn't poll while
+launching the next step. So an end counts as observed only if the core waited for it; otherwise it
+is derived from the previous end, since steps run one after the other and each one's own duration is
 exact.
 """
 
@@ -31,9 +33,8 @@ from dovetail_lab.step_profile import LEVELS, Spread
 from dovetail_lab.step_time import LaunchRule, Regime, RegimeStepTime, StepShape
 
 WAITED_S = 3e-5  # after a shorter wait, the step may have ended before
-LAUNCH_BOUND = (
-    0.15  # share of its time: a step that ends this soon after its launch was bound by it
-)
+# share of its time: a step that ends this soon after its launch was bound by it
+LAUNCH_BOUND = 0.15
 HICCUP = 1.6  # multiple of the median launch of steps of about the same size
 LEAST_LAUNCH_S = 1e-6  # shorter launches aren't measurable
 LEAST_COMPUTED = 0.01  # share of its time: a step that computes less was misinterpreted
@@ -53,13 +54,13 @@ class Timed:
     waited_s: float  # from then until the device was free for it
     seconds: float  # from then until it had ended
     yields_token: bool = True  # any row yields a token
-    goes_on: bool = (
-        False  # all its prompts had a row before, as far as recorded: its launch is shorter
-    )
+    # all its prompts had a row before, as far as recorded: its launch is shorter
+    goes_on: bool = False
 
     @property
     def late_s(self) -> float:
-        """Time for which the device was idle before the whole step was launched; negative if it was launched earlier."""
+        """Time for which the device was idle before the whole step was launched; negative if it was
+        launched earlier."""
         return self.launch_s - self.waited_s
 
     @property
@@ -79,7 +80,8 @@ class Timed:
 
 
 def timed(sightings: Iterable[Sighting], overlapped: bool) -> Iterator[Timed]:
-    """Yield the timed steps in order. Without overlap nothing is launched while the device is busy, so the executor's times are exact."""
+    """Yield the timed steps in order. Without overlap nothing is launched while the device is busy,
+    so the executor's times are exact."""
     sightings = list(sightings)
     noted = any(sighting.added for sighting in sightings)
     before = -np.inf
@@ -116,11 +118,13 @@ class DeviceTimes:
 
     @classmethod
     def fit(cls, cells: Cells) -> DeviceTimes:
-        """Fit to repetitions of the same steps: by the median of steps, and the mean of launches, since each launch delays the next.
+        """Fit to repetitions of the same steps: by the median of steps, and the mean of launches,
+        since each launch delays the next.
 
-        Which steps are recorded graphs, and of which sizes, is unknown. So all possibilities are tried, and the best one is kept if it is clearly
-        better than no graphs: a graph launched when the device was idle took longer than the same one launched before, by the time of the launch.
-        Decodes, which don't depend on this, are fitted first.
+        Which steps are recorded graphs, and of which sizes, is unknown. So all possibilities are
+        tried, and the best one is kept if it is clearly better than no graphs: a graph launched
+        when the device was idle took longer than the same one launched before, by the time of the
+        launch. Decodes, which don't depend on this, are fitted first.
 
         Raises `ConfigError` if decodes, or steps with prefills, are missing.
         """
@@ -155,7 +159,8 @@ class DeviceTimes:
         boundary: int | None = None,
         sizes: Sequence[int] = (),
     ) -> DeviceTimes:
-        """Fit assuming this launch rule, except for its measured parts; decodes are padded to `rows`; other arguments as in `fit_regimes`."""
+        """Fit assuming this launch rule, except for its measured parts; decodes are padded to
+        `rows`; other arguments as in `fit_regimes`."""
         bound = [one for one in middle if one[0].launch_bound(rule)]
         free = [one for one in middle if not one[0].launch_bound(rule)]
 
@@ -245,7 +250,8 @@ class DeviceTimes:
 
 
 def counts_as_launched(step: Timed) -> bool:
-    """Return True if a run waits for the step's launch: not for steps that sample nothing, or continue prompts without decodes."""
+    """Return True if a run waits for the step's launch: not for steps that sample nothing, or
+    continue prompts without decodes."""
     return step.yields_token and (step.shape.decodes > 0 or not step.goes_on)
 
 
@@ -277,7 +283,8 @@ def median(cell: Sequence[tuple[Timed, ...]]) -> tuple[Timed, ...]:
 
 
 def in_time(cell: Sequence[tuple[Timed, ...]]) -> Sequence[tuple[Timed, ...]]:
-    """Drop decodes that were launched late, if enough others are left: late ones' times are only inferred."""
+    """Drop decodes that were launched late, if enough others are left: late ones' times are only
+    inferred."""
     if cell[0][0].shape.prefill_rows:
         return cell
     kept = [tuple(step for step in steps if step.late_s <= 0) for steps in cell]
@@ -285,8 +292,8 @@ def in_time(cell: Sequence[tuple[Timed, ...]]) -> Sequence[tuple[Timed, ...]]:
 
 
 def _copying_share(middle: Sequence[tuple[Timed, ...]], cells: Cells) -> float:
-    """Estimate the share of launching decodes that the device doesn't wait for, by comparing steps launched late with the same ones launched in
-    time."""
+    """Estimate the share of launching decodes that the device doesn't wait for, by comparing steps
+    launched late with the same ones launched in time."""
     decodes = [one for one in middle if not one[0].shape.prefill_rows]
     early = [one for one in decodes if all(step.late_s <= 0 for step in one)]
     steps = [
@@ -310,10 +317,11 @@ def _copying_share(middle: Sequence[tuple[Timed, ...]], cells: Cells) -> float:
 
 
 def _padded_rows(decodes: Sequence[Measurement], launched: bool) -> tuple[int, ...]:
-    """Return the sizes that decodes are padded to, or none. The default is kept unless the other explains the measured times clearly better."""
-    # If only sizes were measured, both explain the same. If launching takes time, `LaunchRule` has decodes replayed, from graphs of a few sizes: on
-    # an
-    # H200, 17 to 20 rows took as long as 24, and a third longer than 16. Otherwise there is no sign of graphs.
+    """Return the sizes that decodes are padded to, or none. The default is kept unless the other
+    explains the measured times clearly better."""
+    # If only sizes were measured, both explain the same. If launching takes time, `LaunchRule` has
+    # decodes replayed, from graphs of a few sizes: on an H200, 17 to 20 rows took as long as 24,
+    # and a third longer than 16. Otherwise there is no sign of graphs.
     sizes = row_sizes(max((one.shapes[0].rows for one in decodes), default=1))
     usual, other = (sizes, ()) if launched else ((), sizes)
     errors = [
@@ -328,7 +336,8 @@ def _seconds(steps: Sequence[Timed]) -> float:
 
 
 def _sizes(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield padded numbers of tokens, up to each boundary with enough steps below, and up to the largest step."""
+    """Yield padded numbers of tokens, up to each boundary with enough steps below, and up to the
+    largest step."""
     largest = max(tokens, default=0)
     for boundary in (*(boundary for boundary in BOUNDARIES if boundary < largest), largest):
         if sum(count <= boundary for count in tokens) >= ENOUGH:
@@ -343,16 +352,18 @@ def _computed(steps: tuple[Timed, ...], rule: LaunchRule) -> Measurement:
 
 
 def _launches(cells: Cells, rule: LaunchRule) -> list[Measurement]:
-    """Return each cell's mean launch without hiccups, compared with cells of about the same size, since a whole cell may be affected. Steps that
-    continue prompts are excluded: their launches are shorter."""
+    """Return each cell's mean launch without hiccups, compared with cells of about the same size,
+    since a whole cell may be affected. Steps that continue prompts are excluded: their launches are
+    shorter."""
     sizes: dict[tuple[Any, ...], list[list[Timed]]] = defaultdict(list)
     for cell in cells:
         shape = cell[0][0].shape
+        # graphs often end at a power of two
         size = (
             rule.regime(shape),
             (shape.tokens - 1).bit_length(),
             round(log2(shape.rows)),
-        )  # graphs often end at a power of two
+        )
         if not cell[0][0].goes_on:
             sizes[size].append([step for steps in cell for step in steps])
     launches = []

@@ -24,7 +24,8 @@ def print_summary(result: RunResult, slo: Slo | None = None) -> None:
     metrics = measure(result, slo)
     console = Console(highlight=False, soft_wrap=True)
     console.print(
-        f"{result.name}: scheduler {result.settings['scheduler']}, {result.trace}, seed {result.seed}"
+        f"{result.name}: scheduler {result.settings['scheduler']}, {result.trace}, seed "
+        f"{result.seed}"
     )
     console.print(_latencies(metrics))
     for line in (
@@ -56,46 +57,61 @@ def _counts(metrics: RunMetrics) -> tuple[str, ...]:
     share = metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0
     lines: tuple[str, ...] = (
         f"{metrics.completed} of {metrics.requests} requests completed in {metrics.duration_s:.1f} s"
-        f" ({metrics.rejected} rejected, {metrics.failed} failed); device busy {metrics.device_share:.0%}",
-        f"{metrics.request_rate:.3g} requests/s, {metrics.output_rate:.5g} output tokens/s, {metrics.total_rate:.5g} tokens/s in all",
-        f"{share:.1%} of prompt tokens found in the prefix cache; {metrics.preemptions} preemptions, {metrics.recomputed_tokens} tokens recomputed",
+        f" ({metrics.rejected} rejected, {metrics.failed} failed); device busy "
+        f"{metrics.device_share:.0%}",
+        f"{metrics.request_rate:.3g} requests/s, {metrics.output_rate:.5g} output tokens/s, "
+        f"{metrics.total_rate:.5g} tokens/s in all",
+        f"{share:.1%} of prompt tokens found in the prefix cache; {metrics.preemptions} "
+        f"preemptions, {metrics.recomputed_tokens} tokens recomputed",
     )
     if metrics.all_sessions:
         times = metrics.sessions
         lasted = (
-            f"; they lasted {seconds(times.mean)} s on average, p90 {seconds(times.percentiles[90])} s"
+            f"; they lasted {seconds(times.mean)} s on average, p90 "
+            f"{seconds(times.percentiles[90])} s"
             if times.count
             else ""
         )
         lines = (*lines, f"{times.count} of {metrics.all_sessions} sessions completed{lasted}")
     if metrics.grammars:
-        delayed = f"their masks delayed steps by {seconds(metrics.masks_s)} s, {metrics.masks_share:.1%} of the time"
+        delayed = (
+            f"their masks delayed steps by {seconds(metrics.masks_s)} s, "
+            f"{metrics.masks_share:.1%} of the time"
+        )
         lines = (
             *lines,
             f"{metrics.grammars} of {metrics.requests} requests had a grammar; {delayed}",
         )
     if metrics.draft_tokens:
-        accepted = f"{metrics.accepted_drafts / metrics.draft_tokens:.1%} of {metrics.draft_tokens} drafts accepted"
-        lengths = f"acceptance length {metrics.acceptance_length:.3g}, {metrics.tokens_per_step:.3g} tokens a request and decode step"
+        accepted = (
+            f"{metrics.accepted_drafts / metrics.draft_tokens:.1%} of "
+            f"{metrics.draft_tokens} drafts accepted"
+        )
+        lengths = (
+            f"acceptance length {metrics.acceptance_length:.3g}, "
+            f"{metrics.tokens_per_step:.3g} tokens a request and decode step"
+        )
         lines = (*lines, f"{accepted}: {lengths}")
     if metrics.goodput is None:
         return lines
     return (
         *lines,
-        f"goodput {metrics.goodput:.3g} requests/s: {metrics.attainment:.1%} of all requests met the objectives",
+        f"goodput {metrics.goodput:.3g} requests/s: {metrics.attainment:.1%} of all requests met "
+        f"the objectives",
     )
 
 
 def conditions(result: RunResult) -> str:
     settings = result.settings
     overlap, reuse = ("on" if settings[name] else "off" for name in ("overlap", "prefix_reuse"))
+    # missing in older runs
     pace = (
         ""
         if "pace" not in settings
         else ", no pace"
         if settings["pace"] is None
         else f", pace {settings['pace']:g}"
-    )  # missing in older runs
+    )
     routed = (
         f"{settings['replicas']} replicas, routed by {settings['router']}, each with "
         if "replicas" in settings
@@ -106,7 +122,10 @@ def conditions(result: RunResult) -> str:
         if "cache_groups" in settings
         else ""
     )
-    return f"{routed}overlap {overlap}{pace}, prefix reuse {reuse}, {settings['num_blocks']} blocks of {settings['block_size']} tokens{groups}"
+    return (
+        f"{routed}overlap {overlap}{pace}, prefix reuse {reuse}, {settings['num_blocks']} "
+        f"blocks of {settings['block_size']} tokens{groups}"
+    )
 
 
 def source_of_times(step_times: StepTimes) -> str:
@@ -115,7 +134,10 @@ def source_of_times(step_times: StepTimes) -> str:
         return "times are real"
     if step_times.error is None:
         return f"simulated with step times {step_times.name}, never validated against measurements"
-    return f"simulated with step times {step_times.name}: off by {step_times.error:.1%} on average ({step_times.judged_on})"
+    return (
+        f"simulated with step times {step_times.name}: off by {step_times.error:.1%} on average "
+        f"({step_times.judged_on})"
+    )
 
 
 def seconds(value: float) -> str:

@@ -1,4 +1,5 @@
-"""A grid of engines and rates, with figures for each point. Results don't depend on the number of processes."""
+"""A grid of engines and rates, with figures for each point. Results don't depend on the number of
+processes."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from dovetail_lab.slo import Objective
 from dovetail_lab.writing import as_csv
 
 RATE = "scale_rate"  # axis of --rates, not a key of the engine
+# seconds
 LATENCIES = (
     "ttft_mean",
     "ttft_p50",
@@ -29,7 +31,7 @@ LATENCIES = (
     "e2e_mean",
     "e2e_p50",
     "e2e_p99",
-)  # seconds
+)
 COUNTS = (
     "requests",
     "completed",
@@ -61,7 +63,8 @@ class GridPoint:
 
 @dataclass(frozen=True, slots=True)
 class GridResult:
-    """Results at a point. `figures` are in seconds, counts, or per second; NaN if there was nothing to measure."""
+    """Results at a point. `figures` are in seconds, counts, or per second; NaN if there was nothing
+    to measure."""
 
     point: GridPoint
     figures: Mapping[str, float]
@@ -69,7 +72,8 @@ class GridResult:
 
 
 def parse_axis(text: str) -> Axis:
-    """Parse `scheduler.aging_s=1,2,5`: commas inside brackets or quotes don't count. Raises `ConfigError`."""
+    """Parse `scheduler.aging_s=1,2,5`: commas inside brackets or quotes don't count. Raises
+    `ConfigError`."""
     key, equals, values = text.partition("=")
     parts = tuple(part.strip() for part in _split(values))
     if not equals or not key.strip() or not all(parts):
@@ -99,7 +103,8 @@ def _split(text: str) -> list[str]:
 
 
 def grid(axes: Sequence[Axis], seeds: Sequence[int]) -> Iterator[GridPoint]:
-    """Yield every combination, varying seeds fastest, then the last axis. Raises `ConfigError` if an axis is given twice."""
+    """Yield every combination, varying seeds fastest, then the last axis. Raises `ConfigError` if
+    an axis is given twice."""
     keys = [axis.key for axis in axes]
     for key in keys:
         if keys.count(key) > 1:
@@ -134,8 +139,8 @@ def _measured(run: RunResult, objectives: Sequence[Objective]) -> tuple[dict[str
 
 
 def figures(run: RunResult, objectives: Sequence[Objective] = ()) -> dict[str, float]:
-    """Return a run's metrics. For each objective its value, infinite if too many requests were never served, and the share within its limit; then
-    `slo_met`: 1 if all were met, otherwise 0."""
+    """Return a run's metrics. For each objective its value, infinite if too many requests were
+    never served, and the share within its limit; then `slo_met`: 1 if all were met, otherwise 0."""
     metrics = measure(run)
     latencies = {}
     for name in LATENCIES:
@@ -164,7 +169,8 @@ def figures(run: RunResult, objectives: Sequence[Objective] = ()) -> dict[str, f
 
 
 def averaged(rows: Sequence[GridResult]) -> list[GridResult]:
-    """Return the mean over seeds for each point of the grid, with the seed and engine of the first."""
+    """Return the mean over seeds for each point of the grid, with the seed and engine of the
+    first."""
     places: dict[tuple[str, ...], list[GridResult]] = {}
     for row in rows:
         places.setdefault(tuple(row.point.values.values()), []).append(row)

@@ -124,7 +124,8 @@ def sweep(
 
 
 def _factors(text: str) -> tuple[str, ...]:
-    """Split a list of factors and return them as written. Raises `ConfigError` unless all are numbers above 0."""
+    """Split a list of factors and return them as written. Raises `ConfigError` unless all are
+    numbers above 0."""
     parts = tuple(part.strip() for part in text.split(","))
     for part in parts:
         try:
@@ -153,7 +154,8 @@ def print_rows(rows: Sequence[GridResult], seeds: int) -> None:
 
 
 def _table(rows: Sequence[GridResult]) -> tuple[list[str], list[list[str]]]:
-    """Return the header, and a row of texts per point, with equally many decimals within a column."""
+    """Return the header, and a row of texts per point, with equally many decimals within a
+    column."""
     drafts = any(row.figures.get("tokens_per_step", 1) > 1 for row in rows)
     shown = [
         name for name in _SHOWN if name in rows[0].figures and (drafts or name != "tokens_per_step")

@@ -1,7 +1,9 @@
-"""Token ids for requests with only known lengths, and sometimes shared prefixes: real ids, so that the real prefix cache finds them.
+"""Token ids for requests with only known lengths, and sometimes shared prefixes: real ids, so that
+the real prefix cache finds them.
 
-A *stream* is an endless text. Its ids are a function of (stream, position) only, so two requests that contain the same span of a stream share those
-tokens, and a KV-cache manager that hashes ids finds the prefix by itself.
+A *stream* is an endless text. Its ids are a function of (stream, position) only, so two requests
+that contain the same span of a stream share those tokens, and a KV-cache manager that hashes ids
+finds the prefix by itself.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ def prompt_ids(request: TraceRequest, vocab_size: int) -> TokenIds:
 
 
 def output_ids(request: TraceRequest, vocab_size: int) -> TokenIds:
-    """Return the answer's ids [output_tokens], from 1 to vocab_size - 1; a later turn of the chat has them in its history."""
+    """Return the answer's ids [output_tokens], from 1 to vocab_size - 1; a later turn of the chat
+    has them in its history."""
     return _ids(
         request, request.prompt_tokens, request.prompt_tokens + request.output_tokens, vocab_size
     )
@@ -43,8 +46,8 @@ def _ids(request: TraceRequest, start: int, end: int, vocab_size: int) -> TokenI
 
 
 def _stream_ids(stream: int, start: int, count: int, vocab_size: int) -> TokenIds:
-    """SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA '14): its state is a counter, so any position can be
-    computed directly."""
+    """SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA '14):
+    its state is a counter, so any position can be computed directly."""
     x = np.arange(start + 1, start + count + 1, dtype=np.uint64)
     x *= np.uint64(0x9E3779B97F4A7C15)
     x += np.uint64(stream)

@@ -1,4 +1,5 @@
-"""`WorkloadOptions`: changes to a workload, in Python and as options of the lab's commands. Imports nothing heavy, as `--help` needs it."""
+"""`WorkloadOptions`: changes to a workload, in Python and as options of the lab's commands. Imports
+nothing heavy, as `--help` needs it."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import typer
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """Changes to a workload. Applied in this order: `arrivals`, `slice`, `window`, `scale_rate`, `max_tokens`, `predictor`,
-    `grammar_share`."""
+    """Changes to a workload. Applied in this order: `arrivals`, `slice`, `window`, `scale_rate`,
+    `max_tokens`, `predictor`, `grammar_share`."""
 
     scale_rate: Annotated[
         float | None,
@@ -43,7 +44,8 @@ class WorkloadOptions:
         str | None,
         typer.Option(
             "--predictor",
-            help="Predictions of output lengths: oracle, noisy(0.5), bucket(2, 0.8), refined(0.5, 16).",
+            help="Predictions of output lengths: oracle, noisy(0.5), bucket(2, 0.8), refined(0.5, "
+            "16).",
         ),
     ] = None
     window: Annotated[

@@ -16,7 +16,8 @@ Cell = str | int | float | None
 
 
 def make_folder(out: Path) -> None:
-    """Create the output folder. Called before the runs, so that no results are lost. Raises `ConfigError` if it can't be created or written to."""
+    """Create the output folder. Called before the runs, so that no results are lost. Raises
+    `ConfigError` if it can't be created or written to."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):

@@ -1,6 +1,8 @@
-"""Interfaces for plugin authors: one module per kind of component, and `component` for declaring them.
+"""Interfaces for plugin authors: one module per kind of component, and `component` for declaring
+them.
 
-All names can also be imported from here; modules are loaded on first use: `from dovetail.api import ComponentSpec, Scheduler, hookimpl`.
+All names can also be imported from here; modules are loaded on first use: `from dovetail.api import
+ComponentSpec, Scheduler, hookimpl`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
 """Attention backend: writes to the paged KV cache of each layer and attends over it.
 
-The executor owns the memory of the caches; each layer is bound to its part of it (`LayerCache`), and decides how a page of it is laid out. Layers of
-one cache group share block tables and slots (see `dovetail.api.kv_cache`). The runner calls `plan` once a step; each layer of a model, bound to the
-backend when the model is built, then calls `write` and `attend`. One ragged batch may mix prefills, chunks of prefills and decodes: row i has query
-tokens [query_starts[i], query_starts[i + 1]).
+The executor owns the memory of the caches; each layer is bound to its part of it (`LayerCache`),
+and decides how a page of it is laid out. Layers of one cache group share block tables and slots
+(see `dovetail.api.kv_cache`). The runner calls `plan` once a step; each layer of a model, bound to
+the backend when the model is built, then calls `write` and `attend`. One ragged batch may mix
+prefills, chunks of prefills and decodes: row i has query tokens [query_starts[i], query_starts[i +
+1]).
 
-The cache may have a smaller dtype than q, k and v. A layer then divides K and V by its `kv_scales`, rounds to the nearest value of that dtype
-(ties to even), and saturates at its largest finite value; attention reads the stored values times the scales.
+The cache may have a smaller dtype than q, k and v. A layer then divides K and V by its `kv_scales`,
+rounds to the nearest value of that dtype (ties to even), and saturates at its largest finite value;
+attention reads the stored values times the scales.
 """
 
 from __future__ import annotations
@@ -27,12 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCapabilities:
-    """Features that a backend supports. None means any. At start-up the engine rejects, through `reasons_against`, whatever isn't declared.
+    """Features that a backend supports. None means any. At start-up the engine rejects, through
+    `reasons_against`, whatever isn't declared.
 
-    `cuda_graph`: the kernels that `attend` launches may be captured in a CUDA graph and replayed after a later `plan`. "decode": a graph captured for
-    a step with one query a row is replayed for any such step with the same padded number of rows. "mixed": additionally, a graph captured with
-    `AttentionBatch.mixed_graph` is replayed for any step with the same padded number of tokens. Steps with and without a shared prefix have separate
-    graphs.
+    `cuda_graph`: the kernels that `attend` launches may be captured in a CUDA graph and replayed
+    after a later `plan`. "decode": a graph captured for a step with one query a row is replayed for
+    any such step with the same padded number of rows. "mixed": additionally, a graph captured with
+    `AttentionBatch.mixed_graph` is replayed for any step with the same padded number of tokens.
+    Steps with and without a shared prefix have separate graphs.
     """
 
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -43,13 +48,13 @@ class AttentionCapabilities:
     window: bool = True  # sliding window
     cuda_graph: Literal["none", "decode", "mixed"] = "none"
     shared_prefix: bool = False
-    cache_dtypes: tuple[
-        str, ...
-    ] = ()  # supported for the cache besides the dtype of q, k and v: "float8_e4m3fn"
+    # supported for the cache besides the dtype of q, k and v: "float8_e4m3fn"
+    cache_dtypes: tuple[str, ...] = ()
     sinks: bool = False  # `LayerSpec.sinks`
     softcap: bool = False  # `LayerSpec.softcap`
     v_in_k: bool = False  # `LayerSpec.v_in_k`; `head_sizes` doesn't apply to such layers
-    groups: bool = False  # several cache groups, blocks of several pages, and block sizes that differ between groups
+    # several cache groups, blocks of several pages, and block sizes that differ between groups
+    groups: bool = False
     causal: bool = True  # layers whose tokens attend to those before them
     bidirectional: bool = False  # layers with `LayerSpec.causal` False
 
@@ -77,21 +82,21 @@ class LayerSpec:
     head_size: int
     scale: float  # multiplies the scores before the softmax
     window: int | None = None  # tokens a query attends to, itself included; None: all up to itself
-    sinks: bool = False  # each head has a sink, a logit that takes part in the softmax's denominator and in nothing else: see `bind_sinks`
-    softcap: float | None = (
-        None  # a scaled score s becomes softcap * tanh(s / softcap) before the softmax; a sink stays as it is
-    )
-    v_in_k: bool = (
-        False  # V is the first `v_head_size` numbers of K, and K alone is stored (latent attention)
-    )
-    v_head_size: int | None = (
-        None  # of V and of what `attend` returns, with `v_in_k`; None: head_size
-    )
-    shares: int | None = (
-        None  # `index` of an earlier layer whose cache it reads: it has none of its own, and `write` isn't called
-    )
-    # False: each token attends to all tokens of its row, or of a `window` to those less than that many tokens away on both sides. Every row then
-    # computes its whole prompt in one step, and nothing is read later: such a backend may store nothing (`tensor_bytes` is empty)
+    # each head has a sink, a logit that takes part in the softmax's denominator and in nothing
+    # else: see `bind_sinks`
+    sinks: bool = False
+    # a scaled score s becomes softcap * tanh(s / softcap) before the softmax; a sink stays as it is
+    softcap: float | None = None
+    # V is the first `v_head_size` numbers of K, and K alone is stored (latent attention)
+    v_in_k: bool = False
+    # of V and of what `attend` returns, with `v_in_k`; None: head_size
+    v_head_size: int | None = None
+    # `index` of an earlier layer whose cache it reads: it has none of its own, and `write` isn't
+    # called
+    shares: int | None = None
+    # False: each token attends to all tokens of its row, or of a `window` to those less than that
+    # many tokens away on both sides. Every row then computes its whole prompt in one step, and
+    # nothing is read later: such a backend may store nothing (`tensor_bytes` is empty)
     causal: bool = True
 
     @property
@@ -112,9 +117,11 @@ class AttentionContext:
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """Scales that a layer's K and V are divided by before they are stored in a cache of a smaller dtype: positive, on the device, [] float32 each.
+    """Scales that a layer's K and V are divided by before they are stored in a cache of a smaller
+    dtype: positive, on the device, [] float32 each.
 
-    Kernels read them whenever they run. They change only while the cache holds nothing that a request needs.
+    Kernels read them whenever they run. They change only while the cache holds nothing that a
+    request needs.
     """
 
     k: torch.Tensor
@@ -123,10 +130,12 @@ class KVScales:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """A layer's part of the pool: where its blocks lie, and which of a step's block tables leads to them.
+    """A layer's part of the pool: where its blocks lie, and which of a step's block tables leads to
+    them.
 
-    `memory`: one tensor for each of `AttentionBackend.tensor_bytes`, contiguous uint8 [num_pages + 1, its size or more] on the device, zeroed at
-    first. Row i is what page i holds of it. The last page is waste: padding tokens are written to it, and it is never read. Other layers may use the
+    `memory`: one tensor for each of `AttentionBackend.tensor_bytes`, contiguous uint8 [num_pages +
+    1, its size or more] on the device, zeroed at first. Row i is what page i holds of it. The last
+    page is waste: padding tokens are written to it, and it is never read. Other layers may use the
     same tensors for other pages, each with its own layout of a page.
     """
 
@@ -138,62 +147,68 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Attention inputs of one step. Tensors are on the device; numpy arrays are host copies of the same values. A backend only reads them; they
-    don't change until the next `plan`.
+    """Attention inputs of one step. Tensors are on the device; numpy arrays are host copies of the
+    same values. A backend only reads them; they don't change until the next `plan`.
 
-    Rows from `num_rows` on, and tokens from `num_tokens` on, are padding: the backend may compute them, but they must not change any page but the
-    waste page, in which the slot of a padding token lies.
+    Rows from `num_rows` on, and tokens from `num_tokens` on, are padding: the backend may compute
+    them, but they must not change any page but the waste page, in which the slot of a padding token
+    lies.
     """
 
     num_rows: int
     num_tokens: int
     query_starts: torch.Tensor  # [rows + 1] int32
     kv_lens: torch.Tensor  # [rows] int32: tokens in a row's cache, including this step's
-    block_tables: tuple[
-        torch.Tensor, ...
-    ]  # per group: [pages_per_block, rows, max_blocks] int32; entries that no query sees are any pages
-    slots: tuple[
-        torch.Tensor, ...
-    ]  # per group: [pages_per_block, tokens] int64: page * block_size + offset; where each token's K and V are stored
+    # per group: [pages_per_block, rows, max_blocks] int32; entries that no query sees are any pages
+    block_tables: tuple[torch.Tensor, ...]
+    # per group: [pages_per_block, tokens] int64: page * block_size + offset; where each token's K
+    # and V are stored
+    slots: tuple[torch.Tensor, ...]
     host_query_lens: np.ndarray  # [num_rows] int32
     host_kv_lens: np.ndarray  # [num_rows] int32
-    shared_prefix_blocks: int = 0  # number of leading blocks that all rows share in the first group; it concerns layers without a window
-    mixed_graph: bool = False  # `attend` is captured or replayed for any distribution of rows over the padded tokens; only with cuda_graph="mixed"
+    # number of leading blocks that all rows share in the first group; it concerns layers without a
+    # window
+    shared_prefix_blocks: int = 0
+    # `attend` is captured or replayed for any distribution of rows over the padded tokens; only
+    # with cuda_graph="mixed"
+    mixed_graph: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FusedCache:
     """A layer's cache, exposed to a kernel that computes K and V and stores them itself.
 
-    Token i's K goes to `k[slots[i] // block_size, slots[i] % block_size]`, its V likewise. The kernel may run later
-    and repeatedly (in a CUDA graph): the tensors must keep their addresses, and `slots` must hold the slots of the most recently planned step. With
-    `scales` the kernel divides, rounds and saturates as `write` does.
+    Token i's K goes to `k[slots[i] // block_size, slots[i] % block_size]`, its V likewise. The
+    kernel may run later and repeatedly (in a CUDA graph): the tensors must keep their addresses,
+    and `slots` must hold the slots of the most recently planned step. With `scales` the kernel
+    divides, rounds and saturates as `write` does.
     """
 
-    k: (
-        torch.Tensor
-    )  # [num_pages + 1, block_size, kv_heads, head_size], any strides, but the last one is 1
+    # [num_pages + 1, block_size, kv_heads, head_size], any strides, but the last one is 1
+    k: torch.Tensor
     v: torch.Tensor  # like k
     slots: torch.Tensor  # [tokens or more] int64
     scales: KVScales | None = None  # if the cache has a smaller dtype
 
 
 class AttentionLayer(ABC):
-    """One layer of a backend: its cache, with methods to write to it and attend over it, for the batch of the last `plan`.
+    """One layer of a backend: its cache, with methods to write to it and attend over it, for the
+    batch of the last `plan`.
 
     q, k and v belong to the model and are only read: they may be strided views of one tensor.
     """
 
     spec: LayerSpec
     cache: LayerCache | None = None  # set by `bind`
-    kv_scales: KVScales | None = (
-        None  # set by the executor right after `make_layer`, if the cache has a smaller dtype
-    )
+    # set by the executor right after `make_layer`, if the cache has a smaller dtype
+    kv_scales: KVScales | None = None
     sinks: torch.Tensor | None = None  # set by `bind_sinks`
 
     def bind_sinks(self, sinks: torch.Tensor) -> None:
-        """Keep the sinks of this rank's heads [heads], of any floating dtype: a layer with `LayerSpec.sinks` is given them once, before its first
-        `attend`. They are the model's parameter: kernels read it whenever they run. Raises `DovetailError` if they don't fit the layer."""
+        """Keep the sinks of this rank's heads [heads], of any floating dtype: a layer with
+        `LayerSpec.sinks` is given them once, before its first `attend`. They are the model's
+        parameter: kernels read it whenever they run. Raises `DovetailError` if they don't fit the
+        layer."""
         if not self.spec.sinks or tuple(sinks.shape) != (self.spec.heads,):
             expected = (
                 f"{self.spec.heads} sinks, one a head"
@@ -201,31 +216,37 @@ class AttentionLayer(ABC):
                 else "none: its LayerSpec has no sinks"
             )
             raise DovetailError(
-                f"attention layer {self.spec.index}: bind_sinks() got a tensor of shape {list(sinks.shape)}, expected {expected}"
+                f"attention layer {self.spec.index}: bind_sinks() got a tensor of shape "
+                f"{list(sinks.shape)}, expected {expected}"
             )
         self.sinks = sinks
 
     @abstractmethod
     def bind(self, cache: LayerCache) -> None:
-        """Keep `cache`, in place of an earlier one, and make views of its memory. A layer with `LayerSpec.shares` gets that layer's cache."""
+        """Keep `cache`, in place of an earlier one, and make views of its memory. A layer with
+        `LayerSpec.shares` gets that layer's cache."""
 
     @abstractmethod
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
-        """Store k and v [tokens, kv_heads, head_size] at the batch's slots, scaled and rounded if the cache has a smaller dtype. v is None in layers
-        with `v_in_k`, and in no other; there K's scale is V's too."""
+        """Store k and v [tokens, kv_heads, head_size] at the batch's slots, scaled and rounded if
+        the cache has a smaller dtype. v is None in layers with `v_in_k`, and in no other; there K's
+        scale is V's too."""
 
     def cache_for_fused_write(self) -> FusedCache | None:
-        """Return the cache if the kernel that computes K and V may store them itself instead of calling `write`; None (the default) if not."""
+        """Return the cache if the kernel that computes K and V may store them itself instead of
+        calling `write`; None (the default) if not."""
         return None
 
     @abstractmethod
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        """Compute causal attention of q [tokens, heads, head_size] over each row's cached K and V, including those of this step (they are
-        written first, for the whole batch). Returns [tokens, heads, out_size]; values of padding tokens are undefined. The result is valid until
-        the next `attend` of any layer, which may reuse its memory.
+        """Compute causal attention of q [tokens, heads, head_size] over each row's cached K and V,
+        including those of this step (they are written first, for the whole batch). Returns [tokens,
+        heads, out_size]; values of padding tokens are undefined. The result is valid until the next
+        `attend` of any layer, which may reuse its memory.
 
-        With `LayerSpec.causal` False: attention over the K and V that this step wrote, which are those of whole rows. No other layer is written
-        between a layer's `write` and its `attend`."""
+        With `LayerSpec.causal` False: attention over the K and V that this step wrote, which are
+        those of whole rows. No other layer is written between a layer's `write` and its
+        `attend`."""
 
 
 class _Feature(NamedTuple):
@@ -304,8 +325,8 @@ def _reasons_against_values(
 
 
 class AttentionBackend(ABC):
-    """An attention backend. Its executor calls `make_layer` while the model is built, then `bind` of each layer, `prepare`, and `plan` in
-    each step."""
+    """An attention backend. Its executor calls `make_layer` while the model is built, then `bind`
+    of each layer, `prepare`, and `plan` in each step."""
 
     capabilities = AttentionCapabilities()
     options: BaseModel
@@ -316,7 +337,8 @@ class AttentionBackend(ABC):
 
     @classmethod
     def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
-        """Return the reasons why this backend can't serve these layers, one sentence each; empty if it can. The default checks `capabilities`."""
+        """Return the reasons why this backend can't serve these layers, one sentence each; empty if
+        it can. The default checks `capabilities`."""
         features = (
             feature.refusal
             for feature in _FEATURES
@@ -330,14 +352,17 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def tensor_bytes(self, spec: LayerSpec, block_size: int) -> tuple[int, ...]:
-        """Return the size in bytes of one block of `block_size` tokens in each tensor of the layer's cache: (K, V), or (K,) if V is in it. Empty if
-        the backend stores nothing, as it may for layers that aren't causal."""
+        """Return the size in bytes of one block of `block_size` tokens in each tensor of the
+        layer's cache: (K, V), or (K,) if V is in it. Empty if the backend stores nothing, as it may
+        for layers that aren't causal."""
 
     @abstractmethod
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
-        """Allocate all buffers, for steps of at most `max_rows` rows and `max_tokens` tokens, and sequences of at most `max_len` tokens (not
-        necessarily a multiple of the block size). All layers are bound; if they are bound again, it is called again."""
+        """Allocate all buffers, for steps of at most `max_rows` rows and `max_tokens` tokens, and
+        sequences of at most `max_len` tokens (not necessarily a multiple of the block size). All
+        layers are bound; if they are bound again, it is called again."""
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
-        """Fill the buffers; called once a step, before the model runs. On a GPU it must not allocate, synchronize or move a buffer."""
+        """Fill the buffers; called once a step, before the model runs. On a GPU it must not
+        allocate, synchronize or move a buffer."""

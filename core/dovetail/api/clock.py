@@ -33,7 +33,8 @@ class WallClock(Clock):
 
 
 class VirtualClock(Clock):
-    """Simulated time, advanced only by an executor in `collect`, or by the engine while it is idle."""
+    """Simulated time, advanced only by an executor in `collect`, or by the engine while it is
+    idle."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

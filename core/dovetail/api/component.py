@@ -1,8 +1,9 @@
-"""Declarations of what a plugin provides: `ComponentSpec`, `CommandSpec`, `RoutesSpec`, `BundledModel`, `QuantizationSpec`, the `hookimpl` marker
-and the kinds.
+"""Declarations of what a plugin provides: `ComponentSpec`, `CommandSpec`, `RoutesSpec`,
+`BundledModel`, `QuantizationSpec`, the `hookimpl` marker and the kinds.
 
-A plugin is a module named by an entry point in the group `dovetail.plugins`; see `dovetail.registry.hookspecs` for its hooks. Declarations
-hold only strings and small values, so that declaring a component imports nothing heavy.
+A plugin is a module named by an entry point in the group `dovetail.plugins`; see
+`dovetail.registry.hookspecs` for its hooks. Declarations hold only strings and small values, so
+that declaring a component imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -66,8 +67,10 @@ class NoOptions(BaseModel):
 class ComponentSpec:
     """One component that a plugin provides. Raises `PluginError` if a field is malformed.
 
-    `target` and `options` are imported only when the component is used (`options` also to validate a config). `requires`: PEP 508 requirements
-    of the target beyond its distribution's dependencies; if one is missing when the component is used, the error names it.
+    `target` and `options` are imported only when the component is used
+    (`options` also to validate a config). `requires`: PEP 508 requirements of the target beyond its
+    distribution's dependencies; if one is missing when the component is used, the error names
+    it.
     """
 
     kind: Kind
@@ -77,12 +80,11 @@ class ComponentSpec:
     options: str | None = None  # "package.module:Model", a pydantic model; None: no options
     summary: str = ""  # one line for `dovetail plugins list`
     requires: tuple[str, ...] = ()
-    architectures: tuple[
-        str, ...
-    ] = ()  # kind model: Hugging Face `architectures`; "*": any that no other component names
-    request_extra: str | None = (
-        None  # "package.module:Model", a pydantic model that validates this distribution's part of a request's `extra`
-    )
+    # kind model: Hugging Face `architectures`; "*": any that no other component names
+    architectures: tuple[str, ...] = ()
+    # "package.module:Model", a pydantic model that validates this distribution's part of a
+    # request's `extra`
+    request_extra: str | None = None
 
     def __post_init__(self) -> None:
         for field, is_right, expected in _RULES:
@@ -159,21 +161,24 @@ class _Offer:
 
 @dataclass(frozen=True, slots=True)
 class CommandSpec(_Offer):
-    """Subcommand that a plugin adds to `dovetail`. `target` is a `typer.Typer` app or a function, imported when called."""
+    """Subcommand that a plugin adds to `dovetail`. `target` is a `typer.Typer` app or a function,
+    imported when called."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutesSpec(_Offer):
-    """Routes and middleware that `dovetail serve --route NAME` adds to the server. `target` is a function, called once in each front end with a
-    `dovetail.api.routes.RouteContext`. It returns Starlette's `Route`, `Mount`, `WebSocketRoute` and `Middleware` objects, in a list."""
+    """Routes and middleware that `dovetail serve --route NAME` adds to the server. `target` is a
+    function, called once in each front end with a `dovetail.api.routes.RouteContext`. It returns
+    Starlette's `Route`, `Mount`, `WebSocketRoute` and `Middleware` objects, in a list."""
 
 
 @dataclass(frozen=True, slots=True)
 class BundledModel:
-    """Model directory that a plugin ships at `path` inside `package`; resolved with importlib.resources on use.
+    """Model directory that a plugin ships at `path` inside `package`; resolved with
+    importlib.resources on use.
 
-    Only built-in models have a short name; others are called "distribution:name", so that installing a plugin never changes the meaning of a hub
-    id or a directory.
+    Only built-in models have a short name; others are called "distribution:name", so that
+    installing a plugin never changes the meaning of a hub id or a directory.
     """
 
     name: str
@@ -194,22 +199,25 @@ class BundledModel:
             or ".." in self.path.split("/")
         ):
             raise PluginError(
-                f"BundledModel {self.name!r}: path is {self.path!r}, expected a path inside the package"
+                f"BundledModel {self.name!r}: path is {self.path!r}, expected a path inside the "
+                f"package"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationSpec:
-    """Weight format of linear layers in checkpoints. `target` is imported when a checkpoint names it, and constructed from the checkpoint's
-    `quantization_config`. Raises `PluginError` if a field is malformed.
+    """Weight format of linear layers in checkpoints. `target` is imported when a checkpoint names
+    it, and constructed from the checkpoint's `quantization_config`. Raises `PluginError` if a field
+    is malformed.
     """
 
     name: str  # the checkpoint's `quant_method`
-    target: str  # "package.module:Class", a subclass of `dovetail.nn.format.Quantization`, instantiated as Class(quantization_config)
+    # "package.module:Class", a subclass of `dovetail.nn.format.Quantization`, instantiated as
+    # Class(quantization_config)
+    target: str
     summary: str = ""  # one line for `dovetail plugins info`
-    quantizes: bool = (
-        False  # can quantize a plain checkpoint while loading; instantiated as Class(None) for that
-    )
+    # can quantize a plain checkpoint while loading; instantiated as Class(None) for that
+    quantizes: bool = False
 
     def __post_init__(self) -> None:
         if not _is_name(self.name):

@@ -1,14 +1,17 @@
-"""Draft head: a few layers that guess tokens from the hidden states of the model that checks them, the *target* (EAGLE-3, multi-token prediction).
+"""Draft head: a few layers that guess tokens from the hidden states of the model that checks them,
+the *target* (EAGLE-3, multi-token prediction).
 
-At position i a head reads the target's state of token i and the embedding of token i + 1, and its output says what token i + 2 is. Its output also
-stands for the state that the target has not computed yet, to guess the token after that:
+At position i a head reads the target's state of token i and the embedding of token i + 1, and its
+output says what token i + 2 is. Its output also stands for the state that the target has not
+computed yet, to guess the token after that:
 
       known tokens           a    b    c    d
       states of the target   A    B    C             d is sampled from C
       the head reads         Ab   Bc   Cd            from the last output e is drafted; then from that output and e, the next one; and so on
 
-K and V of the head's layers at position i are in the target's cache groups. The executor stores them in every step, right after the target, so that
-they are there whenever the head drafts. A drafter names its head's class: see `dovetail.api.drafter.ModelDrafter`.
+K and V of the head's layers at position i are in the target's cache groups. The executor stores
+them in every step, right after the target, so that they are there whenever the head drafts. A
+drafter names its head's class: see `dovetail.api.drafter.ModelDrafter`.
 """
 
 from __future__ import annotations
@@ -26,15 +29,17 @@ if TYPE_CHECKING:
 
 
 class DraftHead(Protocol):
-    """Module that `HeadArch.build` returns: a `torch.nn.Module` with parameters like those of a `CausalLM`, or one that `LoadsItself`.
+    """Module that `HeadArch.build` returns: a `torch.nn.Module` with parameters like those of a
+    `CausalLM`, or one that `LoadsItself`.
 
-    `positions` [tokens] int64; token_ids [tokens] int64: of each position, the id of the token *after* it. Inputs are only read; results belong to
-    the caller, and are the same on every rank.
+    `positions` [tokens] int64; token_ids [tokens] int64: of each position, the id of the token
+    *after* it. Inputs are only read; results belong to the caller, and are the same on every
+    rank.
     """
 
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
-        """Return states [tokens, hidden_size] of tapped [tokens, taps * the target's hidden size], the target's states at the taps, one after the
-        other."""
+        """Return states [tokens, hidden_size] of tapped [tokens, taps * the target's hidden size],
+        the target's states at the taps, one after the other."""
 
     def store(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:
         """Store K and V of `states` [tokens, hidden_size], and of the tokens after them."""
@@ -42,14 +47,17 @@ class DraftHead(Protocol):
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
     ) -> torch.Tensor:
-        """As `store`; also attend, and return the states [tokens, hidden_size] that stand for those of the next positions."""
+        """As `store`; also attend, and return the states [tokens, hidden_size] that stand for those
+        of the next positions."""
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return logits [n, the target's vocabulary] of the drafts that follow `states` [n, hidden_size], which `forward` returned: -inf for ids that
-        it can't draft. The sampler may overwrite them."""
+        """Return logits [n, the target's vocabulary] of the drafts that follow `states` [n,
+        hidden_size], which `forward` returned: -inf for ids that it can't draft. The sampler may
+        overwrite them."""
 
     def weights(self) -> Iterable[WeightRule]:
-        """Return the rules that map each tensor of the head in a checkpoint, which may hold others, to a parameter."""
+        """Return the rules that map each tensor of the head in a checkpoint, which may hold others,
+        to a parameter."""
 
 
 class HeadArch(ABC):
@@ -60,14 +68,18 @@ class HeadArch(ABC):
     is_stored_as_target = False  # True: its linear layers have the target's weight format
 
     def __init__(self, directory: Path, target: Any, *, dummy: bool) -> None:
-        """`directory`: of the head's checkpoint; `target`: the target's transformers config. `dummy`: weights will be random, and there may be none.
+        """`directory`: of the head's checkpoint; `target`: the target's transformers config.
+        `dummy`: weights will be random, and there may be none.
 
-        Raises `UnsupportedError` with the reasons if there is no such head, or it doesn't fit the target; `ModelLoadError` if files can't be used."""
+        Raises `UnsupportedError` with the reasons if there is no such head, or it doesn't fit the
+        target; `ModelLoadError` if files can't be used."""
 
     @abstractmethod
     def layer_specs(self, parallel: ParallelGroup) -> list[LayerSpec]:
-        """Return the attention layers that `build` will create, numbered from 0, with this rank's shapes."""
+        """Return the attention layers that `build` will create, numbered from 0, with this rank's
+        shapes."""
 
     @abstractmethod
     def build(self, context: BuildContext, target: Tapped) -> torch.nn.Module:
-        """Return a `DraftHead` with uninitialized parameters on `context.device`. It may use the target's embedding and logits."""
+        """Return a `DraftHead` with uninitialized parameters on `context.device`. It may use the
+        target's embedding and logits."""

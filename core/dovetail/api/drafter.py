@@ -1,8 +1,10 @@
-"""Drafter: guesses the next tokens of requests, so that one step can check several (speculative decoding).
+"""Drafter: guesses the next tokens of requests, so that one step can check several (speculative
+decoding).
 
-A guess, a *draft*, never changes what is generated: the engine samples the model's own token at each position, with that position's noise, and keeps
-it and those before it (see `dovetail.api.executor.Batch`). A good drafter makes steps yield more tokens; a bad one only wastes work, and the engine
-measures which it is. This module doesn't need torch.
+A guess, a *draft*, never changes what is generated: the engine samples the model's own token at
+each position, with that position's noise, and keeps it and those before it (see
+`dovetail.api.executor.Batch`). A good drafter makes steps yield more tokens; a bad one only wastes
+work, and the engine measures which it is. This module doesn't need torch.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from dovetail.request import Request
 
 @dataclass(frozen=True, slots=True)
 class DrafterContext:
-    """Constants passed to a drafter's constructor. Of a `ModelDrafter`, which is created before the models are loaded, `vocab_size` and
-    `max_model_len` are 0: not known yet."""
+    """Constants passed to a drafter's constructor. Of a `ModelDrafter`, which is created before the
+    models are loaded, `vocab_size` and `max_model_len` are 0: not known yet."""
 
     vocab_size: int  # ids are 0 to vocab_size - 1
     max_drafts: int  # most that a request is asked for at once
@@ -28,10 +30,13 @@ class DrafterContext:
 
 
 class Drafter(ABC):
-    """Proposes drafts on the host. Created once per engine; one thread at a time calls it, not always the same.
+    """Proposes drafts on the host. Created once per engine; one thread at a time calls it, not
+    always the same.
 
-    It sees all tokens of a request in `prompt_token_ids` and `output_token_ids`, which grow from call to call. What it learns from one request's
-    tokens may only be proposed to requests with the same `client` (of None, to no other request): what is proposed shows in the timing of answers.
+    It sees all tokens of a request in `prompt_token_ids` and `output_token_ids`, which grow from
+    call to call. What it learns from one request's tokens may only be proposed to requests with the
+    same `client` (of None, to no other request): what is proposed shows in the timing of
+    answers.
     """
 
     options: BaseModel
@@ -42,29 +47,33 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Return, for each of `requests`, the tokens that are likely to follow its last one, in order: at most `most[i]` (at least 1) for the i-th,
-        possibly none. The engine waits for it between steps, so it should take microseconds per request.
+        """Return, for each of `requests`, the tokens that are likely to follow its last one, in
+        order: at most `most[i]` (at least 1) for the i-th, possibly none. The engine waits for it
+        between steps, so it should take microseconds per request.
 
-        If it raises, returns ids outside the vocabulary, or takes longer than `speculation.timeout_s`, the step goes on without drafts, and the log
-        names the drafter once.
+        If it raises, returns ids outside the vocabulary, or takes longer than
+        `speculation.timeout_s`, the step goes on without drafts, and the log names the drafter
+        once.
         """
 
     def on_finished(self, request: Request) -> None:
-        """Forget `request`, or learn from it: it has ended, and won't be proposed for again. Also called if it never was."""
+        """Forget `request`, or learn from it: it has ended, and won't be proposed for again. Also
+        called if it never was."""
 
 
 class ModelDrafter(Drafter):
-    """Drafts come from a smaller model of the same vocabulary, or a head, which the executor runs. It draws with the target's noise, temperature and
-    filters."""
+    """Drafts come from a smaller model of the same vocabulary, or a head, which the executor runs.
+    It draws with the target's noise, temperature and filters."""
 
-    head: ClassVar[str | None] = (
-        None  # "package.module:Class" of a `dovetail.api.draft_head.HeadArch`: `model` is a head. None: a whole model
-    )
+    # "package.module:Class" of a `dovetail.api.draft_head.HeadArch`: `model` is a head. None: a
+    # whole model
+    head: ClassVar[str | None] = None
 
     @property
     @abstractmethod
     def model(self) -> str | None:
-        """A model's name or directory, as `model` in `engine.yaml`. None: the head is in the checkpoint of the engine's model."""
+        """A model's name or directory, as `model` in `engine.yaml`. None: the head is in the
+        checkpoint of the engine's model."""
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int]]:
         """Not called: the executor proposes."""

@@ -1,7 +1,9 @@
-"""Executor: computes the steps that the core plans. It owns the model, the KV cache and the state of each row.
+"""Executor: computes the steps that the core plans. It owns the model, the KV cache and the state
+of each row.
 
-For each step the core sends a `Batch` with only the changes, as numpy int32 arrays; while a request keeps its row, its token ids stay
-with the executor. Results come back in the order of submission. This module doesn't need torch: an executor may be a simulation.
+For each step the core sends a `Batch` with only the changes, as numpy int32 arrays; while a request
+keeps its row, its token ids stay with the executor. Results come back in the order of submission.
+This module doesn't need torch: an executor may be a simulation.
 """
 
 from __future__ import annotations
@@ -40,16 +42,18 @@ class ComponentRef:
     options: Mapping[str, Any] = field(default_factory=dict)  # validated; plain values
     options_model: str | None = None  # "package.module:Model"
     architectures: tuple[str, ...] = ()
-    bridges: tuple[
-        str, ...
-    ] = ()  # "package.module:function": what `load` applies to a class written for an older version of its interface
+    # "package.module:function": what `load` applies to a class written for an older version of its
+    # interface
+    bridges: tuple[str, ...] = ()
 
     def load(self) -> Any:
-        """Import and return the class. Raises `PluginError` that names the component if the import fails."""
+        """Import and return the class. Raises `PluginError` that names the component if the import
+        fails."""
         return bridged(import_target(self.path, self._wrong), self.bridges, self._wrong)
 
     def make(self, context: Any) -> Any:
-        """Instantiate `cls(options, context)`. An error that isn't a `DovetailError` becomes a `PluginError` that names the component."""
+        """Instantiate `cls(options, context)`. An error that isn't a `DovetailError` becomes a
+        `PluginError` that names the component."""
         model = import_target(self.options_model, self._wrong) if self.options_model else NoOptions
         return make_component(self.load(), model(**self.options), context, self.path, self._wrong)
 
@@ -67,7 +71,8 @@ class QuantizationRef:
     quantizes: bool  # can quantize a plain checkpoint while loading
 
     def load(self) -> Any:
-        """Import and return the subclass of `dovetail.nn.format.Quantization`. Raises `PluginError` that names it if the import fails."""
+        """Import and return the subclass of `dovetail.nn.format.Quantization`. Raises `PluginError`
+        that names it if the import fails."""
         return import_target(
             self.path, lambda what: PluginError(f"quantization {self.name}: {what}")
         )
@@ -94,45 +99,45 @@ class ExecutorConfig:
     quantization: str | None = None  # None: the checkpoint's; otherwise a `QuantizationRef.method`
     state_dtype: str = "float32"  # of recurrent states
     max_drafts: int = 0  # most drafts that a row checks in a step; 0: no speculation
-    draft_model: str | None = (
-        None  # directory of a model or head that proposes drafts: see `dovetail.api.drafter.ModelDrafter`
-    )
-    draft_head: str | None = (
-        None  # "package.module:Class" of the head's `dovetail.api.draft_head.HeadArch`; None: `draft_model` is a whole model
-    )
-    pooling: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # `pooling` of `engine.yaml`: what it sets differs from the checkpoint's own pooling
+    # directory of a model or head that proposes drafts: see `dovetail.api.drafter.ModelDrafter`
+    draft_model: str | None = None
+    # "package.module:Class" of the head's `dovetail.api.draft_head.HeadArch`; None: `draft_model`
+    # is a whole model
+    draft_head: str | None = None
+    # `pooling` of `engine.yaml`: what it sets differs from the checkpoint's own pooling
+    pooling: Mapping[str, Any] = field(default_factory=dict)
     max_adapters: int = 0  # slots for LoRA adapters on the device; 0: none
     max_adapter_rank: int = 16
     # Features of an executor's own, for its workers: each is called with the arguments of
-    # `dovetail_executors.runtime.feature_plans.feature_plans`, and returns a `FeaturePlan`. Picklable.
+    # `dovetail_executors.runtime.feature_plans.feature_plans`, and returns a `FeaturePlan`.
+    # Picklable.
     features: tuple[Callable[..., Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorContext:
-    """Constants passed to an executor's constructor. `models`: all installed components of that kind. `attention`: the backends to consider, best
-    first (only one if the config names it)."""
+    """Constants passed to an executor's constructor. `models`: all installed components of that
+    kind. `attention`: the backends to consider, best first (only one if the config names it)."""
 
     config: ExecutorConfig
     clock: Clock
     models: tuple[ComponentRef, ...] = ()
     attention: tuple[ComponentRef, ...] = ()
     sampler: ComponentRef | None = None
-    progress: Callable[[str, int, int], None] | None = (
-        None  # (what, done, total): loading, capturing
-    )
+    # (what, done, total): loading, capturing
+    progress: Callable[[str, int, int], None] | None = None
     quantizations: tuple[QuantizationRef, ...] = ()  # all installed
     logits_processors: tuple[ComponentRef, ...] = ()  # in the order in which they are applied
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorCapabilities:
-    """Features that an executor supports. `virtual_clock`: `collect` advances a `VirtualClock`. `logprobs`: it can return log-probabilities.
-    `masks`: it implements `sample`; otherwise requests with a grammar are rejected. `samples`: it applies each row's sampling parameters; a
-    simulation sets it to False. `draft_model`: it loads `ExecutorConfig.draft_model`, and proposes drafts with it. `draft_head`: also if that is a
-    head. `logits_processors`: it applies `ExecutorContext.logits_processors` to rows that ask for them."""
+    """Features that an executor supports. `virtual_clock`: `collect` advances a `VirtualClock`.
+    `logprobs`: it can return log-probabilities. `masks`: it implements `sample`; otherwise requests
+    with a grammar are rejected. `samples`: it applies each row's sampling parameters; a simulation
+    sets it to False. `draft_model`: it loads `ExecutorConfig.draft_model`, and proposes drafts with
+    it. `draft_head`: also if that is a head. `logits_processors`: it applies
+    `ExecutorContext.logits_processors` to rows that ask for them."""
 
     virtual_clock: bool = False
     logprobs: bool = True
@@ -149,16 +154,21 @@ PoolingMethod = Literal["last", "mean", "cls"]
 
 @dataclass(frozen=True, slots=True)
 class RowPooling:
-    """Parameters of a pooling request. The task "embed" returns one vector for the prompt, and "classify" one score for each label; the tasks with
-    the prefix "token_" return these for each token."""
+    """Parameters of a pooling request. The task "embed" returns one vector for the prompt, and
+    "classify" one score for each label; the tasks with the prefix "token_" return these for each
+    token."""
 
     task: PoolingTask
     dimensions: int | None = None  # keep that many leading numbers of an embedding; None: all
-    activate: bool = True  # normalize an embedding to length 1, turn scores into probabilities; False: as the last layer returns them
-    second: int | None = (
-        None  # of a pair of texts, the index of the second one's first token: from there on, token types are 1; None: all are 0
-    )
-    of_pair: bool = False  # scores of a pair of texts: a cross-encoder may use another activation for them than a classifier for labels
+    # normalize an embedding to length 1, turn scores into probabilities; False: as the last layer
+    # returns them
+    activate: bool = True
+    # of a pair of texts, the index of the second one's first token: from there on, token types are
+    # 1; None: all are 0
+    second: int | None = None
+    # scores of a pair of texts: a cross-encoder may use another activation for them than a
+    # classifier for labels
+    of_pair: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +180,12 @@ class PoolingCapacity:
     size: int  # numbers of an embedding
     labels: tuple[str, ...] = ()  # of a classifier, in the order of its scores; one label: a score
     generates: bool = True  # it can generate, too
-    indivisible: bool = False  # a prompt is computed in one step, without cached tokens: tokens attend to later ones
-    dimensions: tuple[int, ...] | None = (
-        None  # sizes to which an embedding may be cut; None: any up to `size`
-    )
-    padding: int | None = (
-        None  # "classify" skips tokens of this id at a prompt's end, which the core leaves out; None: none
-    )
+    # a prompt is computed in one step, without cached tokens: tokens attend to later ones
+    indivisible: bool = False
+    # sizes to which an embedding may be cut; None: any up to `size`
+    dimensions: tuple[int, ...] | None = None
+    # "classify" skips tokens of this id at a prompt's end, which the core leaves out; None: none
+    padding: int | None = None
 
     def needs_all_states(self, task: PoolingTask) -> bool:
         """Return True if tokens found in the prefix cache would be missing from the result."""
@@ -185,13 +194,14 @@ class PoolingCapacity:
 
 @dataclass(frozen=True, slots=True)
 class AdapterCapacity:
-    """Bank of slots for LoRA adapters, and the modules that adapters may change. Slot 0 holds none and is never loaded."""
+    """Bank of slots for LoRA adapters, and the modules that adapters may change. Slot 0 holds none
+    and is never loaded."""
 
     slots: int  # besides slot 0
     max_rank: int
-    modules: Mapping[
-        str, tuple[int, int]
-    ]  # module's full name in checkpoints, "model.layers.0.self_attn.q_proj" -> (in, out) features, of all ranks
+    # module's full name in checkpoints, "model.layers.0.self_attn.q_proj" -> (in, out) features, of
+    # all ranks
+    modules: Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,25 +213,24 @@ class Capacity:
     layout: KVLayout
     vocab_size: int
     max_model_len: int  # tokens of the longest sequence, prompt plus output
-    details: Mapping[str, str] = field(
-        default_factory=dict
-    )  # choices for humans to read: device, dtype, attention, reasons
-    shared_prefix: bool = (
-        False  # it can use `Batch.shared_prefix_blocks`; otherwise the core leaves that 0
-    )
-    max_lines: int = (
-        0  # in a step with drafts: lines (see `Batch`) that it can sample; 0: it can't check drafts
-    )
-    # (lines, seconds on the device) of steps that compute that many tokens, each with a line; ascending. Empty: not measured
+    # choices for humans to read: device, dtype, attention, reasons
+    details: Mapping[str, str] = field(default_factory=dict)
+    # it can use `Batch.shared_prefix_blocks`; otherwise the core leaves that 0
+    shared_prefix: bool = False
+    # in a step with drafts: lines (see `Batch`) that it can sample; 0: it can't check drafts
+    max_lines: int = 0
+    # (lines, seconds on the device) of steps that compute that many tokens, each with a line;
+    # ascending. Empty: not measured
     line_costs: tuple[tuple[int, float], ...] = ()
-    # (rows, seconds) that a draft model takes for one draft of each of that many rows; ascending. Empty: there is none, or it isn't measured
+    # (rows, seconds) that a draft model takes for one draft of each of that many rows; ascending.
+    # Empty: there is none, or it isn't measured
     draft_costs: tuple[tuple[int, float], ...] = ()
     pooling: PoolingCapacity | None = None  # None: it only generates
-    adapters: AdapterCapacity | None = (
-        None  # None: it can't use adapters, or `ExecutorConfig.max_adapters` is 0
-    )
-    # prompt tokens per second, a cautious guess: the core cuts prompts so that a step takes some seconds, by this and then by what it measures.
-    # None: steps may be as large as `max_num_batched_tokens`
+    # None: it can't use adapters, or `ExecutorConfig.max_adapters` is 0
+    adapters: AdapterCapacity | None = None
+    # prompt tokens per second, a cautious guess: the core cuts prompts so that a step takes some
+    # seconds, by this and then by what it measures. None: steps may be as large as
+    # `max_num_batched_tokens`
     prompt_rate: float | None = None
     # What further features offer, one object of a type each. Its method `feature` makes their side
     # of the loop, a `dovetail.engine.feature.EngineFeature`
@@ -234,9 +243,11 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request that takes a row. It may have run before (preempted, or displaced from its row): `token_ids` holds all its tokens.
+    """A request that takes a row. It may have run before (preempted, or displaced from its row):
+    `token_ids` holds all its tokens.
 
-    Its tokens are sampled by `sampling`, in full; an executor without the capability `samples` may ignore it.
+    Its tokens are sampled by `sampling`, in full; an executor without the capability `samples` may
+    ignore it.
     """
 
     row: int
@@ -244,16 +255,19 @@ class NewRow:
     token_ids: Int32  # [known tokens] prompt and generated tokens
     prompt_len: int
     computed: int  # leading tokens whose K and V are in its blocks already
-    # per group: [blocks * pages_per_block] its block table, block after block; -1: not held, and never read. Of a recurrent group, one block
+    # per group: [blocks * pages_per_block] its block table, block after block; -1: not held, and
+    # never read. Of a recurrent group, one block
     pages: tuple[Int32, ...]
     sampling: RowSampling | None  # None: it yields no token, but what a part of the batch says
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoad:
-    """A LoRA adapter to be written to a slot of the device's bank, in place of what the slot held. For a module named m, the safetensors file at
-    `path` holds "m.lora_A" [rank, in] and "m.lora_B" [out, rank], of any floating dtype; the module then adds (x A^T) B^T to its output, as the
-    adapter's scale is in B already. The file doesn't change while a step with this load is uncollected."""
+    """A LoRA adapter to be written to a slot of the device's bank, in place of what the slot held.
+    For a module named m, the safetensors file at `path` holds "m.lora_A" [rank, in] and "m.lora_B"
+    [out, rank], of any floating dtype; the module then adds (x A^T) B^T to its output, as the
+    adapter's scale is in B already. The file doesn't change while a step with this load is
+    uncollected."""
 
     slot: int  # 1 or more
     path: str
@@ -271,7 +285,8 @@ class HostLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class PoolingRows:
-    """Part of a batch: rows that pool. Once its prompt is computed such a row yields what it pools."""
+    """Part of a batch: rows that pool. Once its prompt is computed such a row yields what it
+    pools."""
 
     added: Mapping[int, RowPooling]  # of rows in `Batch.added`, which have no `sampling`
     due: Int32  # [any] ascending indices of `Batch.rows` that end their prompts: results are due
@@ -287,8 +302,8 @@ class AdapterRows:
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """Part of a result: what rows pooled, by index in the batch. [size], or [prompt tokens, size] of
-    tasks that begin with "token_"."""
+    """Part of a result: what rows pooled, by index in the batch. [size], or [prompt tokens, size]
+    of tasks that begin with "token_"."""
 
     values: Mapping[int, NDArray[np.float32]]
 
@@ -303,7 +318,8 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RowCheckpoint:
-    """Copy of the live state of `row` after its first `tokens` tokens, which this step computes, to `pages` [pages_per_block]."""
+    """Copy of the live state of `row` after its first `tokens` tokens, which this step computes, to
+    `pages` [pages_per_block]."""
 
     row: int
     tokens: int
@@ -315,22 +331,29 @@ class Drafts:
     """Guesses of the tokens that follow the last known one of each row of a batch."""
 
     counts: Int32  # [b]; 0: none, as in rows that yield no token
-    token_ids: Int32  # [sum of counts] row by row; -1: the executor's draft model proposes it, as then all others of the row
+    # [sum of counts] row by row; -1: the executor's draft model proposes it, as then all others of
+    # the row
+    token_ids: Int32
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step, carried out in this order: release the rows in `removed`, start those in `added`, append `new_pages` to the block tables, run
-    `copies`, then compute the next `num_tokens` tokens of each of `rows`, and on the way write `checkpoints`. A row with `yields_token` then yields
-    one token, which becomes its next known token. The state of a row without computed tokens is zero, whatever its pages hold. Executors only read a
-    batch; its arrays don't change until its results are collected, and may be reused afterwards.
+    """One step, carried out in this order: release the rows in `removed`, start those in `added`,
+    append `new_pages` to the block tables, run `copies`, then compute the next `num_tokens` tokens
+    of each of `rows`, and on the way write `checkpoints`. A row with `yields_token` then yields one
+    token, which becomes its next known token. The state of a row without computed tokens is zero,
+    whatever its pages hold. Executors only read a batch; its arrays don't change until its results
+    are collected, and may be reused afterwards.
 
-    Drafts (speculative decoding): a row with d drafts has `yields_token`, and computes exactly 1 + d tokens: its last known one and the drafts. It
-    has 1 + d *lines*, where any other row that yields a token has one: line j is sampled from the logits of the j-th of these tokens, as if drafts
-    [0, j) were known tokens of the row. The row yields the tokens of its lines up to the first that differs from its draft, that one included; so
-    1 to 1 + d. They become known, and all but the last of them computed. K and V of other drafts are worthless, and later steps overwrite them; a
-    live state is that after the computed tokens. Each token is what would be sampled without drafts. A batch with drafts is submitted only while no
-    other step is in flight, and nothing is submitted before its results are collected."""
+    Drafts (speculative decoding): a row with d drafts has `yields_token`, and computes exactly 1 +
+    d tokens: its last known one and the drafts. It has 1 + d *lines*, where any other row that
+    yields a token has one: line j is sampled from the logits of the j-th of these tokens, as if
+    drafts [0, j) were known tokens of the row. The row yields the tokens of its lines up to the
+    first that differs from its draft, that one included; so 1 to 1 + d. They become known, and all
+    but the last of them computed. K and V of other drafts are worthless, and later steps overwrite
+    them; a live state is that after the computed tokens. Each token is what would be sampled
+    without drafts. A batch with drafts is submitted only while no other step is in flight, and
+    nothing is submitted before its results are collected."""
 
     step: int
     removed: Int32  # [any] rows
@@ -340,14 +363,15 @@ class Batch:
     rows: Int32  # [b] distinct rows
     num_tokens: Int32  # [b] >= 1
     yields_token: NDArray[np.bool_]  # [b]
-    shared_prefix_blocks: int = 0  # number of leading blocks that all rows share in the first group, whose attention is full
-    checkpoints: tuple[
-        RowCheckpoint, ...
-    ] = ()  # at most one per row of `rows`, and none of a row with drafts
-    late: bool = False  # a mask depends on tokens still in flight: `submit` runs the model only, `sample` samples
+    # number of leading blocks that all rows share in the first group, whose attention is full
+    shared_prefix_blocks: int = 0
+    # at most one per row of `rows`, and none of a row with drafts
+    checkpoints: tuple[RowCheckpoint, ...] = ()
+    # a mask depends on tokens still in flight: `submit` runs the model only, `sample` samples
+    late: bool = False
     drafts: Drafts | None = None  # None: no row has any
-    # What features of some steps need, one object of a type each: `PoolingRows`, `AdapterRows`, and those of plugins. An executor is only given
-    # parts of features that its `Capacity` declares
+    # What features of some steps need, one object of a type each: `PoolingRows`, `AdapterRows`, and
+    # those of plugins. An executor is only given parts of features that its `Capacity` declares
     parts: tuple[Any, ...] = ()
 
     def part(self, kind: type[Part]) -> Part | None:
@@ -366,8 +390,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Allowed token ids of constrained lines of a late batch (see `Batch`); others may sample any id. Bit `id % 32` of word `id // 32` is 1 if the id
-    is allowed; each line allows at least one. A line after a draft that the grammar forbids allows all ids, since its row never reaches it."""
+    """Allowed token ids of constrained lines of a late batch (see `Batch`); others may sample any
+    id. Bit `id % 32` of word `id // 32` is 1 if the id is allowed; each line allows at least one. A
+    line after a draft that the grammar forbids allows all ids, since its row never reaches it."""
 
     lines: Int32  # [m] indices among the lines of all rows, row by row; ascending
     words: UInt32  # [m, ceil(vocab_size / 32)]
@@ -375,29 +400,28 @@ class Masks:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Results of a batch, owned by the core: later steps don't change them. Times are seconds on the engine's clock at which the device began and
-    ended the step."""
+    """Results of a batch, owned by the core: later steps don't change them. Times are seconds on
+    the engine's clock at which the device began and ended the step."""
 
     step: int
-    token_ids: NDArray[
-        np.int64
-    ]  # [b] the sampled token of each row of the batch, -1: none; with `counts`: [sum of counts], row by row
+    # [b] the sampled token of each row of the batch, -1: none; with `counts`: [sum of counts], row
+    # by row
+    token_ids: NDArray[np.int64]
     started: float
     ended: float
-    # one row per yielded token, in order; columns beyond those that a row requests are undefined, all if it requests none
+    # one row per yielded token, in order; columns beyond those that a row requests are undefined,
+    # all if it requests none
     logprobs: HostLogprobs | None = None
-    failed: Mapping[int, str] = field(
-        default_factory=dict
-    )  # index in the batch -> why this row failed; the others are valid
-    counts: Int32 | None = (
-        None  # [b] tokens that each row yielded; None: at most one each. Given exactly if the batch has `drafts`
-    )
-    graphs: tuple[
-        str, ...
-    ] = ()  # kinds of the recorded graphs that the step replayed, in order; the rest was launched kernel by kernel
-    parts: tuple[
-        Any, ...
-    ] = ()  # results of features, one object of a type each: `Pooled`, `PromptLogprobs`
+    # index in the batch -> why this row failed; the others are valid
+    failed: Mapping[int, str] = field(default_factory=dict)
+    # [b] tokens that each row yielded; None: at most one each. Given exactly if the batch has
+    # `drafts`
+    counts: Int32 | None = None
+    # kinds of the recorded graphs that the step replayed, in order; the rest was launched kernel by
+    # kernel
+    graphs: tuple[str, ...] = ()
+    # results of features, one object of a type each: `Pooled`, `PromptLogprobs`
+    parts: tuple[Any, ...] = ()
 
     def part(self, kind: type[Part]) -> Part | None:
         """Return the part of that type; None if there is none."""
@@ -417,8 +441,8 @@ def _part_of(parts: tuple[Any, ...], kind: type[Part]) -> Part | None:
 
 
 class Executor(ABC):
-    """Computes steps. One thread at a time calls it: `start`, then in turn `submit`, for late batches `sample`, and `collect`; `stop` at the
-    end."""
+    """Computes steps. One thread at a time calls it: `start`, then in turn `submit`, for late
+    batches `sample`, and `collect`; `stop` at the end."""
 
     capabilities = ExecutorCapabilities()
     options: BaseModel
@@ -429,21 +453,26 @@ class Executor(ABC):
 
     @abstractmethod
     def start(self) -> Capacity:
-        """Load the model and allocate memory. Raises `ModelLoadError` or `UnsupportedError` with the reasons."""
+        """Load the model and allocate memory. Raises `ModelLoadError` or `UnsupportedError` with
+        the reasons."""
 
     @abstractmethod
     def submit(self, batch: Batch) -> Any:
-        """Enqueue a step and return its handle as soon as possible. At most `Capacity.max_in_flight` steps are uncollected at any time."""
+        """Enqueue a step and return its handle as soon as possible. At most
+        `Capacity.max_in_flight` steps are uncollected at any time."""
 
     def mask_words(self, count: int, width: int) -> UInt32:
-        """Return uninitialized memory [count, width] for the words of the next masks. Override it if the device copies faster from a certain kind of
-        memory; `sample` must accept any other memory as well."""
+        """Return uninitialized memory [count, width] for the words of the next masks. Override it
+        if the device copies faster from a certain kind of memory; `sample` must accept any other
+        memory as well."""
         return np.empty((count, width), np.uint32)
 
     def sample(self, handle: Any, masks: Masks) -> None:
-        """Enqueue the sampling of the late batch `handle`: each line samples a token that its mask allows. Called once for each late batch, after the
-        results of all earlier batches were collected and before anything else is submitted. Memory from `mask_words` belongs to the executor again
-        afterwards. Log-probabilities are still those of the unmasked distribution. Raises `UnsupportedError` unless `capabilities.masks`.
+        """Enqueue the sampling of the late batch `handle`: each line samples a token that its mask
+        allows. Called once for each late batch, after the results of all earlier batches were
+        collected and before anything else is submitted. Memory from `mask_words` belongs to the
+        executor again afterwards. Log-probabilities are still those of the unmasked distribution.
+        Raises `UnsupportedError` unless `capabilities.masks`.
         """
         raise UnsupportedError(f"executor {type(self).__name__} can't mask tokens")
 
@@ -453,8 +482,8 @@ class Executor(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise `DovetailError` if the executor can't continue (a dead worker, a lost device, a partly executed step), on every call from then on;
-        `submit` raises then too."""
+        """Raise `DovetailError` if the executor can't continue (a dead worker, a lost device, a
+        partly executed step), on every call from then on; `submit` raises then too."""
 
     @abstractmethod
     def stop(self) -> None:

@@ -1,10 +1,10 @@
 """Tables of what each key of a model's small files does: `FileKeys`. Readers check files by them.
 
 A key is used, has no effect for a stated reason, or is refused by name unless its value changes
-nothing. `FileKeys.unknown` says what becomes of a key that isn't in the table: "refused" unless it is
-off (null, false, 0, empty), "logged" where the library that defines the file ignores unknown keys, or
-"left" to that library where it reads the file. The documentation shows the tables, and tests compare
-them with the classes of the libraries that write the files.
+nothing. `FileKeys.unknown` says what becomes of a key that isn't in the table: "refused" unless it
+is off (null, false, 0, empty), "logged" where the library that defines the file ignores unknown
+keys, or "left" to that library where it reads the file. The documentation shows the tables, and
+tests compare them with the classes of the libraries that write the files.
 """
 
 from __future__ import annotations

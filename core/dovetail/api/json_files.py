@@ -1,4 +1,5 @@
-"""Reader for a model's untrusted JSON files: each must be an object or a list of bounded size and depth. Errors name the file."""
+"""Reader for a model's untrusted JSON files: each must be an object or a list of bounded size and
+depth. Errors name the file."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ BOUNDS = JsonBounds(parts=1_000_000, depth=MAX_DEPTH)  # that index has 92,000 p
 
 
 def read_json_object(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
-    """Return the JSON object in a file. `missing_ok`: if there is no file, return an empty one. Raises `ModelLoadError` otherwise."""
+    """Return the JSON object in a file. `missing_ok`: if there is no file, return an empty one.
+    Raises `ModelLoadError` otherwise."""
     if missing_ok and not path.exists():
         return {}
     content = _read(path)
@@ -34,7 +36,8 @@ def read_json_list(path: Path) -> list[Any]:
 
 
 def check_json_file(path: Path, bounds: JsonBounds) -> None:
-    """Raise `ModelLoadError` if a file that others will read is too large, has too many parts, or is nested too deeply."""
+    """Raise `ModelLoadError` if a file that others will read is too large, has too many parts, or
+    is nested too deeply."""
     if (excess := excess_of(_bytes_of(path), bounds)) is not None:
         raise ModelLoadError(f"{path}: {excess}")
 
@@ -49,9 +52,8 @@ def _read(path: Path) -> Any:
 def _bytes_of(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            text = file.read(
-                min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1
-            )  # which allocates as much
+            # which allocates as much
+            text = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1)
     except OSError as error:
         raise ModelLoadError(f"{path}: can't be read: {error.strerror or error}") from None
     if len(text) > MAX_BYTES:
@@ -60,7 +62,8 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def is_deep(content: Mapping[str, Any] | list[Any]) -> bool:
-    """True if a value read from JSON has more lists and objects in one another than any file of ours needs, and than Python may be able to walk."""
+    """True if a value read from JSON has more lists and objects in one another than any file of
+    ours needs, and than Python may be able to walk."""
     level: list[Any] = [content]
     for _ in range(MAX_DEPTH):
         inner = [

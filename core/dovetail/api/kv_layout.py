@@ -1,9 +1,12 @@
-"""Arithmetic of cache groups: which layers share a block table, and where each layer's K and V lie in a page.
+"""Arithmetic of cache groups: which layers share a block table, and where each layer's K and V lie
+in a page.
 
-A page has slots. A slot holds one tensor (K or V) of one layer of each group; there are as many as the smallest group has tensors, so that a block of
-that group is one page, and a block of a larger group several. Blocks of a group whose layers have smaller tensors hold more tokens, so that they
-fill their slots. The states of recurrent layers are cut into units of a slot's size, so that pages needn't grow to the size of a state; then all
-slots are equal. This module doesn't need torch: the executor and the lab use it alike.
+A page has slots. A slot holds one tensor (K or V) of one layer of each group; there are as many as
+the smallest group has tensors, so that a block of that group is one page, and a block of a larger
+group several. Blocks of a group whose layers have smaller tensors hold more tokens, so that they
+fill their slots. The states of recurrent layers are cut into units of a slot's size, so that pages
+needn't grow to the size of a state; then all slots are equal. This module doesn't need torch: the
+executor and the lab use it alike.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ STATE_SLOT_BYTES = 1 << 15  # of a page in a model without attention
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
-    """Cache of a layer. `tensor_bytes` returns, for a number of tokens, the size in bytes of one block in each of its tensors. `shares`: index of
-    the layer whose cache it reads; it has none of its own."""
+    """Cache of a layer. `tensor_bytes` returns, for a number of tokens, the size in bytes of one
+    block in each of its tensors. `shares`: index of the layer whose cache it reads; it has none of
+    its own."""
 
     index: int
     window: int | None
@@ -31,7 +35,8 @@ class CachedLayer:
 
 @dataclass(frozen=True, slots=True)
 class CachedState:
-    """State of a recurrent layer. `tensors`: (number of rows, bytes of a row) of each of its tensors."""
+    """State of a recurrent layer. `tensors`: (number of rows, bytes of a row) of each of its
+    tensors."""
 
     index: int
     tensors: tuple[tuple[int, int], ...]
@@ -39,8 +44,9 @@ class CachedState:
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """Location of a layer's state. Unit i of a state is slot i % slots of page i // slots of its block. By tensor: its first unit, its number of
-    units, and how many rows a unit holds, a power of two."""
+    """Location of a layer's state. Unit i of a state is slot i % slots of page i // slots of its
+    block. By tensor: its first unit, its number of units, and how many rows a unit holds, a power
+    of two."""
 
     first: tuple[int, ...]
     units: tuple[int, ...]
@@ -49,7 +55,8 @@ class StatePlace:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Location of a layer's cache: its group, its page within a block, and the slot of each of its tensors in that page."""
+    """Location of a layer's cache: its group, its page within a block, and the slot of each of its
+    tensors in that page."""
 
     group: int
     page: int
@@ -67,7 +74,8 @@ class PlannedLayout:
     states: Mapping[int, StatePlace] = field(default_factory=dict)  # by layer index
 
     def describe(self) -> str:
-        """Return a line for humans: layers, window, tokens of a block and its pages of each group, and the share of it that is padding."""
+        """Return a line for humans: layers, window, tokens of a block and its pages of each group,
+        and the share of it that is padding."""
         lines = []
         for group, used in zip(self.layout.groups, self.used_bytes, strict=True):
             window = "full attention" if group.window is None else f"window {group.window}"
@@ -91,11 +99,12 @@ def plan_layout(
     supports: Callable[[int], bool] | None = None,
     states: Sequence[CachedState] = (),
 ) -> PlannedLayout:
-    """Group `layers` by their windows and place their tensors, and `states` in a group of their own. `block_size`: tokens of the smallest block;
-    larger ones are multiples of it that the attention backend `supports` (None: all). `dtype`: of the cache, a name ("bfloat16").
+    """Group `layers` by their windows and place their tensors, and `states` in a group of their
+    own. `block_size`: tokens of the smallest block; larger ones are multiples of it that the
+    attention backend `supports` (None: all). `dtype`: of the cache, a name ("bfloat16").
 
-    Raises `UnsupportedError` if a layer shares the cache of a layer with another window, or of one that has none, and if a row of a state is larger
-    than a slot.
+    Raises `UnsupportedError` if a layer shares the cache of a layer with another window, or of one
+    that has none, and if a row of a state is larger than a slot.
     """
     own = [layer for layer in layers if layer.shares is None]
     windows = sorted(
@@ -137,7 +146,8 @@ def plan_layout(
             shared = places.get(layer.shares)
             if shared is None or groups[shared.group].window != layer.window:
                 raise UnsupportedError(
-                    f"attention layer {layer.index} shares the cache of layer {layer.shares}, which has none with its window"
+                    f"attention layer {layer.index} shares the cache of layer {layer.shares}, "
+                    f"which has none with its window"
                 )
             places[layer.index] = shared
     state_places = dict[int, StatePlace]()
@@ -163,7 +173,8 @@ def plan_layout(
 
 
 def layout_of_nothing(layers: Sequence[int], max_len: int, dtype: str) -> PlannedLayout:
-    """Return the layout of `layers`, by index, none of which stores anything: a request of up to `max_len` tokens holds one page, of no bytes."""
+    """Return the layout of `layers`, by index, none of which stores anything: a request of up to
+    `max_len` tokens holds one page, of no bytes."""
     place = Place(0, 0, ())
     return PlannedLayout(
         KVLayout((CacheGroup(tuple(layers), max_len),), 0, dtype),
@@ -187,7 +198,8 @@ def _place_states(
             fit = slot_bytes // row_bytes
             if fit == 0:
                 raise UnsupportedError(
-                    f"the state of layer {state.index} has rows of {row_bytes} bytes, and a block of K or V has {slot_bytes}: raise block_size"
+                    f"the state of layer {state.index} has rows of {row_bytes} bytes, and a block "
+                    f"of K or V has {slot_bytes}: raise block_size"
                 )
             held = 1 << (fit.bit_length() - 1)
             rows_per_unit.append(held)
@@ -204,7 +216,8 @@ def _block_tokens(
     most_bytes: int,
     supports: Callable[[int], bool] | None,
 ) -> int:
-    """Return the largest multiple of `block_size` with which no tensor of the group has more than `most_bytes`."""
+    """Return the largest multiple of `block_size` with which no tensor of the group has more than
+    `most_bytes`."""
     tokens = block_size
     while (supports is None or supports(tokens + block_size)) and all(
         size <= most_bytes for layer in group for size in layer.tensor_bytes(tokens + block_size)

@@ -1,8 +1,10 @@
 """Logits processor: changes the logits of requests that ask for it, before a token is sampled.
 
-`logits_processors` in `engine.yaml` lists those of an engine, in the order in which they are applied. A request asks for some by name, with arguments
-for each: `SamplingParams(logits_processors={"dry": {"multiplier": 0.8}})`. A step applies the masks of grammars; the sampler's rules and penalties;
-the processors; the masks again; temperature and filters; and then draws a token. So a processor sees -inf for tokens that can't be sampled, and
+`logits_processors` in `engine.yaml` lists those of an engine, in the order in which they are
+applied. A request asks for some by name, with arguments for each:
+`SamplingParams(logits_processors={"dry": {"multiplier": 0.8}})`. A step applies the masks of
+grammars; the sampler's rules and penalties; the processors; the masks again; temperature and
+filters; and then draws a token. So a processor sees -inf for tokens that can't be sampled, and
 allows none of them. Log-probabilities are those of the unmodified logits.
 """
 
@@ -34,8 +36,9 @@ class LogitsProcessorContext:
 
 @dataclass(frozen=True, slots=True)
 class LogitsProcessorCapabilities:
-    """Features that a processor supports. `cuda_graph`: `apply` uses only operations that a CUDA graph can record and replay for other lines, with no
-    synchronization with the host. Without it, steps in which a row asks for the processor are sampled outside of graphs."""
+    """Features that a processor supports. `cuda_graph`: `apply` uses only operations that a CUDA
+    graph can record and replay for other lines, with no synchronization with the host. Without it,
+    steps in which a row asks for the processor are sampled outside of graphs."""
 
     cuda_graph: bool = False
 
@@ -51,13 +54,15 @@ class ProcessedRow(NamedTuple):
 
 
 class LogitsProcessor(ABC):
-    """Created once per rank of the executor. `prepare` is called first; then in each step `update` if rows change, and `apply` if any row of the
-    step asks for this processor."""
+    """Created once per rank of the executor. `prepare` is called first; then in each step `update`
+    if rows change, and `apply` if any row of the step asks for this processor."""
 
     Arguments: ClassVar[type[BaseModel]] = NoOptions
-    """Model of a request's arguments. They are validated when the request arrives, with the pydantic context {"encode": Callable[[str], list[int]]},
-    the tokenizer (None without one); an error fails that request. Validators may turn texts into ids with it. The result is sent to the ranks as
-    plain values (`model_dump`) and validated there again, without context: a model must accept its own values."""
+    """Model of a request's arguments. They are validated when the request arrives, with the
+    pydantic context {"encode": Callable[[str], list[int]]}, the tokenizer (None without one); an
+    error fails that request. Validators may turn texts into ids with it. The result is sent to the
+    ranks as plain values (`model_dump`) and validated there again, without context: a model must
+    accept its own values."""
 
     capabilities: ClassVar[LogitsProcessorCapabilities] = LogitsProcessorCapabilities()
     options: BaseModel
@@ -68,26 +73,31 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def prepare(self, max_rows: int) -> None:
-        """Allocate all buffers, for rows 0 to `max_rows` - 1 and `max_rows`, which is padding. Memory that `apply` allocates later is temporary."""
+        """Allocate all buffers, for rows 0 to `max_rows` - 1 and `max_rows`, which is padding.
+        Memory that `apply` allocates later is temporary."""
 
     @abstractmethod
     def update(self, removed: Sequence[int], added: Sequence[ProcessedRow]) -> None:
-        """Forget the rows `removed`, which needn't be known, then start those in `added` (a row may be in both). Store what `apply` needs in fixed
-        buffers on the device, such as a record per row.
+        """Forget the rows `removed`, which needn't be known, then start those in `added` (a row may
+        be in both). Store what `apply` needs in fixed buffers on the device, such as a record per
+        row.
 
-        If it raises, it is called again for each row separately. A row that fails again is forgotten, and its request ends with the error.
+        If it raises, it is called again for each row separately. A row that fails again is
+        forgotten, and its request ends with the error.
         """
 
     @abstractmethod
     def apply(self, logits: torch.Tensor, lines: Lines) -> None:
         """Change logits [n, vocab_size] float32 of `lines` [n] in place.
 
-        Lines of rows that didn't ask, and of padding, are among them, and must stay bitwise as they are. The history of a line is
-        `context.history.token_ids[row, :length]`, where `length` is its entry of `context.history.lengths(lines)`; ignore what follows.
+        Lines of rows that didn't ask, and of padding, are among them, and must stay bitwise as they
+        are. The history of a line is `context.history.token_ids[row, :length]`, where `length` is
+        its entry of `context.history.lengths(lines)`; ignore what follows.
 
-        What a line gets depends only on its logits, its row's arguments and sampling, and this history, not on other lines or earlier calls. So
-        rejected drafts, preemption and replays need no undo.
+        What a line gets depends only on its logits, its row's arguments and sampling, and this
+        history, not on other lines or earlier calls. So rejected drafts, preemption and replays
+        need no undo.
 
-        A request ends with an error if the largest logit of its line isn't finite after the last processor and the masks, or if this raises and the
-        request asks for the processor.
+        A request ends with an error if the largest logit of its line isn't finite after the last
+        processor and the masks, or if this raises and the request asks for the processor.
         """

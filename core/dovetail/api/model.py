@@ -1,7 +1,9 @@
-"""Model architecture: serves Hugging Face `architectures` names by building a torch module that computes hidden states and logits.
+"""Model architecture: serves Hugging Face `architectures` names by building a torch module that
+computes hidden states and logits.
 
-Build it from the layers of `dovetail.nn`. Attention layers are bound while the model is built: there is no global context. All linear layers are
-tensor-parallel, over a group that may have a single rank.
+Build it from the layers of `dovetail.nn`. Attention layers are bound while the model is built:
+there is no global context. All linear layers are tensor-parallel, over a group that may have a
+single rank.
 """
 
 from __future__ import annotations
@@ -25,19 +27,22 @@ if TYPE_CHECKING:
 
 
 class RankShares(Protocol):
-    """Memory shared between GPUs, to add a sum over the ranks to a residual stream in one kernel."""
+    """Memory shared between GPUs, to add a sum over the ranks to a residual stream in one
+    kernel."""
 
     def place(self, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return memory [rows, size] for this rank's share of the next sum. Fill it and call `add` before the next call. None, on all ranks, if there
-        is no room for such a sum."""
+        """Return memory [rows, size] for this rank's share of the next sum. Fill it and call `add`
+        before the next call. None, on all ranks, if there is no room for such a sum."""
 
     def add(self, x: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> torch.Tensor | None:
-        """Add to x [rows, size], in place, the sum over the ranks of what they wrote to the memory returned last. `norm`: (weight [size], eps) of an
-        RMS norm; then the normalized x is returned, of x's shape and dtype, otherwise None."""
+        """Add to x [rows, size], in place, the sum over the ranks of what they wrote to the memory
+        returned last. `norm`: (weight [size], eps) of an RMS norm; then the normalized x is
+        returned, of x's shape and dtype, otherwise None."""
 
 
 class ParallelGroup(Protocol):
-    """The ranks that share a model's weights (tensor parallelism). With a single rank, all methods are no-ops."""
+    """The ranks that share a model's weights (tensor parallelism). With a single rank, all methods
+    are no-ops."""
 
     @property
     def shares(self) -> RankShares | None:
@@ -58,7 +63,8 @@ class ParallelGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelCapabilities:
-    """Features that a model supports. `tensor_parallel`: it can be split over ranks. `taps`: what it builds is `Tapped`."""
+    """Features that a model supports. `tensor_parallel`: it can be split over ranks. `taps`: what
+    it builds is `Tapped`."""
 
     tensor_parallel: bool = True
     taps: bool = False
@@ -70,7 +76,8 @@ class ModelContext:
 
 
 def no_states(spec: StateSpec) -> StateLayer:
-    """Raise `DovetailError`: the default of `BuildContext.make_state`, for callers that keep no states."""
+    """Raise `DovetailError`: the default of `BuildContext.make_state`, for callers that keep no
+    states."""
     raise DovetailError(
         f"state layer {spec.index} was made where there are none: state_specs() must name it"
     )
@@ -84,48 +91,58 @@ class BuildContext:
     dtype: torch.dtype
     device: torch.device
     make_attention: Callable[[LayerSpec], AttentionLayer]
-    max_len: int | None = (
-        None  # tokens of the longest sequence that will run; None: the model's maximum
-    )
-    weights_later: bool = False  # weights of linear layers of `dovetail.nn` are allocated after `build`, in the checkpoint's format
-    environment: str = ""  # names what else changes the numbers: device, attention backend, dtype of the KV cache, quantization, graphs
+    # tokens of the longest sequence that will run; None: the model's maximum
+    max_len: int | None = None
+    # weights of linear layers of `dovetail.nn` are allocated after `build`, in the checkpoint's
+    # format
+    weights_later: bool = False
+    # names what else changes the numbers: device, attention backend, dtype of the KV cache,
+    # quantization, graphs
+    environment: str = ""
     make_state: Callable[[StateSpec], StateLayer] = no_states
-    adapters: bool = (
-        False  # LoRA adapters may be added to linear layers of `dovetail.nn` after `build`
-    )
+    # LoRA adapters may be added to linear layers of `dovetail.nn` after `build`
+    adapters: bool = False
 
 
 class CausalLM(Protocol):
-    """Module that `build` returns: a `torch.nn.Module` with parameters that have `load(source, shard_id, transform)`; see `dovetail.nn.parameter`."""
+    """Module that `build` returns: a `torch.nn.Module` with parameters that have
+    `load(source, shard_id, transform)`; see `dovetail.nn.parameter`."""
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the hidden states [tokens, hidden_size], after the last norm, for token_ids and positions [tokens] int64 of a ragged batch.
+        """Return the hidden states [tokens, hidden_size], after the last norm, for token_ids and
+        positions [tokens] int64 of a ragged batch.
 
-        `wanted` [n] int64, n at least 1: distinct indices of the tokens to return states of; the result is then [n, hidden_size], in this order.
-        None: all. A simple model computes all states and ends with `return hidden if wanted is None else hidden[wanted]`. Dropping the other tokens
-        after the last attention saves nearly all of a prompt's last feed-forward. The K and V of all tokens must be written in every layer. Each
-        recurrent layer replaces the states of all rows of `StateLayer.batch`, and writes its checkpoints.
+        `wanted` [n] int64, n at least 1: distinct indices of the tokens to return states of; the
+        result is then [n, hidden_size], in this order. None: all. A simple model computes all
+        states and ends with `return hidden if wanted is None else hidden[wanted]`. Dropping the
+        other tokens after the last attention saves nearly all of a prompt's last feed-forward. The
+        K and V of all tokens must be written in every layer. Each recurrent layer replaces the
+        states of all rows of `StateLayer.batch`, and writes its checkpoints.
 
-        An encoder, whose layers aren't causal, gets whole rows only, and has no `logits`. With the class attribute `reads_types = True` it gets a
-        fourth argument, `types` [tokens] int64, or None if all are 0: the tokens' types, 1 from the second text of a pair on.
+        An encoder, whose layers aren't causal, gets whole rows only, and has no `logits`. With the
+        class attribute `reads_types = True` it gets a fourth argument, `types` [tokens] int64, or
+        None if all are 0: the tokens' types, 1 from the second text of a pair on.
 
-        Inputs are only read; the result belongs to the caller. Positions may be any below the model's length, in any order of sequences."""
+        Inputs are only read; the result belongs to the caller. Positions may be any below the
+        model's length, in any order of sequences."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [n, vocab_size], the same on every rank, for hidden [n, hidden_size], one row per token to sample. The sampler may overwrite
-        them; hidden is only read."""
+        """Return logits [n, vocab_size], the same on every rank, for hidden [n, hidden_size], one
+        row per token to sample. The sampler may overwrite them; hidden is only read."""
 
     def weights(self) -> Iterable[WeightRule]:
         """Return the rules that map each tensor of a checkpoint to a parameter."""
 
 
 class Tapped(CausalLM, Protocol):
-    """`CausalLM` whose states between layers a draft head can read (see `dovetail.api.draft_head`)."""
+    """`CausalLM` whose states between layers a draft head can read (see
+    `dovetail.api.draft_head`)."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [tokens, hidden_size] that the first layer reads, of token_ids [tokens] int64."""
+        """Return the embeddings [tokens, hidden_size] that the first layer reads, of token_ids
+        [tokens] int64."""
 
     def forward_tapped(
         self,
@@ -134,8 +151,9 @@ class Tapped(CausalLM, Protocol):
         wanted: torch.Tensor | None,
         taps: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the result of `forward`, and the states of *all* tokens at `taps`, which aren't empty, one after the other: [tokens,
-        taps * hidden_size]. A tap t from 0 to the number of layers - 1 is the residual stream after the first t layers; the number of layers is the
+        """Return the result of `forward`, and the states of *all* tokens at `taps`, which aren't
+        empty, one after the other: [tokens, taps * hidden_size]. A tap t from 0 to the number of
+        layers - 1 is the residual stream after the first t layers; the number of layers is the
         state after the last norm. Both are the same on every rank, and belong to the caller."""
 
 
@@ -144,20 +162,23 @@ class LoadsItself(Protocol):
     """`CausalLM` that loads its checkpoint itself, without `WeightRule`s."""
 
     def load_checkpoint(self, directory: Path | None, seed: int) -> None:
-        """Load the weights from `directory`; None: random weights, the same for the same seed. Raises `ModelLoadError` or `UnsupportedError`."""
+        """Load the weights from `directory`; None: random weights, the same for the same seed.
+        Raises `ModelLoadError` or `UnsupportedError`."""
 
 
 class TrialRun(Protocol):
-    """Computes tokens as those of requests are computed, before the first request. Every rank calls it alike."""
+    """Computes tokens as those of requests are computed, before the first request. Every rank calls
+    it alike."""
 
     rounds_kv: bool  # K and V are stored in a smaller dtype than the model's
 
     def __call__(
         self, sequences: Sequence[Sequence[int]], first: int, *, recorded: bool = True
     ) -> list[list[tuple[int, float]]]:
-        """Compute the first `first` tokens of `sequences`, which are of equal length, in one step or a few, and the rest token by token. Return for
-        each sequence, and each of its tokens from number `first` on, the most likely next token and its log-probability. `recorded`: use recorded
-        graphs where there are any."""
+        """Compute the first `first` tokens of `sequences`, which are of equal length, in one step
+        or a few, and the rest token by token. Return for each sequence, and each of its tokens from
+        number `first` on, the most likely next token and its log-probability. `recorded`: use
+        recorded graphs where there are any."""
 
 
 @runtime_checkable
@@ -165,21 +186,27 @@ class VerifiesItself(Protocol):
     """`CausalLM` that compares what an executor computes with what it expects."""
 
     def verify(self, run: TrialRun) -> None:
-        """Called once all is ready to run, before the first request. Raises `UnsupportedError` if the numbers are wrong."""
+        """Called once all is ready to run, before the first request. Raises `UnsupportedError` if
+        the numbers are wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """Rule that loads the checkpoint's tensor `source` by `parameter.load(source_slice, shard_id, transform)`. `shard_id` names the part of a
-    fused parameter ("q", "k", "v"; "gate", "up"); None: the whole. `transform` converts a tensor stored in another form to the layer's own, such as
-    `lambda w: 1 + w` for norms that multiply by 1 + w. It gets this rank's part in float32 and returns a tensor of the same shape; it must be
+    """Rule that loads the checkpoint's tensor `source` by
+    `parameter.load(source_slice, shard_id, transform)`. `shard_id` names the part of a fused
+    parameter ("q", "k", "v"; "gate", "up"); None: the whole. `transform` converts a tensor stored
+    in another form to the layer's own, such as `lambda w: 1 + w` for norms that multiply by 1 + w.
+    It gets this rank's part in float32 and returns a tensor of the same shape; it must be
     element-wise.
 
-    Two rules may name the same part (tied weights): the checkpoint may hold either tensor, or both if they are equal. Several rules may
-    name one tensor of which each loads a part (all experts of a mixture)."""
+    Two rules may name the same part (tied weights): the checkpoint may hold either tensor, or both
+    if they are equal. Several rules may name one tensor of which each loads a part (all experts of
+    a mixture)."""
 
     source: str
-    parameter: Any  # torch.nn.Parameter with .load; None: skip the tensor, or with a `source` "start*" all whose names begin so
+    # torch.nn.Parameter with .load; None: skip the tensor, or with a `source` "start*" all whose
+    # names begin so
+    parameter: Any
     shard_id: str | None = None
     optional: bool = False  # may be missing from the checkpoint (such as a tied head)
     transform: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -187,8 +214,9 @@ class WeightRule:
 
 @dataclass(frozen=True, slots=True)
 class HeadLayer:
-    """Layer of the head of a classifier: activation(x W^T + b), then a layer norm if `norm` names one. `name` and `norm` are modules of the
-    checkpoint; W is its "name.weight", b "name.bias" if it has that. The runtime computes them, in float32: `weights` has no rules for them."""
+    """Layer of the head of a classifier: activation(x W^T + b), then a layer norm if `norm` names
+    one. `name` and `norm` are modules of the checkpoint; W is its "name.weight", b "name.bias" if
+    it has that. The runtime computes them, in float32: `weights` has no rules for them."""
 
     name: str
     activation: str = "identity"  # or gelu, gelu_pytorch_tanh, relu, sigmoid, silu, tanh
@@ -201,14 +229,14 @@ class ModelPooling:
     """How a model pools unless its checkpoint says otherwise."""
 
     method: PoolingMethod = "last"
-    head: tuple[
-        HeadLayer, ...
-    ] = ()  # of a classifier, from the pooled state to the scores of its labels; empty: it is none
+    # of a classifier, from the pooled state to the scores of its labels; empty: it is none
+    head: tuple[HeadLayer, ...] = ()
     generates: bool = True  # it has `logits`
 
 
 class ModelArch(ABC):
-    """Model architecture; serves the Hugging Face `architectures` that its `ComponentSpec` names."""
+    """Model architecture; serves the Hugging Face `architectures` that its `ComponentSpec`
+    names."""
 
     capabilities = ModelCapabilities()
     options: BaseModel
@@ -219,22 +247,27 @@ class ModelArch(ABC):
 
     @abstractmethod
     def reasons_against(self, config: Any) -> list[str]:
-        """Return the reasons why this Hugging Face config can't be served, each naming the field; empty if it can. Every field that changes the
-        numbers and isn't implemented (a rope type, quantization, softcap) must be covered."""
+        """Return the reasons why this Hugging Face config can't be served, each naming the field;
+        empty if it can. Every field that changes the numbers and isn't implemented (a rope type,
+        quantization, softcap) must be covered."""
 
     @abstractmethod
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
         """Return the attention layers that `build` will create, with this rank's shapes."""
 
     def state_specs(self, config: Any, parallel: ParallelGroup) -> list[StateSpec]:
-        """Return the states of the recurrent layers that `build` will create, with this rank's shapes; by default there are none."""
+        """Return the states of the recurrent layers that `build` will create, with this rank's
+        shapes; by default there are none."""
         return []
 
     def pooling(self, config: Any) -> ModelPooling:
-        """Return how this model pools. A generator need not override it: checkpoints of its body alone (`LlamaModel`), or with a classifier instead
-        of its head (`LlamaForSequenceClassification`), are given to it as if they were generators with tied embeddings."""
+        """Return how this model pools. A generator need not override it: checkpoints of its body
+        alone (`LlamaModel`), or with a classifier instead of its head
+        (`LlamaForSequenceClassification`), are given to it as if they were generators with tied
+        embeddings."""
         return ModelPooling()
 
     @abstractmethod
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
-        """Return a `CausalLM` with uninitialized parameters on `context.device`. `config` is a transformers `PretrainedConfig`."""
+        """Return a `CausalLM` with uninitialized parameters on `context.device`. `config` is a
+        transformers `PretrainedConfig`."""

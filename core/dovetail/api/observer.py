@@ -1,7 +1,9 @@
-"""Observer: receives engine events and can't change anything. One that raises is logged once, and dropped after repeated errors.
+"""Observer: receives engine events and can't change anything. One that raises is logged once, and
+dropped after repeated errors.
 
-Events are frozen values; without observers the engine creates none. Times are seconds on the engine's clock. Requests, and everything they
-refer to, are read-only. An id may be reused once its request has ended.
+Events are frozen values; without observers the engine creates none. Times are seconds on the
+engine's clock. Requests, and everything they refer to, are read-only. An id may be reused once its
+request has ended.
 """
 
 from __future__ import annotations
@@ -27,9 +29,8 @@ class EngineStarted:
     block_size: int  # tokens of the smallest block
     max_in_flight: int
     details: Mapping[str, str]
-    cache_groups: tuple[
-        CacheGroup, ...
-    ] = ()  # of the KV pool, in the order of `PageCounts.held_by_group`
+    # of the KV pool, in the order of `PageCounts.held_by_group`
+    cache_groups: tuple[CacheGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One decision of the policy in a step; `act` is "granted", "refused", "preempted", "rejected" or "noted"."""
+    """One decision of the policy in a step; `act` is "granted", "refused", "preempted", "rejected"
+    or "noted"."""
 
     request: Request
     act: str
@@ -90,16 +92,16 @@ class StepFinished:
     recomputed_tokens: int  # prefill tokens that had been computed before a preemption
     blocks: PageCounts
     core_s: float  # wall time spent by the core: planning, batch, results
-    decisions: tuple[
-        Decision, ...
-    ] = ()  # empty unless an observer had requested them when the step was planned
+    # empty unless an observer had requested them when the step was planned
+    decisions: tuple[Decision, ...] = ()
     draft_rows: int = 0  # rows that checked drafts: see `dovetail.api.drafter`
     draft_tokens: int = 0  # drafts that they checked
     accepted_drafts: tuple[int, ...] = ()  # of each of these rows
-    graphs: tuple[
-        str, ...
-    ] = ()  # kinds of the recorded graphs that the device replayed, in order, such as "decode": see `Result.graphs`
-    page_copies: int = 0  # pages copied within the KV pool before the step: forks of samples, states of prefix hits
+    # kinds of the recorded graphs that the device replayed, in order, such as "decode": see
+    # `Result.graphs`
+    graphs: tuple[str, ...] = ()
+    # pages copied within the KV pool before the step: forks of samples, states of prefix hits
+    page_copies: int = 0
     checkpoints: int = 0  # states of recurrent layers copied to checkpoints
     adapter_loads: int = 0  # LoRA adapters copied from the host to a slot
 
@@ -126,8 +128,9 @@ class ObserverCapabilities:
 
 
 class Observer(ABC):
-    """Override the methods for the events you need. They are called from the engine's thread and should return quickly. An observer may keep a
-    request, and values by its id, until `on_finished`, or until the next `on_step` if `RequestFinished.more_steps` is true."""
+    """Override the methods for the events you need. They are called from the engine's thread and
+    should return quickly. An observer may keep a request, and values by its id, until
+    `on_finished`, or until the next `on_step` if `RequestFinished.more_steps` is true."""
 
     capabilities = ObserverCapabilities()
     options: BaseModel
@@ -137,7 +140,8 @@ class Observer(ABC):
         self.context = context
 
     def on_started(self, event: EngineStarted) -> None:
-        """Called first. May raise `ConfigError` if the options can't be satisfied: then the engine doesn't start."""
+        """Called first. May raise `ConfigError` if the options can't be satisfied: then the engine
+        doesn't start."""
 
     def on_arrived(self, event: RequestArrived) -> None: ...
 

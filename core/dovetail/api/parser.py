@@ -1,7 +1,9 @@
-"""Parser: finds tool calls or reasoning in the text of an answer. The server creates one per answer, and feeds it the text as it arrives.
+"""Parser: finds tool calls or reasoning in the text of an answer. The server creates one per
+answer, and feeds it the text as it arrives.
 
-What a parser emits, concatenated, is a function of the whole text: it doesn't depend on how the text was cut into pieces. Text that is
-neither a call nor reasoning is content, and none of it is lost. This module doesn't need torch.
+What a parser emits, concatenated, is a function of the whole text: it doesn't depend on how the
+text was cut into pieces. Text that is neither a call nor reasoning is content, and none of it is
+lost. This module doesn't need torch.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The beginning of a tool call. Calls of an answer are numbered from 0, and one ends before the next begins."""
+    """The beginning of a tool call. Calls of an answer are numbered from 0, and one ends before the
+    next begins."""
 
     index: int
     id: str  # no other call of the answer has it
@@ -41,8 +44,9 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """A piece of the arguments of call `index`, the last one that has begun; not empty. Concatenated, the pieces are a JSON object, unless the model
-    wrote something else or the answer was cut off."""
+    """A piece of the arguments of call `index`, the last one that has begun; not empty.
+    Concatenated, the pieces are a JSON object, unless the model wrote something else or the answer
+    was cut off."""
 
     index: int
     text: str
@@ -55,7 +59,8 @@ Event = Content | Reasoning | ToolCallStart | ToolCallArguments
 class ParserContext:
     """Values passed to a parser's constructor."""
 
-    # Tools that the model may call, in OpenAI's chat format. They come from the client, so schemas may be wrong. Empty: no text is a call.
+    # Tools that the model may call, in OpenAI's chat format. They come from the client, so schemas
+    # may be wrong. Empty: no text is a call.
     tools: Sequence[Mapping[str, Any]] = ()
     starts_in_reasoning: bool = False  # the prompt ends with the mark that begins reasoning
 
@@ -65,21 +70,23 @@ class ParserCapabilities:
     """Features of a parser: the kinds of text it finds, and how its format is detected."""
 
     calls: bool = False  # it finds tool calls: `--tool-parser` may name it
-    reasoning: tuple[str, str] | None = (
-        None  # the marks around reasoning, if it finds any: `--reasoning-parser` may name it
-    )
+    # the marks around reasoning, if it finds any: `--reasoning-parser` may name it
+    reasoning: tuple[str, str] | None = None
     special_tokens: bool = False  # its marks may be special tokens, so these are kept in the text
-    # Alternative groups: a chat template matches if it has all texts of one. `auto` selects the parser by them; empty: it must be named.
+    # Alternative groups: a chat template matches if it has all texts of one. `auto` selects the
+    # parser by them; empty: it must be named.
     templates: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise `TypeError` for a text where a tuple of texts belongs, such as `(("<call>"),)`: each of its letters would be a text."""
+        """Raise `TypeError` for a text where a tuple of texts belongs, such as `(("<call>"),)`:
+        each of its letters would be a text."""
         groups = self.templates if self.reasoning is None else (self.reasoning, *self.templates)
         are_groups = all(isinstance(texts, list | tuple) and texts for texts in groups)
         texts = [text for group in groups for text in group] if are_groups else [None]
         if not all(isinstance(text, str) and text for text in texts):
             raise TypeError(
-                f"templates must be tuples of texts, and reasoning two texts, got {self.templates!r:.200} and {self.reasoning!r:.200}"
+                f"templates must be tuples of texts, and reasoning two texts, got "
+                f"{self.templates!r:.200} and {self.reasoning!r:.200}"
             )
         if self.reasoning is not None and len(self.reasoning) != 2:
             raise TypeError(f"reasoning must be two texts, got {self.reasoning!r:.200}")
@@ -87,11 +94,11 @@ class ParserCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a format writes calls whose arguments are JSON, so that a model can be constrained to valid ones."""
+    """How a format writes calls whose arguments are JSON, so that a model can be constrained to
+    valid ones."""
 
-    around: Callable[
-        [str], tuple[str, str]
-    ]  # by the function's name, the texts before and after the arguments
+    # by the function's name, the texts before and after the arguments
+    around: Callable[[str], tuple[str, str]]
     trigger: str  # that every call begins with
     separator: str = ""  # between two calls
     marked: bool = True  # no other text begins like a call
@@ -109,13 +116,15 @@ class ParserExample:
 
 
 class Parser(ABC):
-    """Parser of one answer's text. Made in each front end, as `cls(options, ParserContext(…))`; called by one thread at a time, which other answers
-    share.
+    """Parser of one answer's text. Made in each front end, as `cls(options, ParserContext(…))`;
+    called by one thread at a time, which other answers share.
 
-    Time and memory are proportional to the length of the text. At most a little more than MAX_HELD characters are held back.
+    Time and memory are proportional to the length of the text. At most a little more than MAX_HELD
+    characters are held back.
 
-    If the reasoning parser and the tool parser differ, the content of the first is the text of the second. A parser that raises, or emits events
-    in a wrong order, is named in the log and no longer used: the rest of its answer is content.
+    If the reasoning parser and the tool parser differ, the content of the first is the text of the
+    second. A parser that raises, or emits events in a wrong order, is named in the log and no
+    longer used: the rest of its answer is content.
     """
 
     capabilities: ClassVar[ParserCapabilities] = ParserCapabilities()
@@ -129,25 +138,28 @@ class Parser(ABC):
 
     @property
     def in_reasoning(self) -> bool:
-        """True while the text so far ends within reasoning; a mark belongs to it until it is complete."""
+        """True while the text so far ends within reasoning; a mark belongs to it until it is
+        complete."""
         return False
 
     @property
     def in_call(self) -> bool:
-        """True while the text so far ends within a call that has begun and whose arguments are incomplete; after `finish`, too."""
+        """True while the text so far ends within a call that has begun and whose arguments are
+        incomplete; after `finish`, too."""
         return False
 
     @abstractmethod
     def feed(self, text: str) -> Sequence[Event]:
-        """Return the events that are certain after the next piece of the text, which may be empty. Text that can't belong to a mark or a call any
-        more isn't held back."""
+        """Return the events that are certain after the next piece of the text, which may be empty.
+        Text that can't belong to a mark or a call any more isn't held back."""
 
     @abstractmethod
     def finish(self) -> Sequence[Event]:
-        """Return the remaining events at the end of the text. A call that is cut off before its name is complete is content. Called once, last; not
-        if the answer is aborted."""
+        """Return the remaining events at the end of the text. A call that is cut off before its
+        name is complete is content. Called once, last; not if the answer is aborted."""
 
     @classmethod
     def call_form(cls, template: str) -> CallForm | None:
-        """Return the form of calls with a chat template, which this parser must be able to read; None: calls can't be constrained."""
+        """Return the form of calls with a chat template, which this parser must be able to read;
+        None: calls can't be constrained."""
         return None

@@ -1,5 +1,6 @@
-"""`ProcessWatch`: clock of a loop that watches other processes, and detector of stopped processes; and what else watching needs. Used by the
-server's supervisor, the executor `tensor`, batch jobs and the cluster. `Pulse`: a process's own sign that it isn't stuck.
+"""`ProcessWatch`: clock of a loop that watches other processes, and detector of stopped processes;
+and what else watching needs. Used by the server's supervisor, the executor `tensor`, batch jobs and
+the cluster. `Pulse`: a process's own sign that it isn't stuck.
 """
 
 from __future__ import annotations
@@ -31,19 +32,22 @@ class ProcessWatch:
 
     @property
     def now(self) -> float:
-        """Seconds on a clock that stands still while the loop itself is held up. What suspends all processes at once (a paused container or virtual
-        machine, a stopped process group) thus makes none of them look hung afterwards."""
+        """Seconds on a clock that stands still while the loop itself is held up. What suspends all
+        processes at once (a paused container or virtual machine, a stopped process group) thus
+        makes none of them look hung afterwards."""
         return time.monotonic() - self._lost
 
     def turn(self) -> float:
-        """Note a turn of the loop, which must take one several times per `LONGEST_TURN_S`, and return `now`."""
+        """Note a turn of the loop, which must take one several times per `LONGEST_TURN_S`, and
+        return `now`."""
         now = time.monotonic()
         self._lost += max(0.0, now - self._last_turn - LONGEST_TURN_S)
         self._last_turn = now
         return self.now
 
     def is_stopped(self, pid: int) -> bool:
-        """Return True if all calls of the last `STOPPED_S` found the process stopped by a signal. Always False where there is no /proc."""
+        """Return True if all calls of the last `STOPPED_S` found the process stopped by a signal.
+        Always False where there is no /proc."""
         if process_state(pid) != STOPPED:
             self._stopped_since.pop(pid, None)
             return False
@@ -51,7 +55,8 @@ class ProcessWatch:
 
 
 class Pulse:
-    """Time of the latest progress of a long computation, such as a layer of a step on a CPU. One thread beats; any may read."""
+    """Time of the latest progress of a long computation, such as a layer of a step on a CPU. One
+    thread beats; any may read."""
 
     __slots__ = ("last",)
 
@@ -67,7 +72,8 @@ PULSE = Pulse()  # of this process, which runs one engine where anybody watches 
 
 
 def process_state(pid: int) -> str:
-    """Return the letter of a process's state in /proc: R, S, D, T, t, Z; "?" if it is gone or there is no /proc."""
+    """Return the letter of a process's state in /proc: R, S, D, T, t, Z; "?" if it is gone or there
+    is no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -85,7 +91,8 @@ def signal_name(number: int) -> str:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread of its parent that started it ends. Linux only; a no-op elsewhere."""
+    """Have the kernel kill this process when the thread of its parent that started it ends. Linux
+    only; a no-op elsewhere."""
     if sys.platform == "linux":
         import ctypes
 

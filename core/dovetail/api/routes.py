@@ -17,8 +17,9 @@ Example:
         return [Route("/haiku", haiku, methods=["POST"])]
     ```
 
-These routes have the server's authentication, request ids and log, and what they generate counts against its limits on waiting requests. If a
-handler raises an unexpected error, the client gets status 500, and the log names the plugin; other routes aren't affected. Handlers run in the event
+These routes have the server's authentication, request ids and log, and what they generate counts
+against its limits on waiting requests. If a handler raises an unexpected error, the client gets
+status 500, and the log names the plugin; other routes aren't affected. Handlers run in the event
 loop of a front end and must not block it.
 """
 
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 
 
 class RouteContext(Protocol):
-    """The interface of the server for a plugin's routes. Its engine can be used in handlers, but not while the routes are created."""
+    """The interface of the server for a plugin's routes. Its engine can be used in handlers, but
+    not while the routes are created."""
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -49,12 +51,13 @@ class RouteContext(Protocol):
     def generate(
         self, prompt: Prompt, params: SamplingParams, **fields: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate, and yield what is new (`outputs[0].text`, `token_ids`) until an output has `finished`. `fields`: those of
-        `LLMEngine.add_request`, such as `priority` and `client`.
+        """Generate, and yield what is new (`outputs[0].text`, `token_ids`) until an output has
+        `finished`. `fields`: those of `LLMEngine.add_request`, such as `priority` and `client`.
 
-        Closing the generator, or cancelling its task, aborts the request. Raises `RequestError` for an invalid request (status 400),
-        `EngineDeadError` if the engine has failed (503), and another `DovetailError` while the server is busy (429). A handler need not catch
-        them: the server then answers with these statuses."""
+        Closing the generator, or cancelling its task, aborts the request. Raises `RequestError` for
+        an invalid request (status 400), `EngineDeadError` if the engine has failed (503), and
+        another `DovetailError` while the server is busy (429). A handler need not catch them: the
+        server then answers with these statuses."""
 
     async def answer(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> RequestOutput:
         """Generate, and return all of it at the end. Raises as `generate` does."""
@@ -62,7 +65,8 @@ class RouteContext(Protocol):
     async def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None
     ) -> Prompt:
-        """Return a conversation as a prompt, by the model's chat template. Raises `RequestError`."""
+        """Return a conversation as a prompt, by the model's chat template. Raises
+        `RequestError`."""
 
     def check_health(self) -> None:
         """Raise `DovetailError` if the engine is dead or hangs."""

@@ -1,7 +1,8 @@
 """Sampler: turns logits into token ids, each row by its own parameters.
 
-Noise is counter-based: a function of (seed, output position, vocabulary id) only, never a stateful generator. So a seeded request's tokens don't
-depend on its row, batch or rank, or on preemption. The history that penalties need is in the executor's row state, on the device.
+Noise is counter-based: a function of (seed, output position, vocabulary id) only, never a stateful
+generator. So a seeded request's tokens don't depend on its row, batch or rank, or on preemption.
+The history that penalties need is in the executor's row state, on the device.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """Sampling parameters of one request, with all defaults filled in. `dovetail.request.sampling_params.SamplingParams` documents each.
+    """Sampling parameters of one request, with all defaults filled in.
+    `dovetail.request.sampling_params.SamplingParams` documents each.
 
-    They are applied in this order: logit_bias; -inf for tokens outside allowed_token_ids, bad words and (before min_tokens) stop tokens;
-    repetition, presence and frequency penalty; logits processors; temperature; then top_k, top_p and min_p, each over the tokens that the previous
-    one kept.
+    They are applied in this order: logit_bias; -inf for tokens outside allowed_token_ids, bad words
+    and (before min_tokens) stop tokens; repetition, presence and frequency penalty; logits
+    processors; temperature; then top_k, top_p and min_p, each over the tokens that the previous one
+    kept.
     """
 
     temperature: float = 1.0  # 0: greedy
@@ -38,24 +41,25 @@ class RowSampling:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[
-        tuple[int, ...], ...
-    ] = ()  # token sequences; the last token is never sampled after the others
+    # token sequences; the last token is never sampled after the others
+    bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
-    stop_token_ids: tuple[
-        int, ...
-    ] = ()  # tokens that end the output, including EOS unless ignored; never sampled before min_tokens
+    # tokens that end the output, including EOS unless ignored; never sampled before min_tokens
+    stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    # keys that the request sets, all in `SamplerCapabilities.extra_args`, with values parsed by `extra_args_model`; lists become tuples
+    # keys that the request sets, all in `SamplerCapabilities.extra_args`, with values parsed by
+    # `extra_args_model`; lists become tuples
     extra_args: Mapping[str, Any] = field(default_factory=dict)
-    # full names of the logits processors that the request asks for -> plain values of each one's `Arguments`; not for the sampler
+    # full names of the logits processors that the request asks for -> plain values of each one's
+    # `Arguments`; not for the sampler
     logits_processors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class Lines(NamedTuple):
-    """Positions at which a sampler samples one token each: line i is a row, after `ahead` drafts, which count as its tokens. Without drafts a row has
-    one line, with `ahead` 0; with d drafts it has 1 + d neighbouring ones, with `ahead` 0, 1, ... d (see `dovetail.api.executor.Batch`)."""
+    """Positions at which a sampler samples one token each: line i is a row, after `ahead` drafts,
+    which count as its tokens. Without drafts a row has one line, with `ahead` 0; with d drafts it
+    has 1 + d neighbouring ones, with `ahead` 0, 1, ... d (see `dovetail.api.executor.Batch`)."""
 
     rows: torch.Tensor  # [n] int64; `max_rows`, an index beyond all rows, is padding
     ahead: torch.Tensor  # [n] int32
@@ -63,14 +67,13 @@ class Lines(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowHistory:
-    """Tokens of all rows, on the device. A sampler only reads them; the executor updates them in place. Row indices are the core's."""
+    """Tokens of all rows, on the device. A sampler only reads them; the executor updates them in
+    place. Row indices are the core's."""
 
-    token_ids: (
-        torch.Tensor
-    )  # [max_rows + 1, max_len] int32: prompt, then generated tokens, then drafts
-    num_tokens: (
-        torch.Tensor
-    )  # [max_rows + 1] int32: tokens known to the executor; the last row is padding
+    # [max_rows + 1, max_len] int32: prompt, then generated tokens, then drafts
+    token_ids: torch.Tensor
+    # [max_rows + 1] int32: tokens known to the executor; the last row is padding
+    num_tokens: torch.Tensor
     prompt_lens: torch.Tensor  # [max_rows + 1] int32
 
     def lengths(self, lines: Lines) -> torch.Tensor:
@@ -100,14 +103,12 @@ class SamplerCapabilities:
 
     cuda_graph: bool = False
     logprobs: bool = True
-    extra_args: tuple[
-        str, ...
-    ] = ()  # supported keys of `SamplingParams.extra_args`; default: the fields of `extra_args_model`
+    # supported keys of `SamplingParams.extra_args`; default: the fields of `extra_args_model`
+    extra_args: tuple[str, ...] = ()
     cuda_graph_full: bool = False
     drafts: bool = False
-    extra_args_model: type[BaseModel] | None = (
-        None  # None: any plain value of a declared key reaches the sampler
-    )
+    # None: any plain value of a declared key reaches the sampler
+    extra_args_model: type[BaseModel] | None = None
     processors: bool = False
 
     def __post_init__(self) -> None:
@@ -120,7 +121,8 @@ class SamplerCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """Log-probabilities at n positions under the unmodified distribution. Column 0 is the token itself; the k most likely follow, best first."""
+    """Log-probabilities at n positions under the unmodified distribution. Column 0 is the token
+    itself; the k most likely follow, best first."""
 
     token_ids: torch.Tensor  # [n, 1 + k] int64
     logprobs: torch.Tensor  # [n, 1 + k] float32
@@ -130,26 +132,27 @@ class TopLogprobs:
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
     token_ids: torch.Tensor  # [n] int64, on the device
-    logprobs: TopLogprobs | None = (
-        None  # if any row requests them; k is the largest number requested
-    )
+    # if any row requests them; k is the largest number requested
+    logprobs: TopLogprobs | None = None
 
 
 class Capture(Enum):
-    """Features that a CUDA graph of sampling supports. The executor records separate graphs for each, so that no step pays for features that its
-    rows don't need."""
+    """Features that a CUDA graph of sampling supports. The executor records separate graphs for
+    each, so that no step pays for features that its rows don't need."""
 
     TOKENS = "tokens"  # token ids only, e.g. with temperature and filters
     FULL = "full"  # everything that a graph can do, e.g. penalties, rules and log-probabilities too
 
 
 Process = Callable[["torch.Tensor", int], None]
-"""The logits processors and grammar masks of a step, as a function that changes logits in place. Its arguments are contiguous float32 logits
-[m, vocab_size] and the index of the first of their m neighbouring lines, so that a sampler may pass all lines at once or in parts."""
+"""The logits processors and grammar masks of a step, as a function that changes logits in place.
+Its arguments are contiguous float32 logits [m, vocab_size] and the index of the first of their m
+neighbouring lines, so that a sampler may pass all lines at once or in parts."""
 
 
 class Sampler(ABC):
-    """Created once per executor; called `prepare` first, then in each step `update` and `sample`."""
+    """Created once per executor; called `prepare` first, then in each step `update` and
+    `sample`."""
 
     capabilities = SamplerCapabilities()
     options: BaseModel
@@ -164,10 +167,12 @@ class Sampler(ABC):
 
     @abstractmethod
     def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
-        """Forget the rows `removed`, then start each row in `added` with its parameters (a row may be in both).
+        """Forget the rows `removed`, then start each row in `added` with its parameters (a row may
+        be in both).
 
-        If it raises, the executor calls it again for each row separately. A row that fails again gets default parameters instead, and its request
-        ends with the error. The engine ends only if that call raises too.
+        If it raises, the executor calls it again for each row separately. A row that fails again
+        gets default parameters instead, and its request ends with the error. The engine ends only
+        if that call raises too.
         """
 
     @abstractmethod
@@ -189,7 +194,8 @@ class Sampler(ABC):
         noise depends on, is length - prompt_lens. A line's result is a function of its logits, its
         row's parameters and this history: no other line, of its row or another, changes it.
 
-        Without a `capture`, the work is launched, and `host_rows` [n] has the values of `lines.rows`.
+        Without a `capture`, the work is launched, and `host_rows` [n] has the values of
+        `lines.rows`.
 
         With a `capture`, which `capabilities` declares, a CUDA graph may record the work and replay
         it for other lines: it consists of device operations only, with no synchronization with the
@@ -202,8 +208,8 @@ class Sampler(ABC):
         A `process` is called exactly once for each line, with its logits after rules and penalties
         and before temperature. Log-probabilities remain those of the given logits. It is given only
         if `SamplerCapabilities.processors` is declared: in launched steps in which a row asks for a
-        logits processor, and with `FULL`, in a graph of its own. The executor replays that graph for
-        rows for which `capture_for` returns any capture.
+        logits processor, and with `FULL`, in a graph of its own. The executor replays that graph
+        for rows for which `capture_for` returns any capture.
         """
 
     def capture_for(self, host_rows: np.ndarray) -> Capture | None:

@@ -1,7 +1,9 @@
-"""Scheduling policy: decides which requests run. The step (`dovetail.engine.step`) does the accounting.
+"""Scheduling policy: decides which requests run. The step (`dovetail.engine.step`) does the
+accounting.
 
-A policy subclasses `Scheduler` and grants tokens in `schedule`. Prefill, decode, chunked prefill and re-prefill after preemption are all the
-same here: a number of tokens. The core overlaps planning and computing without any policy's help. All times are seconds on the engine's clock.
+A policy subclasses `Scheduler` and grants tokens in `schedule`. Prefill, decode, chunked prefill
+and re-prefill after preemption are all the same here: a number of tokens. The core overlaps
+planning and computing without any policy's help. All times are seconds on the engine's clock.
 """
 
 from __future__ import annotations
@@ -25,12 +27,16 @@ class Refusal(Enum):
     SEATS = "max_num_seqs requests run in this step already"
     MEMORY = "not enough KV blocks, even if all offered requests were evicted"
     ADAPTERS = "every slot for adapters was taken in this step"
-    NOT_NOW = "granted, evicted or rejected in this step already, or waiting for tokens in flight, or for prompts that keep their rows"
+    NOT_NOW = (
+        "granted, evicted or rejected in this step already, or waiting for tokens in flight, "
+        "or for prompts that keep their rows"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Result of `Step.grant`. `tokens`: number of tokens computed and charged to the budget (cached ones are neither). Falsy if refused."""
+    """Result of `Step.grant`. `tokens`: number of tokens computed and charged to the budget (cached
+    ones are neither). Falsy if refused."""
 
     tokens: int = 0
     refused: Refusal | None = None
@@ -41,8 +47,9 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Cost of finishing the prefill, or of one decode: tokens to compute, blocks to take from `free_blocks`, tokens cached now. Blocks are the pool's
-    pages: the next token may need several, one or more for each group of layers with the same sliding window (`dovetail.api.kv_cache`)."""
+    """Cost of finishing the prefill, or of one decode: tokens to compute, blocks to take from
+    `free_blocks`, tokens cached now. Blocks are the pool's pages: the next token may need several,
+    one or more for each group of layers with the same sliding window (`dovetail.api.kv_cache`)."""
 
     tokens: int
     blocks: int
@@ -50,16 +57,18 @@ class Cost:
 
 
 class Fit(NamedTuple):
-    """Quality of `Step.estimate_s`. `steps`: number of finished steps that were fitted. `error`: root mean square of the relative error on them
-    (newer steps weigh more); infinity until there are more steps than terms to fit."""
+    """Quality of `Step.estimate_s`. `steps`: number of finished steps that were fitted. `error`:
+    root mean square of the relative error on them (newer steps weigh more); infinity until there
+    are more steps than terms to fit."""
 
     steps: int
     error: float
 
 
 class Ran(NamedTuple):
-    """Tokens of one request in a finished step. `computed`: tokens whose K and V were computed. `generated`: tokens delivered to the client; 0 for a
-    chunk that doesn't end a prefill. Discarded results don't count."""
+    """Tokens of one request in a finished step. `computed`: tokens whose K and V were computed.
+    `generated`: tokens delivered to the client; 0 for a chunk that doesn't end a prefill. Discarded
+    results don't count."""
 
     request: Request
     computed: int
@@ -68,7 +77,8 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A finished step. Times are seconds on the engine's clock at which the device started and ended it."""
+    """A finished step. Times are seconds on the engine's clock at which the device started and
+    ended it."""
 
     index: int
     started: float
@@ -78,9 +88,10 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """Promises of a policy. The conformance suite checks `order`. The next four are exemptions, which its verdict prints: the policy may leave room
-    unused, pass a request over while others arrive, reject requests, or compute prompts in steps without the decodes. `paced`: whether the engine's
-    `pace` caps the prompt tokens of its steps."""
+    """Promises of a policy. The conformance suite checks `order`. The next four are exemptions,
+    which its verdict prints: the policy may leave room unused, pass a request over while others
+    arrive, reject requests, or compute prompts in steps without the decodes. `paced`: whether the
+    engine's `pace` caps the prompt tokens of its steps."""
 
     order: Literal["arrival", "priority", "deadline"] | None = None
     idles: bool = False
@@ -97,7 +108,8 @@ class Claims:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerContext:
-    """Constants passed to a policy's constructor. Fields of all value types here are only ever added."""
+    """Constants passed to a policy's constructor. Fields of all value types here are only ever
+    added."""
 
     max_tokens: int  # token budget of a step
     max_seqs: int
@@ -107,12 +119,14 @@ class SchedulerContext:
 
 
 class Step(Protocol):
-    """The step being planned. It is closed once `schedule` returns: later use raises `PolicyError`. A decode isn't always one token.
+    """The step being planned. It is closed once `schedule` returns: later use raises `PolicyError`.
+    A decode isn't always one token.
 
-    `waiting` (no blocks), `running` (blocks) and `decoding` (running, prefill done or in flight) are ordered by (arrival_time, order added),
-    including preempted requests. Each access returns a tuple that later calls don't change. A request with its last allowed token in flight is in
-    none of them. Neither is a sample of n > 1 while a sibling computes their prompt, or a request whose LoRA adapter could get no slot when the step
-    began; these are in `held_back`.
+    `waiting` (no blocks), `running` (blocks) and `decoding` (running, prefill done or in flight)
+    are ordered by (arrival_time, order added), including preempted requests. Each access returns a
+    tuple that later calls don't change. A request with its last allowed token in flight is in none
+    of them. Neither is a sample of n > 1 while a sibling computes their prompt, or a request whose
+    LoRA adapter could get no slot when the step began; these are in `held_back`.
     """
 
     @property
@@ -129,11 +143,13 @@ class Step(Protocol):
 
     @property
     def seqs_left(self) -> int:
-        """Number of requests that can still be granted tokens in this step. A request that holds blocks but gets no grant doesn't count."""
+        """Number of requests that can still be granted tokens in this step. A request that holds
+        blocks but gets no grant doesn't count."""
 
     @property
     def free_blocks(self) -> int:
-        """Number of blocks (pages) that grants can still take: empty ones, and cached ones that no request holds."""
+        """Number of blocks (pages) that grants can still take: empty ones, and cached ones that no
+        request holds."""
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -149,32 +165,38 @@ class Step(Protocol):
 
     @property
     def held_back(self) -> tuple[Request, ...]:
-        """Samples of n > 1 that have arrived and wait for a sibling to compute their prompt, and requests that wait for a slot for their adapter, by
-        arrival. They can be rejected, but not granted."""
+        """Samples of n > 1 that have arrived and wait for a sibling to compute their prompt, and
+        requests that wait for a slot for their adapter, by arrival. They can be rejected, but not
+        granted."""
 
     @property
     def in_flight_until(self) -> float:
-        """Estimated time at which the steps in flight end; never before `now`, and `now` if there are none."""
+        """Estimated time at which the steps in flight end; never before `now`, and `now` if there
+        are none."""
 
     @property
     def fit(self) -> Fit:
         """Number of steps behind `estimate_s`, and its error."""
 
     def shared_tokens(self, one: Request, other: Request) -> int:
-        """Return how many prompt tokens one of the two could reuse from the other: the whole blocks that both prompts begin with, without the last
-        token of the shorter one, which is always computed. 0 if their `cache_keys` differ or the manager shares nothing. O(prompt)."""
+        """Return how many prompt tokens one of the two could reuse from the other: the whole blocks
+        that both prompts begin with, without the last token of the shorter one, which is always
+        computed. 0 if their `cache_keys` differ or the manager shares nothing. O(prompt)."""
 
     def cost(self, request: Request) -> Cost:
-        """Return the cost of granting the request. Changes nothing; O(cached blocks). Any grant may change the cost of other requests."""
+        """Return the cost of granting the request. Changes nothing; O(cached blocks). Any grant may
+        change the cost of other requests."""
 
     def blocks_at(self, request: Request, tokens: int) -> int:
-        """Return how many of the pool's blocks (pages) `request` will hold once it has `tokens` tokens and decodes: those that have left a sliding
-        window are released by then. Blocks that it shares with others count in full. Raises `PolicyError` if `tokens` is negative."""
+        """Return how many of the pool's blocks (pages) `request` will hold once it has `tokens`
+        tokens and decodes: those that have left a sliding window are released by then. Blocks that
+        it shares with others count in full. Raises `PolicyError` if `tokens` is negative."""
 
     def estimate_s(
         self, prefill_tokens: int = 0, decodes: int = 0, context_tokens: int = 0
     ) -> float:
-        """Estimate the device time of such a step from the core's running fit to finished steps (also in simulation); 0.0 before the first.
+        """Estimate the device time of such a step from the core's running fit to finished steps
+        (also in simulation); 0.0 before the first.
 
         `context_tokens`: tokens whose K and V are read, summed over the requests.
         """
@@ -188,46 +210,59 @@ class Step(Protocol):
         reserve: bool = False,
         evict: Iterable[Request] = (),
     ) -> Grant:
-        """Let n = min(cost.tokens, max_tokens, tokens_left) of its tokens run, with blocks for all n; or refuse, with nothing changed.
+        """Let n = min(cost.tokens, max_tokens, tokens_left) of its tokens run, with blocks for all
+        n; or refuse, with nothing changed.
 
-        A prompt that can't be divided (`Request.indivisible`) is granted whole or refused with BUDGET, whatever `max_tokens` says.
+        A prompt that can't be divided (`Request.indivisible`) is granted whole or refused with
+        BUDGET, whatever `max_tokens` says.
 
-        While answers are streamed, the engine's `pace` also caps the prompt tokens of a step, for all policies except those that claim not to be
-        `paced`. Fewer than n may run then, with blocks for all n nevertheless, but at least `min_tokens`, and the first prompt of a step always
-        gets those. `reserve` allocates the blocks of its whole prefill now. A grant is refused if n < min(min_tokens, cost.tokens), or if no seat
-        or too little memory is left. If only memory is short, requests of `evict` are preempted, in that order, until it fits; none if evicting all
-        of them wouldn't free enough. `evict` is read up to `request` itself: requests after it keep their blocks. Skipped are requests without
-        blocks, and those with tokens of this very step that `request` would find in the cache, or with blocks that it would fork. The iterable
-        `evict` must not act on the step. Raises `PolicyError` on misuse (a finished request, one of another engine, invalid numbers).
+        While answers are streamed, the engine's `pace` also caps the prompt tokens of a step, for
+        all policies except those that claim not to be `paced`. Fewer than n may run then, with
+        blocks for all n nevertheless, but at least `min_tokens`, and the first prompt of a step
+        always gets those. `reserve` allocates the blocks of its whole prefill now. A grant is
+        refused if n < min(min_tokens, cost.tokens), or if no seat or too little memory is left. If
+        only memory is short, requests of `evict` are preempted, in that order, until it fits; none
+        if evicting all of them wouldn't free enough. `evict` is read up to `request` itself:
+        requests after it keep their blocks. Skipped are requests without blocks, and those with
+        tokens of this very step that `request` would find in the cache, or with blocks that it
+        would fork. The iterable `evict` must not act on the step. Raises `PolicyError` on misuse (a
+        finished request, one of another engine, invalid numbers).
         """
 
     def grant_each(self, requests: Iterable[Request]) -> list[Request]:
-        """Call `grant(r)` for each request in order; fast path for all running decodes. Returns the refused ones, in order."""
+        """Call `grant(r)` for each request in order; fast path for all running decodes. Returns the
+        refused ones, in order."""
 
     def preempt(self, request: Request) -> None:
-        """Free its blocks and revoke its grant. Its tokens are kept and prefilled again later. Requests admitted in this step that reuse tokens which
-        it was to compute are preempted too. Does nothing if it has been preempted already, or if its last token is in flight."""
+        """Free its blocks and revoke its grant. Its tokens are kept and prefilled again later.
+        Requests admitted in this step that reuse tokens which it was to compute are preempted too.
+        Does nothing if it has been preempted already, or if its last token is in flight."""
 
     def reject(self, request: Request, reason: str) -> None:
-        """Finish a waiting or running request as "rejected"; its client gets the reason. Its grant is revoked at once, and its blocks become free
-        after this step. Does nothing if its last token is in flight."""
+        """Finish a waiting or running request as "rejected"; its client gets the reason. Its grant
+        is revoked at once, and its blocks become free after this step. Does nothing if its last
+        token is in flight."""
 
     def wake_at(self, time: float) -> None:
-        """Request planning by `time` (finite, > now; the earliest counts). Arrivals and results trigger planning anyway."""
+        """Request planning by `time` (finite, > now; the earliest counts). Arrivals and results
+        trigger planning anyway."""
 
     def note(self, request: Request, why: str) -> None:
-        """Add the policy's reason to the decision log. The core logs grants, refusals, preemptions and rejections itself."""
+        """Add the policy's reason to the decision log. The core logs grants, refusals, preemptions
+        and rejections itself."""
 
 
 class Scheduler(ABC):
-    """Base class of policies. All calls come from one thread, never re-entrantly; no other method is called during `schedule`.
+    """Base class of policies. All calls come from one thread, never re-entrantly; no other method
+    is called during `schedule`.
 
-    The order of calls doesn't depend on the device's speed: arrivals and results of N-1, then schedule(N+1) with N in flight (without overlap:
-    results of N, then schedule(N+1)).
+    The order of calls doesn't depend on the device's speed: arrivals and results of N-1, then
+    schedule(N+1) with N in flight (without overlap: results of N, then schedule(N+1)).
 
-    A policy may keep requests, and values by their ids, until `on_finished`, after which an id may be reused; values by client indefinitely; and
-    `random.Random(context.seed)`. It may not read another clock, block, or modify a request. An exception from a policy ends the engine; the message
-    names the policy."""
+    A policy may keep requests, and values by their ids, until `on_finished`, after which an id may
+    be reused; values by client indefinitely; and `random.Random(context.seed)`. It may not read
+    another clock, block, or modify a request. An exception from a policy ends the engine; the
+    message names the policy."""
 
     claims = Claims()
     options: BaseModel  # a subclass narrows it: `options: MyOptions`
@@ -238,17 +273,21 @@ class Scheduler(ABC):
 
     @abstractmethod
     def schedule(self, step: Step) -> None:
-        """Plan one step: grant, preempt and reject, in any order and any number of times. If this would let the engine wait forever, it plans a step
-        itself, first come, first served."""
+        """Plan one step: grant, preempt and reject, in any order and any number of times. If this
+        would let the engine wait forever, it plans a step itself, first come, first served."""
 
     def on_arrival(self, request: Request) -> None:
-        """Called once for each request, in order of (arrival_time, order added), at or after its arrival time and before a step shows it."""
+        """Called once for each request, in order of (arrival_time, order added), at or after its
+        arrival time and before a step shows it."""
 
     def on_step(self, done: StepDone) -> None:
-        """Called when a step has finished. The next step may already be planned: charge on grant, settle here."""
+        """Called when a step has finished. The next step may already be planned: charge on grant,
+        settle here."""
 
     def on_preempted(self, request: Request) -> None:
-        """Called after the `schedule` that preempted the request; its grant in that step never runs."""
+        """Called after the `schedule` that preempted the request; its grant in that step never
+        runs."""
 
     def on_finished(self, request: Request) -> None:
-        """Called once for each `on_arrival`, for any finish_reason, after the request's last `on_step`."""
+        """Called once for each `on_arrival`, for any finish_reason, after the request's last
+        `on_step`."""

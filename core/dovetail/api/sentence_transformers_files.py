@@ -1,7 +1,7 @@
 """Tables of what the keys of sentence-transformers' files do here.
 
-`dovetail_executors.runtime.pooling` reads how a checkpoint pools by them, `dovetail.front.pooling` its
-prompts. Both call `read_checked`.
+`dovetail_executors.runtime.pooling` reads how a checkpoint pools by them, `dovetail.front.pooling`
+its prompts. Both call `read_checked`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ OWN = FileKeys(
             "what `score` computes of two embeddings: cosine, dot, euclidean or manhattan"
         ),
         "truncate_dim": Used(
-            "the size to which embeddings are cut after normalization, if a request sets no `dimensions`"
+            "the size to which embeddings are cut after normalization, if a request sets no "
+            "`dimensions`"
         ),
         "activation_fn": Used("the activation of a classifier's scores"),
         "model_type": Used("the kind of model; SparseEncoder and MultiVectorEncoder aren't served"),
@@ -61,7 +62,8 @@ TRANSFORMER = FileKeys(
             "feature-extraction, sequence-classification or text-generation; others are refused"
         ),
         "modality_config": Used(
-            "how texts are computed; only `forward` and its usual output is served, and no chat template"
+            "how texts are computed; only `forward` and its usual output is served, and no chat "
+            "template"
         ),
         "do_lower_case": Used("texts are put in lower case before the tokenizer's own rules"),
         "module_output_name": NoEffect("the modules that follow name their input"),
@@ -163,7 +165,8 @@ def read_own(directory: Path) -> dict[str, Any]:
 
 
 def has_marks(directory: Path, config: dict[str, Any]) -> bool:
-    """Return True if sentence-transformers has saved this checkpoint, whose `config.json` is given."""
+    """Return True if sentence-transformers has saved this checkpoint, whose `config.json` is
+    given."""
     marks = ("sentence_transformers", "sbert_ce_default_activation_function")
     files = (MODULES.file, OWN_FILE)
     return any(config.get(mark) for mark in marks) or any(

@@ -1,4 +1,5 @@
-"""`Spans`: exports OpenTelemetry spans of requests and of their phases. The server and the observer `otlp` use it.
+"""`Spans`: exports OpenTelemetry spans of requests and of their phases. The server and the observer
+`otlp` use it.
 
 The library comes with the extra `tracing`.
 """
@@ -116,7 +117,8 @@ class Spans:
 
 
 def _ids() -> IdGenerator:
-    """Return OpenTelemetry's generator of ids with a source of its own: the program's `random` stays as seeded."""
+    """Return OpenTelemetry's generator of ids with a source of its own: the program's `random`
+    stays as seeded."""
     from opentelemetry.sdk.trace.id_generator import IdGenerator
 
     class Ids(IdGenerator):
@@ -130,9 +132,10 @@ def _ids() -> IdGenerator:
 
 
 def phases_of(times: RequestMetrics, now: float) -> list[tuple[str, float, float]]:
-    """Return the phases of a request in order: "queue", "prefill", "decode" and "preempted", each with its begin and end in seconds on the engine's
-    clock. Without gaps; the last one ends at `now` if the request hasn't finished. What is computed again after a preemption belongs to the phase
-    that was interrupted."""
+    """Return the phases of a request in order: "queue", "prefill", "decode" and "preempted", each
+    with its begin and end in seconds on the engine's clock. Without gaps; the last one ends at
+    `now` if the request hasn't finished. What is computed again after a preemption belongs to the
+    phase that was interrupted."""
     reached = [
         ("queue", times.arrival_time),
         ("prefill", times.first_scheduled_time),

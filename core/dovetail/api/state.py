@@ -1,11 +1,14 @@
-"""States of recurrent layers, such as Gated DeltaNet and Mamba2: what a layer keeps for a request in place of K and V.
+"""States of recurrent layers, such as Gated DeltaNet and Mamba2: what a layer keeps for a request
+in place of K and V.
 
-A state has a fixed size. It lies in pages of the KV pool, in pieces of equal size called *units*: a unit holds some rows of one of the layer's
-tensors. The executor owns the memory and tells layers where the units of each row of a batch are; the kernels of `dovetail.nn.state` read and
-replace states in place, and write checkpoints on the way.
+A state has a fixed size. It lies in pages of the KV pool, in pieces of equal size called *units*: a
+unit holds some rows of one of the layer's tensors. The executor owns the memory and tells layers
+where the units of each row of a batch are; the kernels of `dovetail.nn.state` read and replace
+states in place, and write checkpoints on the way.
 
-With speculative decoding a step also computes drafts, of which the later ones may be rejected. It leaves a row's live state as it is after the row's
-known tokens, and notes what each draft changes; when it is known how many drafts count, the executor applies their changes.
+With speculative decoding a step also computes drafts, of which the later ones may be rejected. It
+leaves a row's live state as it is after the row's known tokens, and notes what each draft changes;
+when it is known how many drafts count, the executor applies their changes.
 """
 
 from __future__ import annotations
@@ -26,12 +29,15 @@ CHUNK = 64  # most tokens of a chunk in `StateBatch.chunks`
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A matrix of a layer's state, [rows, row_size]. Units hold whole rows. `keeps_inputs`: it holds past inputs of the layer, in the model's dtype;
-    otherwise it is accumulated, in the engine's `state_dtype`.
+    """A matrix of a layer's state, [rows, row_size]. Units hold whole rows. `keeps_inputs`: it
+    holds past inputs of the layer, in the model's dtype; otherwise it is accumulated, in the
+    engine's `state_dtype`.
 
-    What a token changes: past inputs move by one, and the token's is the last of them. An accumulated tensor has `heads` heads of equal size. The
-    token multiplies each of them by a decay, and adds the outer product of a change [head size] and a key [row_size]; head i has key i * keys //
-    heads. With 0 heads a token changes it in another way, and speculation is refused at load."""
+    What a token changes: past inputs move by one, and the token's is the last of them. An
+    accumulated tensor has `heads` heads of equal size. The token multiplies each of them by a
+    decay, and adds the outer product of a change [head size] and a key [row_size]; head i has key
+    i * keys // heads. With 0 heads a token changes it in another way, and speculation is refused at
+    load."""
 
     rows: int
     row_size: int
@@ -70,36 +76,39 @@ class Drafted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """Inputs of one step that concern states. Tensors are on the device; numpy arrays are host copies. Row i has tokens [query_starts[i],
-    query_starts[i + 1]) of the step. `lines` and `checkpoint_lines` are line numbers of `StateLayer.units`.
+    """Inputs of one step that concern states. Tensors are on the device; numpy arrays are host
+    copies. Row i has tokens [query_starts[i], query_starts[i + 1]) of the step. `lines` and
+    `checkpoint_lines` are line numbers of `StateLayer.units`.
 
-    Rows from `num_rows` on, and tokens from `num_tokens` on, are padding; lines of padding rows lead to the waste page.
+    Rows from `num_rows` on, and tokens from `num_tokens` on, are padding; lines of padding rows
+    lead to the waste page.
     """
 
     num_rows: int
     num_tokens: int
     lines: torch.Tensor  # [rows] int64: where a row's live state is
     query_starts: torch.Tensor  # [rows + 1] int32
-    kv_lens: torch.Tensor  # [rows] int32: tokens including this step's; the state is zero at first where they are all this step's
+    # [rows] int32: tokens including this step's; the state is zero at first where they are all this
+    # step's
+    kv_lens: torch.Tensor
     host_query_lens: np.ndarray  # [num_rows] int32
-    decodes: bool  # each row has one token, and there are no checkpoints: all fields below but `ahead` are None
-    checkpoint_at: torch.Tensor | None = (
-        None  # [rows] int32: number of this step's tokens after which the state is copied; 0: it isn't
-    )
+    # each row has one token, and there are no checkpoints: all fields below but `ahead` are None
+    decodes: bool
+    # [rows] int32: number of this step's tokens after which the state is copied; 0: it isn't
+    checkpoint_at: torch.Tensor | None = None
     checkpoint_lines: torch.Tensor | None = None  # [rows] int64: where to; any line if it isn't
-    chunks: torch.Tensor | None = (
-        None  # [chunks, 2] int32: token ranges of at most CHUNK tokens; rows and checkpoints begin a new one
-    )
-    chunk_starts: torch.Tensor | None = (
-        None  # [rows + 1] int32: row i has chunks [chunk_starts[i], chunk_starts[i + 1])
-    )
+    # [chunks, 2] int32: token ranges of at most CHUNK tokens; rows and checkpoints begin a new one
+    chunks: torch.Tensor | None = None
+    # [rows + 1] int32: row i has chunks [chunk_starts[i], chunk_starts[i + 1])
+    chunk_starts: torch.Tensor | None = None
     host_checkpoint_at: np.ndarray | None = None  # [num_rows] int32
-    # [rows] int32, if a row of `decodes` may be a draft: how many drafts it is after its request's last known token, 0 for that itself. A request's
-    # rows are neighbours and share a live state, which becomes that after the known token; the changes of its drafts go to `StateLayer.changes`
+    # [rows] int32, if a row of `decodes` may be a draft: how many drafts it is after its request's
+    # last known token, 0 for that itself. A request's rows are neighbours and share a live state,
+    # which becomes that after the known token; the changes of its drafts go to `StateLayer.changes`
     ahead: torch.Tensor | None = None
-    drafted: Drafted | None = (
-        None  # what is computed apart in other steps: the results above of these tokens, whose lines lead to the waste page
-    )
+    # what is computed apart in other steps: the results above of these tokens, whose lines lead to
+    # the waste page
+    drafted: Drafted | None = None
 
 
 class StateSteps:
@@ -108,17 +117,19 @@ class StateSteps:
     batch: StateBatch | None = None
 
     def plan(self, batch: StateBatch) -> None:
-        """Set the step. A captured CUDA graph keeps reading the tensors of the batch that was planned when it was captured."""
+        """Set the step. A captured CUDA graph keeps reading the tensors of the batch that was
+        planned when it was captured."""
         self.batch = batch
 
 
 class StateLayer:
-    """One layer's states. `memory[i]`, [units of the pool, rows of a unit, row_size], has the dtype of tensor i of the spec; `units[i]`, [lines,
-    units of the tensor] int32, names for each line the units that hold rows 0, 1, … of it. The last unit may be filled in part. Several layers
-    share the pool, each with its own units. The rows of a unit are a power of two.
+    """One layer's states. `memory[i]`, [units of the pool, rows of a unit, row_size], has the dtype
+    of tensor i of the spec; `units[i]`, [lines, units of the tensor] int32, names for each line the
+    units that hold rows 0, 1, … of it. The last unit may be filled in part. Several layers share
+    the pool, each with its own units. The rows of a unit are a power of two.
 
-    `changes[i]`, if steps may have drafts, is where drafts note what they change, at their index in the step: in past inputs the new ones [lines,
-    rows], in an accumulated tensor `Changes`."""
+    `changes[i]`, if steps may have drafts, is where drafts note what they change, at their index in
+    the step: in past inputs the new ones [lines, rows], in an accumulated tensor `Changes`."""
 
     def __init__(self, spec: StateSpec, steps: StateSteps) -> None:
         self.spec = spec
@@ -152,9 +163,8 @@ class StateLayer:
     def read(self, tensor: int, lines: torch.Tensor) -> torch.Tensor:
         """Return a copy of the states of `lines` [n] int64: [n, rows, row_size]."""
         shape = self.spec.tensors[tensor]
-        held = self.memory[tensor][
-            self.units[tensor][lines].long()
-        ]  # [n, units, rows of a unit, row_size]
+        # [n, units, rows of a unit, row_size]
+        held = self.memory[tensor][self.units[tensor][lines].long()]
         return held.flatten(1, 2)[:, : shape.rows]
 
     def write(self, tensor: int, lines: torch.Tensor, values: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Importing what a spec names, "package.module:name", and making components of it: in the engine's process for `dovetail.registry`, in workers for
-`dovetail.api.executor`."""
+"""Importing what a spec names, "package.module:name", and making components of it: in the engine's
+process for `dovetail.registry`, in workers for `dovetail.api.executor`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from dovetail.base.checks import did_you_mean
 from dovetail.errors import DovetailError, PluginError, describe_raised
 
-Wrong = Callable[
-    [str], PluginError
-]  # makes the error from a text, with the name of the component before it
+# makes the error from a text, with the name of the component before it
+Wrong = Callable[[str], PluginError]
 
 
 def import_target(target: str, wrong: Wrong) -> Any:
-    """Import and return the object "package.module:name". Raises what `wrong` makes of any error, with the line of the package that raised it."""
+    """Import and return the object "package.module:name". Raises what `wrong` makes of any error,
+    with the line of the package that raised it."""
     module, _, name = target.partition(":")
     try:
         imported = import_module(module)
@@ -35,15 +35,17 @@ def import_target(target: str, wrong: Wrong) -> Any:
 
 
 def bridged(cls: type[Any], bridges: Iterable[str], wrong: Wrong) -> type[Any]:
-    """Return the class with these functions, "package.module:name", applied in turn (see `dovetail.registry.api_changes`). It keeps its name, so that
-    errors and logs name the plugin's. Raises what `wrong` makes of any error, as from a class that can't have subclasses."""
+    """Return the class with these functions, "package.module:name", applied in turn (see
+    `dovetail.registry.api_changes`). It keeps its name, so that errors and logs name the plugin's.
+    Raises what `wrong` makes of any error, as from a class that can't have subclasses."""
     for bridge in bridges:
         make = import_target(bridge, wrong)
         try:
             subclass = make(cls)
         except Exception as error:
             raise wrong(
-                f"{bridge} can't make it fit this Dovetail: {describe_raised(error, package_of(bridge))}"
+                f"{bridge} can't make it fit this Dovetail: "
+                f"{describe_raised(error, package_of(bridge))}"
             ) from error
         subclass.__name__ = cls.__name__
         subclass.__qualname__ = cls.__qualname__
@@ -55,7 +57,8 @@ def bridged(cls: type[Any], bridges: Iterable[str], wrong: Wrong) -> type[Any]:
 def make_component(
     cls: Callable[[Any, Any], Any], options: Any, context: Any, target: str, wrong: Wrong
 ) -> Any:
-    """Return `cls(options, context)`. An error that isn't a `DovetailError` becomes what `wrong` makes of it."""
+    """Return `cls(options, context)`. An error that isn't a `DovetailError` becomes what `wrong`
+    makes of it."""
     try:
         return cls(options, context)
     except DovetailError:

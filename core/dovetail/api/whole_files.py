@@ -11,7 +11,8 @@ BESIDE = ".tmp"  # suffix of a file that isn't complete yet
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` write a temporary file, sync it to disk and rename it. Raises `OSError` and what `write` raises, leaving no file."""
+    """Have `write` write a temporary file, sync it to disk and rename it. Raises `OSError` and what
+    `write` raises, leaving no file."""
     beside = path.with_name(path.name + BESIDE)
     try:
         write(beside)

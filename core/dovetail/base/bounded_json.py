@@ -1,7 +1,9 @@
-"""Reader of untrusted JSON: `read_json` parses, `excess_of` bounds a text for other parsers. Both count before anything is built.
+"""Reader of untrusted JSON: `read_json` parses, `excess_of` bounds a text for other parsers. Both
+count before anything is built.
 
-Three bytes of JSON (`[],`) become a list of 72, and Python's garbage collector visits each list and object many times. So their number, the number of
-keys, and the nesting are counted in the bytes first, at some 10 ns per byte, in pieces between which other threads run.
+Three bytes of JSON (`[],`) become a list of 72, and Python's garbage collector visits each list and
+object many times. So their number, the number of keys, and the nesting are counted in the bytes
+first, at some 10 ns per byte, in pieces between which other threads run.
 """
 
 from __future__ import annotations
@@ -16,9 +18,8 @@ _NO_MARKS = bytes(set(range(256)) - set(_MARKS))
 _DEEPER, _SHALLOWER, _PARTS = (
     bytes(value in group for value in range(256)) for group in (b"[{", b"]}", b"[{:")
 )
-_LONG_NUMBER = (
-    b"0" * 100
-)  # translated by `_DIGITS`; reading and writing integers takes time quadratic in their digits
+# translated by `_DIGITS`; reading and writing integers takes time quadratic in their digits
+_LONG_NUMBER = b"0" * 100
 _DIGITS = bytes(ord("0") if value in b"0123456789" else ord(" ") for value in range(256))
 
 
@@ -29,9 +30,8 @@ class JsonBounds(NamedTuple):
     depth: int  # lists and objects in one another
 
 
-OF_TEXTS = JsonBounds(
-    parts=200_000, depth=128
-)  # of JSON in a string of a request: schemas, arguments of calls
+# of JSON in a string of a request: schemas, arguments of calls
+OF_TEXTS = JsonBounds(parts=200_000, depth=128)
 
 
 class WrongJsonError(ValueError):
@@ -45,7 +45,8 @@ class JsonTexts:
         self._left = bounds
 
     def read(self, text: bytes | str, **options: Any) -> Any:
-        """Parse JSON, bytes in UTF-8. The options are those of `json.loads`. Raises `WrongJsonError`, and what the options raise."""
+        """Parse JSON, bytes in UTF-8. The options are those of `json.loads`. Raises
+        `WrongJsonError`, and what the options raise."""
         data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
         measured = _measured(data, self._left)
         if (excess := _excess(measured, self._left)) is not None:
@@ -75,7 +76,8 @@ def read_json(text: bytes | str, bounds: JsonBounds = OF_TEXTS, **options: Any) 
 
 
 def excess_of(data: bytes, bounds: JsonBounds) -> str | None:
-    """Return which bound a JSON text in UTF-8 exceeds, for an error; None if none, or if a parser would stop at an error before."""
+    """Return which bound a JSON text in UTF-8 exceeds, for an error; None if none, or if a parser
+    would stop at an error before."""
     containers = data.count(b"[") + data.count(b"{")  # those within strings included
     parts = containers + data.count(b":")
     if (
@@ -105,8 +107,9 @@ class _Measured(NamedTuple):
 
 
 def _long_numbers(text: bytes) -> Iterator[int]:
-    """Yield where each long number begins; a longer one counts as several. Searching in translated bytes takes
-    1 ns per byte, whatever they are; a regular expression would try each digit as a beginning."""
+    """Yield where each long number begins; a longer one counts as several. Searching in translated
+    bytes takes 1 ns per byte, whatever they are; a regular expression would try each digit as a
+    beginning."""
     digits = text.translate(_DIGITS)
     found = digits.find(_LONG_NUMBER)
     while found >= 0:

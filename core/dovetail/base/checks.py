@@ -8,11 +8,12 @@ from numbers import Integral, Real
 from typing import Any
 
 INT64 = (-(2**63), 2**63 - 1)  # the range of numpy's integers
-MAX_TIME_S = 1e9  # 31 years in either direction: exact as microseconds in JSON, and within 64 bits as a trace's nanoseconds
+# 31 years in either direction: exact as microseconds in JSON, and within 64 bits as a trace's
+# nanoseconds
+MAX_TIME_S = 1e9
 MAX_NAME = 200  # characters of a name that may be misspelt
-BINARY = (
-    bytes | bytearray | memoryview
-)  # neither text nor numbers, though Python would read them as a list of small ones
+# neither text nor numbers, though Python would read them as a list of small ones
+BINARY = bytes | bytearray | memoryview
 
 
 def is_integer(value: Any) -> bool:
@@ -26,7 +27,8 @@ def plain_integer(value: Any) -> int | None:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a finite int or float, or a numpy one, as a float; None for anything else, also for a bool."""
+    """Return a finite int or float, or a numpy one, as a float; None for anything else, also for a
+    bool."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
@@ -37,7 +39,8 @@ def as_number(value: Any) -> float | None:
 
 
 def unicode_error(text: str) -> UnicodeEncodeError | None:
-    """Return the error of a text that isn't valid Unicode, or None: Python allows half a surrogate pair in a string."""
+    """Return the error of a text that isn't valid Unicode, or None: Python allows half a surrogate
+    pair in a string."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -56,7 +59,8 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
 
 
 def is_larger(value: Any, size: int) -> bool:
-    """Return True if a value holds more than `size` items, characters and 64-bit words of long integers, all nested containers included."""
+    """Return True if a value holds more than `size` items, characters and 64-bit words of long
+    integers, all nested containers included."""
     left = [value]
     counted = 0
     while left and counted <= size:
@@ -71,7 +75,8 @@ def is_larger(value: Any, size: int) -> bool:
 
 
 def among(value: Any, values: tuple[Any, ...]) -> bool:
-    """Return True if a value equals one of `values` and has its type: 1 is not True, but 0 is 0.0."""
+    """Return True if a value equals one of `values` and has its type: 1 is not True, but 0 is
+    0.0."""
     if any(type(value) is type(one) and value == one for one in values):
         return True
     number = as_number(value)

@@ -1,4 +1,5 @@
-"""Bounds on the sizes in a model's config, checked before anything is built from it: transformers makes lists of as many entries as there are layers.
+"""Bounds on the sizes in a model's config, checked before anything is built from it: transformers
+makes lists of as many entries as there are layers.
 
 Sizes of tensors need none: they are compared with the checkpoint's.
 """
@@ -25,7 +26,8 @@ _MOST_OF_ANY = 2**63 - 1
 
 
 def check_sizes(path: Path, config: Mapping[str, Any], within: str = "") -> None:
-    """Raise `ModelLoadError` for a size that no model has, in any part of a config of bounded depth. `path`: its file, for the error."""
+    """Raise `ModelLoadError` for a size that no model has, in any part of a config of bounded
+    depth. `path`: its file, for the error."""
     for name, value in config.items():
         place = f"{within}{name}"
         if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""Logging of the library: to stderr by a handler of its own, unless the program has configured logging. `import dovetail` calls
-`set_up`, in each process of an engine.
+"""Logging of the library: to stderr by a handler of its own, unless the program has configured
+logging. `import dovetail` calls `set_up`, in each process of an engine.
 
-Programs configure logging as usual, before or after they import this package: once the root logger or the logger "dovetail" has a
-handler of theirs, the library's own is silent.
+Programs configure logging as usual, before or after they import this package: once the root logger
+or the logger "dovetail" has a handler of theirs, the library's own is silent.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class _DefaultLevel(int):
-    """Level of the logger until a program sets one; differs from the same level set by a program."""
+    """Level of the logger until a program sets one; differs from the same level set by a
+    program."""
 
 
 DEFAULT = _DefaultLevel(logging.INFO)
 
 
 class StderrHandler(logging.Handler):
-    """Writes to the present `sys.stderr`, above progress bars, while no handler of the program gets the records."""
+    """Writes to the present `sys.stderr`, above progress bars, while no handler of the program gets
+    the records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +59,8 @@ class StderrHandler(logging.Handler):
 
 
 def set_up() -> None:
-    """Add the handler to the logger "dovetail", and set the level that `DOVETAIL_LOG` names, INFO by default. Idempotent."""
+    """Add the handler to the logger "dovetail", and set the level that `DOVETAIL_LOG` names, INFO
+    by default. Idempotent."""
     logger = logging.getLogger(NAME)
     if any(isinstance(handler, StderrHandler) for handler in logger.handlers):
         return
@@ -83,7 +86,8 @@ def is_configured() -> bool:
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
-    """Return True unless only the default level lets a record pass, and the program has configured a higher one."""
+    """Return True unless only the default level lets a record pass, and the program has configured
+    a higher one."""
     logger = logging.getLogger(NAME)
     if logger.level is not DEFAULT or not is_configured():
         return True

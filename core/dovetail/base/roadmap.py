@@ -1,4 +1,5 @@
-"""Names of planned features that other engines have; errors about such a name point to the roadmap."""
+"""Names of planned features that other engines have; errors about such a name point to the
+roadmap."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ PAGE = "docs/roadmap.md"
 _NAMES = {  # heading of the roadmap -> commands, keys and parameters that belong to it
     "Models that draft": "eagle medusa",
     "Mixture of experts": "enable_expert_parallel expert_parallel_size moe",
-    "Several machines": "pipeline_parallel_size data_parallel_size pp dp distributed_executor_backend num_nodes",
+    "Several machines": "pipeline_parallel_size data_parallel_size pp dp "
+    "distributed_executor_backend num_nodes",
 }
 
 HEADINGS: Mapping[str, str] = MappingProxyType(

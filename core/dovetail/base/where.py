@@ -1,4 +1,5 @@
-"""The place where a setting was written, and errors that name it: `engine.yaml:7: scheduler.agin_s: unknown option, did you mean aging_s?`."""
+"""The place where a setting was written, and errors that name it: `engine.yaml:7: scheduler.agin_s:
+unknown option, did you mean aging_s?`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ KeyPath = tuple[str | int, ...]
 
 LISTED = 10  # problems that one error lists; the rest are counted
 MOVED = {  # keys of other releases and engines -> what is said of them
-    "max_stretch": "it is the engine's key `pace` now, which applies to every scheduler: `pace: 2.0` at the top level, or `pace: null`",
+    "max_stretch": "it is the engine's key `pace` now, which applies to every scheduler: `pace: "
+    "2.0` at the top level, or `pace: null`",
     "speculative_config": "here it is `speculation: {drafter: suffix, max_drafts: 8}`",
     "num_speculative_tokens": "here it is `speculation: {max_drafts: 8}`",
 }
@@ -27,7 +29,8 @@ MAX_KEY = 200  # most characters of a key in an error
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A key in a configuration, with the origins of all keys that have one ("engine.yaml:7", "--set")."""
+    """A key in a configuration, with the origins of all keys that have one ("engine.yaml:7",
+    "--set")."""
 
     path: KeyPath = ()
     origins: Mapping[KeyPath, str] = field(default_factory=dict)
@@ -44,7 +47,8 @@ class Where:
 
     @property
     def origin(self) -> str | None:
-        """The origin of the key, or else of the nearest one around it; None for a setting that was made in Python."""
+        """The origin of the key, or else of the nearest one around it; None for a setting that was
+        made in Python."""
         for length in range(len(self.path), -1, -1):
             if self.path[:length] in self.origins:
                 return self.origins[self.path[:length]]
@@ -58,7 +62,8 @@ class Where:
 def explain(
     error: ValidationError, model: type[BaseModel], given: Any, where: Where, noun: str
 ) -> ConfigError:
-    """Make a `ConfigError` with a line for each key of `given` that `model` rejects, at most `LISTED`; `noun` is the word for a key ("option")."""
+    """Make a `ConfigError` with a line for each key of `given` that `model` rejects, at most
+    `LISTED`; `noun` is the word for a key ("option")."""
     found: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         found.setdefault(_path_in(given, detail), []).append(detail)
@@ -71,7 +76,8 @@ def explain(
 
 
 def and_more(count: int) -> list[str]:
-    """Return a line that counts the problems beyond the listed ones, or no line if there are none."""
+    """Return a line that counts the problems beyond the listed ones, or no line if there are
+    none."""
     return [f"… and {count - LISTED} more"] if count > LISTED else []
 
 
@@ -99,7 +105,8 @@ def _message(
     if kind == "extra_forbidden":
         return unknown_key(str(path[-1]), _fields_at(model, path[:-1]), noun)
     if kind in ("model_type", "dict_type"):
-        return f"expected {noun}s and values below it, got {shown(details[0]['input'])}"  # pydantic would name Python's types
+        # pydantic would name Python's types
+        return f"expected {noun}s and values below it, got {shown(details[0]['input'])}"
     right = [
         detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
         for detail in details

@@ -39,9 +39,14 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
-        except Exception:  # KeyError for !!bool maybe, IndexError for !!int "", ValueError for a date that doesn't exist, …
+        except Exception:
+            # KeyError for !!bool maybe, IndexError for !!int "", ValueError for a date that doesn't
+            # exist, …
             kind = node.tag.rpartition(":")[2]
-            problem = f"{shown(node.value)} can't be read as {kind}; a text that looks like one needs quotes"
+            problem = (
+                f"{shown(node.value)} can't be read as {kind}; a text that looks like one "
+                f"needs quotes"
+            )
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
@@ -65,7 +70,8 @@ def read_yaml(name: str) -> YamlSource:
 
 
 def read_settings(name: str, model: type[Model], example: str) -> tuple[Model, Where]:
-    """Read a file of settings, and return them with the places of its keys. `example` is a line that such a file may have.
+    """Read a file of settings, and return them with the places of its keys. `example` is a line
+    that such a file may have.
 
     Raises `ConfigError`: a line for each wrong key, with its file and line.
     """
@@ -82,8 +88,8 @@ def read_settings(name: str, model: type[Model], example: str) -> tuple[Model, W
 
 
 def parse_yaml(text: str, name: str) -> YamlSource:
-    """Read a document; an empty one is None. Raises `ConfigError` with file and line for bad syntax,
-    a duplicate key, a key that isn't a string, or more than `MAX_CHARACTERS`."""
+    """Read a document; an empty one is None. Raises `ConfigError` with file and line for bad
+    syntax, a duplicate key, a key that isn't a string, or more than `MAX_CHARACTERS`."""
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{name}: more than {MAX_CHARACTERS} characters: that is no config")
     loader = None
@@ -99,7 +105,8 @@ def parse_yaml(text: str, name: str) -> YamlSource:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(
-            f"{name}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem or error.context}"
+            f"{name}:{mark.line + 1 if mark else 1}: not valid YAML: "
+            f"{error.problem or error.context}"
         ) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -123,7 +130,8 @@ class _Checker:
         self._origins: dict[KeyPath, str] = {}
 
     def origins_of(self, root: yaml.Node) -> dict[KeyPath, str]:
-        """Return the place of each key and item. Raises `ConfigError` for YAML that a config may not contain."""
+        """Return the place of each key and item. Raises `ConfigError` for YAML that a config may
+        not contain."""
         self._walk(root, ())
         return self._origins
 
@@ -141,7 +149,8 @@ class _Checker:
             place = self._place(key)
             if not isinstance(key, yaml.ScalarNode) or key.tag not in (_STRING, _MERGE):
                 raise ConfigError(
-                    f"{place}: a key must be a string, got {shown(key.value) if isinstance(key, yaml.ScalarNode) else 'a collection'}"
+                    f"{place}: a key must be a string, got "
+                    f"{shown(key.value) if isinstance(key, yaml.ScalarNode) else 'a collection'}"
                 )
             if key.value in seen:
                 raise ConfigError(

@@ -32,12 +32,13 @@ from dovetail.errors import (
 from dovetail.registry.registry import Registry, built_ins_first
 from dovetail.registry.resolved import ResolvedCommand
 
+# exit code 1; errors before the start: 2
 RUN_TIME_ERRORS = (
     PolicyError,
     SchedulerStalled,
     EngineDeadError,
     OutputError,
-)  # exit code 1; errors before the start: 2
+)
 
 
 class PluginCommand(TyperCommand):
@@ -54,18 +55,20 @@ class PluginCommand(TyperCommand):
             return typer.main.get_command(loaded)
         if not callable(loaded):
             raise PluginError(
-                f"command {self.name!r} of plugin {self.command.origin}: {self.command.spec.target} is {loaded!r}, not a Typer app"
+                f"command {self.name!r} of plugin {self.command.origin}: "
+                f"{self.command.spec.target} is {loaded!r}, not a Typer app"
             )
+        # it would swallow "[default: …]"
         app = typer.Typer(
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-        )  # it would swallow "[default: …]"
+        )
         app.command(name=self.name)(loaded)
         return typer.main.get_command(app)
 
 
 class DovetailGroup(TyperGroup):
-    """The group of all commands: the core's first, then plugins', each always as "distribution:name", and by its short name if that is unique or the
-    command is built in."""
+    """The group of all commands: the core's first, then plugins', each always as
+    "distribution:name", and by its short name if that is unique or the command is built in."""
 
     show_traceback = False
 
@@ -75,7 +78,8 @@ class DovetailGroup(TyperGroup):
 
     @cached_property
     def plugin_commands(self) -> dict[str, list[ResolvedCommand]]:
-        """Plugins' commands by each name that they have; using a name of more than one command is an error. A short name means the built-in."""
+        """Plugins' commands by each name that they have; using a name of more than one command is
+        an error. A short name means the built-in."""
         names: dict[str, list[ResolvedCommand]] = {}
         for command in self.registry.commands():
             names.setdefault(command.spec.name, []).append(command)
@@ -103,7 +107,8 @@ class DovetailGroup(TyperGroup):
         if len(offers) > 1:
             names = " and ".join(command.qualified_name for command in offers)
             raise PluginError(
-                f"command {cmd_name!r} is offered more than once, by {names}: write the one you mean in full"
+                f"command {cmd_name!r} is offered more than once, by {names}: write the one you "
+                f"mean in full"
             )
         return PluginCommand(cmd_name, offers[0]) if offers else None
 
@@ -145,7 +150,8 @@ class DovetailGroup(TyperGroup):
             sys.exit(1 if isinstance(error, RUN_TIME_ERRORS) else 2)
         except Exception as error:
             self._tell(
-                f"{describe(error)}\nThis is a fault in Dovetail or in a plugin. `dovetail --traceback`, before the subcommand, shows where."
+                f"{describe(error)}\nThis is a fault in Dovetail or in a plugin. `dovetail "
+                f"--traceback`, before the subcommand, shows where."
             )
             sys.exit(1)
 

@@ -1,4 +1,5 @@
-"""Shell completion of models, components, kinds, config keys and values. Errors yield no completions."""
+"""Shell completion of models, components, kinds, config keys and values. Errors yield no
+completions."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Offer = tuple[str, str]  # a word and its meaning
 def _offers(
     complete: Callable[[typer.Context, str], Iterator[Offer]],
 ) -> Callable[[typer.Context, str], list[Offer]]:
-    """Return `complete` as a function that returns all its offers, or none on an error, which would be printed into the line being typed."""
+    """Return `complete` as a function that returns all its offers, or none on an error, which would
+    be printed into the line being typed."""
 
     @wraps(complete)
     def offers(ctx: typer.Context, incomplete: str) -> list[Offer]:
@@ -48,7 +50,8 @@ def components(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
 
 @_offers
 def sources(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
-    """Yield configs and models: bundled ones, those in the hub's cache, and those in the current directory."""
+    """Yield configs and models: bundled ones, those in the hub's cache, and those in the current
+    directory."""
     registry = _registry()
     for plugin in registry.plugins:
         for model in plugin.models:
@@ -68,8 +71,8 @@ def sources(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
 
 @_offers
 def settings(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
-    """Yield `key=`, and after it the key's values; both at once if only one key is left, since bash would put a space after a single
-    `key=`."""
+    """Yield `key=`, and after it the key's values; both at once if only one key is left, since bash
+    would put a space after a single `key=`."""
     key, equals, _ = incomplete.partition("=")
     if not equals:
         keys = [(key, text) for key, text in _keys(incomplete) if key.startswith(incomplete)]
@@ -155,8 +158,8 @@ def _first_line(text: str | None) -> str:
 
 
 def join_words(environ: MutableMapping[str, str] = os.environ) -> str:
-    """Join the words that bash splits at "=" and ":", so that `--set scheduler=fc` comes as three. Returns the part of the last word that bash has
-    already, which must not be offered again."""
+    """Join the words that bash splits at "=" and ":", so that `--set scheduler=fc` comes as three.
+    Returns the part of the last word that bash has already, which must not be offered again."""
     if not environ.get("_DOVETAIL_COMPLETE", "").endswith("_bash"):
         return ""
     try:

@@ -22,7 +22,8 @@ DEFAULT_MODEL = "demo"
 
 @app.command()
 def show(source: Source = DEFAULT_MODEL, settings: Settings = []) -> None:  # noqa: B006 typer makes a list of its own
-    """Print what would run: every key, with qualified names, versions and all options. The output is a config itself."""
+    """Print what would run: every key, with qualified names, versions and all options. The output
+    is a config itself."""
     from dovetail.config.engine import COMPONENT_KEYS, EngineConfig
     from dovetail.config.parts import read_parts
     from dovetail.registry.models import locate_model
@@ -71,7 +72,8 @@ def _yaml_line(key: str, value: Any) -> str:
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of engine.yaml for editors, with the components that are installed and their options."""
+    """Print the JSON Schema of engine.yaml for editors, with the components that are installed and
+    their options."""
     from dovetail.config.schema import json_schema
     from dovetail.registry.registry import Registry
 
@@ -80,7 +82,8 @@ def schema() -> None:
 
 @app.command()
 def check(source: Source = DEFAULT_MODEL, settings: Settings = []) -> None:  # noqa: B006
-    """Check everything short of loading a model: keys, names, options, and that what is named can be imported."""
+    """Check everything short of loading a model: keys, names, options, and that what is named can
+    be imported."""
     from dovetail.base.where import LISTED, and_more
     from dovetail.config.engine import EngineConfig
     from dovetail.config.parts import find_problems

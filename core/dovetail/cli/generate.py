@@ -33,7 +33,8 @@ def generate(
     prompts_file: Annotated[
         str | None,
         typer.Option(
-            help='JSONL, "-" for standard input: a string a line, or an object with prompt, messages or prompt_token_ids, '
+            help='JSONL, "-" for standard input: a string a line, or an object with prompt, '
+            "messages or prompt_token_ids, "
             "any sampling parameter, extra, predicted_tokens, and id."
         ),
     ] = None,
@@ -60,7 +61,8 @@ def generate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help='The answer is JSON that follows the JSON Schema in this file; "-" reads standard input.',
+            help='The answer is JSON that follows the JSON Schema in this file; "-" reads standard '
+            "input.",
         ),
     ] = None,
     regex: Annotated[
@@ -74,7 +76,8 @@ def generate(
         list[str],
         typer.Option(
             metavar="KEY=VALUE",
-            help="Any other sampling parameter, extra or predicted_tokens; the value is YAML. May be repeated.",
+            help="Any other sampling parameter, extra or predicted_tokens; the value is YAML. May "
+            "be repeated.",
             autocompletion=completion.params,
         ),
     ] = [],  # noqa: B006
@@ -82,7 +85,8 @@ def generate(
         str | None,
         typer.Option(
             metavar="NAME=PATH",
-            help="Compute with the LoRA adapter in this directory; it turns the config's `adapters` on.",
+            help="Compute with the LoRA adapter in this directory; it turns the config's "
+            "`adapters` on.",
         ),
     ] = None,
     chat: Annotated[
@@ -121,7 +125,8 @@ def generate(
     if rule := _rule(json_schema, regex, choice):
         if params.get("structured") is not None:
             raise ConfigError(
-                f"--{next(iter(rule)).replace('_', '-')} and --param structured contradict each other: an answer follows one rule"
+                f"--{next(iter(rule)).replace('_', '-')} and --param structured contradict each "
+                f"other: an answer follows one rule"
             )
         params["structured"] = rule
     prompts = (
@@ -162,7 +167,8 @@ def _traced(config: EngineConfig, path: Path) -> EngineConfig:
 def _adapted(
     config: EngineConfig, prompts: list[Prompt], text: str
 ) -> tuple[EngineConfig, list[Prompt]]:
-    """Return the config with adapters, and the prompts with the one given as name=path. Raises `ConfigError`."""
+    """Return the config with adapters, and the prompts with the one given as name=path. Raises
+    `ConfigError`."""
     from dovetail.config.engine import EngineConfig
     from dovetail.request.lora import LoRARequest
 
@@ -207,7 +213,8 @@ def _params(settings: list[str]) -> dict[str, Any]:
             raise ConfigError(f"--param: expected key=value, got {shown(text)}")
         if key not in (known := (*PARAMS_KEYS, *FIELD_KEYS)):
             raise ConfigError(
-                f"--param: {key}: {BEAM_SEARCH if key in BEAM_NAMES else unknown_key(key, known, 'sampling parameter')}"
+                f"--param: {key}: "
+                f"{BEAM_SEARCH if key in BEAM_NAMES else unknown_key(key, known, 'sampling parameter')}"
             )
         params[key] = parse_yaml(value, "--param").value
     return params
@@ -229,7 +236,8 @@ def _file_of_prompts(name: str, plain: bool, params: dict[str, Any]) -> list[Pro
 
 
 def _with_chats_rendered(engine: LLMEngine, prompts: list[Prompt]) -> list[Prompt]:
-    """Return the prompts with messages rendered by the model's chat template. Raises `RequestError` naming the request."""
+    """Return the prompts with messages rendered by the model's chat template. Raises `RequestError`
+    naming the request."""
     if all(prompt.messages is None for prompt in prompts):
         return prompts
     from dovetail.front.chat import ChatFrontEnd
@@ -275,7 +283,8 @@ def _stream(engine: LLMEngine, prompt: Prompt) -> bool:
 
 
 def _run(engine: LLMEngine, prompts: list[Prompt], as_json: bool) -> bool:
-    """Print each request: as JSON when it is finished, as text in the order of the file. Returns False if one failed."""
+    """Print each request: as JSON when it is finished, as text in the order of the file. Returns
+    False if one failed."""
     from tqdm import tqdm
 
     for prompt in prompts:

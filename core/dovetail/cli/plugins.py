@@ -37,7 +37,8 @@ def list_plugins(
         bool, typer.Option("--failed", help="Only plugins that failed, with traceback and output.")
     ] = False,
 ) -> None:
-    """List components, commands, routes and quantizations of all plugins, and the plugins that failed or were denied."""
+    """List components, commands, routes and quantizations of all plugins, and the plugins that
+    failed or were denied."""
     from dovetail.registry.registry import Registry
 
     registry = Registry.discover(enforce_require=False)
@@ -100,7 +101,8 @@ def info(
     if spec.summary:
         typer.echo(f"  {spec.summary}")
     older = (
-        f" (runs with {component.changes[-1].after}; `dovetail plugins doctor` says what to upgrade)"
+        f" (runs with {component.changes[-1].after}; `dovetail plugins doctor` says what to "
+        f"upgrade)"
         if component.changes
         else ""
     )

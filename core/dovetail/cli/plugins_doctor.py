@@ -28,7 +28,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     time_limit_s: TimeLimit = TIME_LIMIT_S,
 ) -> None:
-    """Find problems of installed plugins, each in a process of its own, and say what to do about them. The exit code is 1 if there are errors."""
+    """Find problems of installed plugins, each in a process of its own, and say what to do about
+    them. The exit code is 1 if there are errors."""
     from dovetail.registry.doctor.examine import examine, look_at_machine
 
     core_commands = getattr(ctx.find_root().command, "commands", {})
@@ -41,9 +42,8 @@ def doctor(
     if as_json:
         typer.echo(json.dumps({**_as_json(diagnosis), "machine": machine}, indent=2))
     else:
-        typer.echo(
-            "\n".join(_lines(diagnosis)).encode(errors="backslashreplace").decode()
-        )  # a plugin's output may not be valid text
+        # a plugin's output may not be valid text
+        typer.echo("\n".join(_lines(diagnosis)).encode(errors="backslashreplace").decode())
         if machine is not None:
             typer.echo(f"this machine: {machine}")
     raise typer.Exit(1 if diagnosis.count("error") else 0)

@@ -1,7 +1,9 @@
-"""`dovetail plugins new`: a package with one working component, its conformance test and its CI file.
+"""`dovetail plugins new`: a package with one working component, its conformance test and its CI
+file.
 
-The templates are such packages themselves, called dovetail-acme: the files in `templates/common` and in the folder of the kind. Writing a package
-replaces the word acme, and in the common files also the words that begin with it and depend on the kind.
+The templates are such packages themselves, called dovetail-acme: the files in `templates/common`
+and in the folder of the kind. Writing a package replaces the word acme, and in the common files
+also the words that begin with it and depend on the kind.
 """
 
 from __future__ import annotations
@@ -78,8 +80,8 @@ def new(
 
 
 def write_package(kind: str, name: str, folder: Path) -> Path:
-    """Write a package and return its folder, below `folder`. Raises `ConfigError`, with nothing written, if kind or name is wrong or the folder
-    exists; also if it can't be written."""
+    """Write a package and return its folder, below `folder`. Raises `ConfigError`, with nothing
+    written, if kind or name is wrong or the folder exists; also if it can't be written."""
     if kind not in KINDS:
         raise ConfigError(
             f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are {', '.join(KINDS)}"
@@ -105,17 +107,21 @@ def write_package(kind: str, name: str, folder: Path) -> Path:
 
 
 def component_name(name: str) -> str:
-    """Return the component's name, which is the package's without its prefix. Raises `ConfigError` unless it can be the name of a component, a
-    distribution, a module and a class."""
+    """Return the component's name, which is the package's without its prefix. Raises `ConfigError`
+    unless it can be the name of a component, a distribution, a module and a class."""
     component = re.sub("^dovetail[-_]", "", name)
     if not _NAME.fullmatch(component) or len(component) > MAX_NAME:
-        right = f"lower case letters and digits, joined by '-' or '_', with a letter first, {MAX_NAME} characters at most"
+        right = (
+            f"lower case letters and digits, joined by '-' or '_', with a letter first, "
+            f"{MAX_NAME} characters at most"
+        )
         raise ConfigError(f"{name!r} can't be a component's name: expected {right}")
     return component
 
 
 def _check_free(kind: Kind, component: str) -> None:
-    """Raise `ConfigError` if Dovetail itself has a component or a package of that name: the new one would need its full name, or hide the other."""
+    """Raise `ConfigError` if Dovetail itself has a component or a package of that name: the new one
+    would need its full name, or hide the other."""
     from dovetail.registry.registry import Registry
     from dovetail.registry.selection import PluginSelection
 
@@ -140,7 +146,8 @@ def _words(kind: Kind, component: str) -> dict[str, str]:
     """Return the replacement of each placeholder word in the templates."""
     template = TEMPLATES[kind]
     major, minor = map(int, __version__.split(".")[:2])
-    versions = f">={major}.{minor},<{major}.{minor + 2}"  # the next minor accepts it, too: see docs/plugins/versions.md
+    # the next minor accepts it, too: see docs/plugins/versions.md
+    versions = f">={major}.{minor},<{major}.{minor + 2}"
     return {
         "dovetail-acme": PREFIX + component.replace("_", "-"),
         "dovetail_acme": f"dovetail_{component.replace('-', '_')}",
@@ -163,7 +170,8 @@ def _replaced(text: str, words: Mapping[str, str]) -> str:
 
 
 def _files(kind: Kind) -> Iterator[tuple[str, str]]:
-    """Yield (path, text) of each of the templates' files; "dot-" at the beginning of a name becomes a dot."""
+    """Yield (path, text) of each of the templates' files; "dot-" at the beginning of a name becomes
+    a dot."""
     templates = resources.files("dovetail.cli") / "templates"
     for part in ("common", kind):
         yield from _below(templates / part, "")

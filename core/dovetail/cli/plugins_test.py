@@ -1,4 +1,5 @@
-"""`dovetail plugins test`: check with one command, without code, that a component keeps the contract of its kind."""
+"""`dovetail plugins test`: check with one command, without code, that a component keeps the
+contract of its kind."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def run_suite(
     ] = None,
     time_limit_s: TimeLimit = TIME_LIMIT_S,
 ) -> None:
-    """Run the checks of a kind's conformance suite over an installed component. The exit code is 0 if it is CONFORMANT, else 1."""
+    """Run the checks of a kind's conformance suite over an installed component. The exit code is 0
+    if it is CONFORMANT, else 1."""
     _check_installed()
     from dovetail.testing.runner import run
 
@@ -87,9 +89,8 @@ def run_suite(
         settings=own,
     )
     text = json.dumps(verdict.to_json(), indent=2) if as_json else "\n".join(verdict.report())
-    typer.echo(
-        text.encode(errors="backslashreplace").decode()
-    )  # a component's output may not be valid text
+    # a component's output may not be valid text
+    typer.echo(text.encode(errors="backslashreplace").decode())
     if badge is not None:
         try:
             badge.write_text(json.dumps(verdict.badge()) + "\n", encoding="utf-8")
@@ -100,8 +101,8 @@ def run_suite(
 
 
 def parse_mappings(texts: Sequence[str], flag: str) -> dict[str, Any]:
-    """Read the values of a flag. Each text is "key=value", with the value in YAML, or a whole mapping in YAML or JSON; of a repeated key the last
-    value counts. Raises `ConfigError`."""
+    """Read the values of a flag. Each text is "key=value", with the value in YAML, or a whole
+    mapping in YAML or JSON; of a repeated key the last value counts. Raises `ConfigError`."""
     from dovetail.base.yaml_source import parse_yaml
 
     values: dict[str, Any] = {}
@@ -118,7 +119,8 @@ def parse_mappings(texts: Sequence[str], flag: str) -> dict[str, Any]:
 
 
 def parse_waivers(texts: Sequence[str]) -> dict[str, Waiver]:
-    """Read "ID=REASON URL", where the URL may be in parentheses, as a report shows it. Raises `ConfigError`."""
+    """Read "ID=REASON URL", where the URL may be in parentheses, as a report shows it. Raises
+    `ConfigError`."""
     from dovetail.testing.checks import Waiver
 
     waivers = {}
@@ -128,7 +130,8 @@ def parse_waivers(texts: Sequence[str]) -> dict[str, Waiver]:
         )
         if parts is None or not parts[2]:
             raise ConfigError(
-                f"--waive: expected a check's id, the reason and the url of an issue, like {EXAMPLE!r}, got {shown(text)}"
+                f"--waive: expected a check's id, the reason and the url of an issue, like "
+                f"{EXAMPLE!r}, got {shown(text)}"
             )
         waivers[parts[1]] = Waiver(parts[2], parts[3])
     return waivers

@@ -1,4 +1,5 @@
-"""Reading prompts from a JSONL file: each line is a string, or an object with a prompt, any `SamplingParams` field, any of `FIELD_KEYS` and an id."""
+"""Reading prompts from a JSONL file: each line is a string, or an object with a prompt, any
+`SamplingParams` field, any of `FIELD_KEYS` and an id."""
 
 from __future__ import annotations
 
@@ -20,9 +21,8 @@ if TYPE_CHECKING:
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 PLAIN_TEXT = "quote each line, or use --plain for a file whose lines are prompts as they stand"
-_INTEGER = re.compile(
-    "0|-?[1-9][0-9]{0,19}"
-)  # one spelling of each number, so that no two keys mean the same token
+# one spelling of each number, so that no two keys mean the same token
+_INTEGER = re.compile("0|-?[1-9][0-9]{0,19}")
 FIELD_KEYS = ("extra", "predicted_tokens")  # for components; arguments of `LLMEngine.add_request`
 PARAMS_KEYS = tuple(
     field.name for field in dataclasses.fields(SamplingParams) if field.name != "output_kind"
@@ -30,7 +30,8 @@ PARAMS_KEYS = tuple(
 
 
 class Prompt(NamedTuple):
-    """One request of a file. `messages` need the model's chat template, so they are kept until there is an engine."""
+    """One request of a file. `messages` need the model's chat template, so they are kept until
+    there is an engine."""
 
     id: str
     params: SamplingParams
@@ -40,8 +41,8 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(lines: Iterable[str], name: str, defaults: Mapping[str, Any]) -> list[Prompt]:
-    """All prompts of a file, read before anything runs; `defaults` are sampling parameters and `FIELD_KEYS` that a line may override. Empty lines are
-    skipped.
+    """All prompts of a file, read before anything runs; `defaults` are sampling parameters and
+    `FIELD_KEYS` that a line may override. Empty lines are skipped.
 
     Raises `RequestError` naming file and line.
     """
@@ -64,7 +65,8 @@ def read_prompts(lines: Iterable[str], name: str, defaults: Mapping[str, Any]) -
 
 
 def read_plain(lines: Iterable[str], name: str, defaults: Mapping[str, Any]) -> list[Prompt]:
-    """Return each line that isn't empty as a prompt, unchanged. Raises `RequestError` if there is none."""
+    """Return each line that isn't empty as a prompt, unchanged. Raises `RequestError` if there is
+    none."""
     params, fields = make_params_and_fields(defaults)
     prompts = [
         Prompt(str(number), params, line, fields=fields)
@@ -77,12 +79,14 @@ def read_plain(lines: Iterable[str], name: str, defaults: Mapping[str, Any]) -> 
 
 
 def as_chat(prompt: Prompt) -> Prompt:
-    """Return the prompt with its text as a user's message; messages stay as they are. Raises `RequestError` for token ids."""
+    """Return the prompt with its text as a user's message; messages stay as they are. Raises
+    `RequestError` for token ids."""
     if prompt.messages is not None:
         return prompt
     if not isinstance(prompt.prompt, str):
         raise RequestError(
-            f"request {shown(prompt.id)}: --chat makes a message of a text, and this prompt is token ids"
+            f"request {shown(prompt.id)}: --chat makes a message of a text, and this prompt is "
+            f"token ids"
         )
     return prompt._replace(prompt="", messages=[{"role": "user", "content": prompt.prompt}])
 
@@ -116,7 +120,8 @@ def _read_line(line: str, default_id: str, defaults: Mapping[str, Any]) -> Promp
 
 
 def parse_json(line: str, hint: str = "") -> Any:
-    """Return the JSON value of a line. Raises `RequestError`, also for a repeated key; `hint` ends what it says of a line that isn't JSON."""
+    """Return the JSON value of a line. Raises `RequestError`, also for a repeated key; `hint` ends
+    what it says of a line that isn't JSON."""
     try:
         return read_json(line, object_pairs_hook=_object)
     except WrongJsonError as error:
@@ -144,21 +149,24 @@ def _prompt_and_messages(
     if form == "messages":
         if not all(isinstance(message, dict) and "role" in message for message in value):
             raise RequestError(
-                f'messages must be objects like {{"role": "user", "content": "…"}}, got {shown(value)}'
+                f'messages must be objects like {{"role": "user", "content": "…"}}, got '
+                f"{shown(value)}"
             )
         return "", value
     return {"prompt_token_ids": value}, None
 
 
 def make_params_and_fields(values: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
-    """Return the parameters and the `FIELD_KEYS` in plain JSON values, as `make_params` and `fields_of` do."""
+    """Return the parameters and the `FIELD_KEYS` in plain JSON values, as `make_params` and
+    `fields_of` do."""
     return make_params(
         {key: value for key, value in values.items() if key not in FIELD_KEYS}
     ), fields_of(values)
 
 
 def fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `FIELD_KEYS` that are given. Raises `RequestError` for a wrong type, and for values nested too deeply to be sent on."""
+    """Return those of `FIELD_KEYS` that are given. Raises `RequestError` for a wrong type, and for
+    values nested too deeply to be sent on."""
     fields = {key: values[key] for key in FIELD_KEYS if values.get(key) is not None}
     RequestFields(predicted_tokens=fields.get("predicted_tokens")).checked()
     if not isinstance(extra := fields.get("extra", {}), dict):
@@ -171,7 +179,8 @@ def fields_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_params(fields: Mapping[str, Any]) -> SamplingParams:
-    """Make `SamplingParams` from plain JSON values, with one output at the end. Raises `RequestError`."""
+    """Make `SamplingParams` from plain JSON values, with one output at the end. Raises
+    `RequestError`."""
     fields = dict(fields)
     if isinstance(fields.get("logit_bias"), dict):  # keys in JSON are strings
         fields["logit_bias"] = {

@@ -1,5 +1,5 @@
-"""Input and output of the command: prints any text, reports a full disk, and exits quietly on a broken pipe. Tables are wrapped to the terminal's
-width, and plain, with full cells, when piped."""
+"""Input and output of the command: prints any text, reports a full disk, and exits quietly on a
+broken pipe. Tables are wrapped to the terminal's width, and plain, with full cells, when piped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class OutputError(DovetailError):
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output whose write errors are distinguishable from those of other files. Once it has failed, every write fails."""
+    """Standard output whose write errors are distinguishable from those of other files. Once it has
+    failed, every write fails."""
 
     _failure: OSError | None = None
 
@@ -54,7 +55,8 @@ class _Output(io.TextIOWrapper):
 
 
 def guard_output() -> None:
-    """Make failed writes to standard output raise `OutputError`, or end the command with exit code 0 if the reader has gone."""
+    """Make failed writes to standard output raise `OutputError`, or end the command with exit code
+    0 if the reader has gone."""
     old = sys.stdout
     if type(old) is io.TextIOWrapper:  # None if it was closed before we began
         encoding = old.encoding
@@ -91,7 +93,8 @@ def discard(stream: TextIO | None) -> None:
 
 
 def echo_json(value: Any, indent: int | None = None) -> None:
-    """Print as JSON; characters that the terminal's encoding doesn't have are printed as escapes."""
+    """Print as JSON; characters that the terminal's encoding doesn't have are printed as
+    escapes."""
     text = json.dumps(value, ensure_ascii=False, indent=indent)
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
@@ -101,7 +104,8 @@ def echo_json(value: Any, indent: int | None = None) -> None:
 
 
 def read_text(name: str, option: str) -> str:
-    """Return the text of a file, or of standard input for "-". Raises `ConfigError` naming the option that asked for it."""
+    """Return the text of a file, or of standard input for "-". Raises `ConfigError` naming the
+    option that asked for it."""
     try:
         if name != "-":
             return Path(name).read_text(encoding="utf-8-sig")
@@ -129,7 +133,8 @@ def print_table(rows: Sequence[Sequence[str]], indent: str = "", *, headed: bool
 
 
 def fitting_widths(rows: Sequence[Sequence[str]], room: int) -> list[int] | None:
-    """Return the width of each column such that no word is broken and two spaces fit between columns; None if `room` is too small for that."""
+    """Return the width of each column such that no word is broken and two spaces fit between
+    columns; None if `room` is too small for that."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     words = [

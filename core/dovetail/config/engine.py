@@ -101,7 +101,8 @@ def _as_choice(value: Any) -> Any:
         return ComponentChoice(value)
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise ValueError(
-            f"expected a component's name, or a mapping with 'name' and its options, got {shown(value)}"
+            f"expected a component's name, or a mapping with 'name' and its options, got "
+            f"{shown(value)}"
         )
     return ComponentChoice(
         value["name"], {key: option for key, option in value.items() if key != "name"}
@@ -199,7 +200,8 @@ def _as_score_tokens(value: Any) -> Any:
     if is_pair and all(type(one) in (str, int) for one in value):
         return tuple(value)
     raise ValueError(
-        f'expected two tokens as texts in quotes, or their ids, like ["yes", "no"], got {shown(value)}'
+        f'expected two tokens as texts in quotes, or their ids, like ["yes", "no"], got '
+        f"{shown(value)}"
     )
 
 
@@ -238,7 +240,8 @@ class Pooling(BaseModel):
             raise ValueError(f"expected {{query}} and {{document}}, each once, got {shown(value)}")
         if value is not None and value.index("{document}") < value.index("{query}"):
             raise ValueError(
-                "expected {query} before {document}, of which a part is cut off if the prompt is too long"
+                "expected {query} before {document}, of which a part is cut off if the prompt is "
+                "too long"
             )
         return value
 
@@ -417,10 +420,12 @@ class EngineConfig(BaseModel):
     def load(
         cls, source: str | Path | Mapping[str, Any] | EngineConfig = "demo", **overrides: Any
     ) -> EngineConfig:
-        """Load the config from `source`, with `overrides` on top, whose keys may be dotted (`**{"scheduler.aging_s": 5}`).
+        """Load the config from `source`, with `overrides` on top, whose keys may be dotted
+        (`**{"scheduler.aging_s": 5}`).
 
-        A mapping has the keys of the YAML. A path that ends in .yaml or .yml is read; any other string names the model, as in `LLM(model)`.
-        Raises `ConfigError`: one line for each wrong key, with its file and line.
+        A mapping has the keys of the YAML. A path that ends in .yaml or .yml is read; any other
+        string names the model, as in `LLM(model)`. Raises `ConfigError`: one line for each wrong
+        key, with its file and line.
         """
         return cls.load_with(source, overrides)
 
@@ -639,7 +644,8 @@ def _read(source: Any) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         return dict(source), {}
     if not isinstance(source, str | Path):
         raise ConfigError(
-            f"a config is a YAML file, a model's name, a mapping or an EngineConfig, got {shown(source)}"
+            f"a config is a YAML file, a model's name, a mapping or an EngineConfig, got "
+            f"{shown(source)}"
         )
     if Path(source).suffix not in YAML_SUFFIXES:
         return {"model": str(source)}, {}

@@ -9,9 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 Count = Annotated[int, Field(gt=0)]
 CountOrZero = Annotated[int, Field(ge=0)]  # 0: not allowed
 
-MAX_CUT_CHARS = (
-    1_000_000  # of a text that `truncate_prompt_tokens` cuts, unless more would fit the model uncut
-)
+# of a text that `truncate_prompt_tokens` cuts, unless more would fit the model uncut
+MAX_CUT_CHARS = 1_000_000
 
 
 class Limits(BaseModel):

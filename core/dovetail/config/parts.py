@@ -1,4 +1,5 @@
-"""Finding the components that a config names, without making them: for the engine, and for `dovetail config show` and `check`."""
+"""Finding the components that a config names, without making them: for the engine, and for
+`dovetail config show` and `check`."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ _SELDOM_NEEDED = ("sampler", "logits_processor", "attention", "grammar")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The components of an engine. `attention`: the candidates, best first. `models`: all installed architectures of this api version.
-    `grammar` is neither imported nor made before a request asks for it; None: `grammar: auto`, and no built-in backend is there."""
+    """The components of an engine. `attention`: the candidates, best first. `models`: all installed
+    architectures of this api version. `grammar` is neither imported nor made before a request asks
+    for it; None: `grammar: auto`, and no built-in backend is there."""
 
     scheduler: ResolvedComponent
     kv_cache: ResolvedComponent
@@ -52,8 +54,8 @@ class Parts:
 
 
 def find_parts(config: EngineConfig, registry: Registry) -> Parts:
-    """Find the components that `config` names. Raises `PluginError` for the first that isn't available, `ConfigError` for options of
-    `auto`."""
+    """Find the components that `config` names. Raises `PluginError` for the first that isn't
+    available, `ConfigError` for options of `auto`."""
 
     def one(kind: Kind, choice: ComponentChoice) -> ResolvedComponent:
         return registry.resolve(kind, choice.name, choice.options, choice.where)
@@ -83,8 +85,8 @@ def read_parts(
     origin: str = "override",
     imports: Collection[Kind] = (),
 ) -> tuple[EngineConfig, Registry, Parts]:
-    """Load a config, find its components, check their options, and import those of the kinds `imports`. Raises the error, or a `ConfigError` that
-    lists all if there are several."""
+    """Load a config, find its components, check their options, and import those of the kinds
+    `imports`. Raises the error, or a `ConfigError` that lists all if there are several."""
     config: EngineConfig | None = None
     problems: list[DovetailError] = []
     with _noting(problems):
@@ -106,9 +108,10 @@ def find_problems(
     imports: Collection[Kind] = KINDS,
     note: Callable[[MissingExtraError], None] | None = None,
 ) -> list[DovetailError]:
-    """Return all problems with the model's name and with the components: their names, their options, and the import of those of the kinds
-    `imports`. Packages may be missing that nobody needs: a simulation has neither sampler nor attention, and no request may ask
-    for a grammar. If `note` is given, it is told of these instead."""
+    """Return all problems with the model's name and with the components: their names, their
+    options, and the import of those of the kinds `imports`. Packages may be missing that nobody
+    needs: a simulation has neither sampler nor attention, and no request may ask for a grammar. If
+    `note` is given, it is told of these instead."""
     found = _Problems(imports, note)
     with found.noting():
         locate_model(config.model.path, registry)
@@ -190,7 +193,8 @@ def all_of(problems: Sequence[DovetailError]) -> DovetailError:
 
 @contextmanager
 def _noting(problems: list[DovetailError]) -> Iterator[None]:
-    """Suppress a `DovetailError` and append it to `problems`, unless one says the same: a module that can't be imported may be wanted twice."""
+    """Suppress a `DovetailError` and append it to `problems`, unless one says the same: a module
+    that can't be imported may be wanted twice."""
     try:
         yield
     except DovetailError as error:

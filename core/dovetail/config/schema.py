@@ -1,4 +1,5 @@
-"""JSON Schema of `engine.yaml`, for editors: the config's own keys, and for each component key the names and options that are installed."""
+"""JSON Schema of `engine.yaml`, for editors: the config's own keys, and for each component key the
+names and options that are installed."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from dovetail.registry.resolved import ResolvedComponent
 
 
 class _LenientSchema(GenerateJsonSchema):
-    """A schema generator in which a type that JSON can't describe accepts anything, instead of failing the whole schema."""
+    """A schema generator in which a type that JSON can't describe accepts anything, instead of
+    failing the whole schema."""
 
     def handle_invalid_for_json_schema(
         self, schema: core_schema.CoreSchema, error_info: str
@@ -26,7 +28,8 @@ class _LenientSchema(GenerateJsonSchema):
 
 
 def json_schema(registry: Registry) -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12). A component whose options can't be imported accepts any, and its description says why."""
+    """Return the JSON Schema (draft 2020-12). A component whose options can't be imported accepts
+    any, and its description says why."""
     schema = EngineConfig.model_json_schema(mode="validation", schema_generator=_LenientSchema)
     definitions = schema.setdefault("$defs", {})
     for key, kind in COMPONENT_KEYS.items():
@@ -70,7 +73,8 @@ def _names(component: ResolvedComponent, registry: Registry) -> list[str]:
 def _with_options(
     component: ResolvedComponent, registry: Registry, definitions: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the schema of `{name: …, option: …}`; models inside the options go to `definitions`."""
+    """Return the schema of `{name: …, option: …}`; models inside the options go to
+    `definitions`."""
     shape: dict[str, Any] = {
         "type": "object",
         "description": component.spec.summary,

@@ -23,7 +23,8 @@ class Adapter(Protocol):
 
     @property
     def digest(self) -> str:
-        """A hash of its content; adapters of equal digests share a slot. Read only once it is open."""
+        """A hash of its content; adapters of equal digests share a slot. Read only once it is
+        open."""
         ...
 
     def closed(self) -> bool:

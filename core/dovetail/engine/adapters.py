@@ -46,9 +46,8 @@ class AdapterSlots(EngineFeature):
         self.count = count
         self._wait_s = wait_s
         self._holding: dict[str, _Slot] = {}  # digest -> its slot
-        self._unused = dict.fromkeys(
-            _Slot(number + 1) for number in range(count)
-        )  # the one unused for the longest time first
+        # the one unused for the longest time first
+        self._unused = dict.fromkeys(_Slot(number + 1) for number in range(count))
         self._changed: dict[_Slot, Adapter] = {}  # taken for another adapter since the last batch
         self._hidden: frozenset[str] = frozenset()  # digests that could get no slot at `open_step`
         self._free = count  # unused ones that no step in flight reads
@@ -56,9 +55,8 @@ class AdapterSlots(EngineFeature):
         # step reads a slot.
         self._submitted = self._collected = -1
         self._now = 0.0
-        self._waiting: dict[
-            str, float
-        ] = {}  # digest that can get no slot -> since when; the longest first
+        # digest that can get no slot -> since when; the longest first
+        self._waiting: dict[str, float] = {}
         self._first: str | None = None  # the digest that has waited for too long
         self._offered: float | None = None  # since when a slot has been kept for it
         self._closed: _Slot | None = None  # no new request joins its adapter

@@ -39,17 +39,15 @@ class Books:
         self.num_pages = num_pages
         self.block_size = layout.block_size  # tokens of the smallest block
         self._has_windows = layout.has_windows
-        self.forks = (
-            kv.capabilities.fork and not layout.recurrent
-        )  # a live state is past the prompt; its checkpoint is found instead
+        # a live state is past the prompt; its checkpoint is found instead
+        self.forks = kv.capabilities.fork and not layout.recurrent
         self.policy_name = policy_name
         self.waiting = RequestQueue()
         self.running = RequestQueue()
         self.rows = RowAllocator(max_seqs)
         self.fit = StepTimeFit()
-        self.known: set[LiveRequest] = (
-            set()
-        )  # arrived and not finished: the requests that a policy may name
+        # arrived and not finished: the requests that a policy may name
+        self.known: set[LiveRequest] = set()
         # Known requests that ask for features, and these; others aren't in it
         self.asking: dict[LiveRequest, tuple[EngineFeature, ...]] = {}
         # Features that known requests ask for, with the number of these; see `open_step`
@@ -74,9 +72,8 @@ class Books:
 
     def open_gates(self) -> None:
         """Show the requests whose gates are all open now, in the order in which they arrived."""
-        closed: set[Gate] = (
-            set()
-        )  # a closed gate stays closed for the rest of this pass: showing a request opens none
+        # a closed gate stays closed for the rest of this pass: showing a request opens none
+        closed: set[Gate] = set()
         for request in [*self.gated]:
             if closed.isdisjoint(request.gates):
                 closed.update([gate for gate in request.gates if gate.closed()])

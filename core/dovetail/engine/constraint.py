@@ -144,7 +144,8 @@ class Constraint:
         if not accepted:
             return Finish(
                 EndReason.ERROR,
-                f"token {token} was sampled, which the grammar doesn't allow: the executor or the grammar backend is at fault",
+                f"token {token} was sampled, which the grammar doesn't allow: the executor or the "
+                f"grammar backend is at fault",
             )
         return Finish(EndReason.STOP, keeps_token=True) if matcher.complete else None
 

@@ -18,7 +18,9 @@ from dovetail.request import Request
 logger = logging.getLogger("dovetail")
 
 PAUSE = 4  # calls that are left out after one that took too long; each further one doubles it
-MOST_WAITING = 4096  # calls of `on_finished` that may wait for a drafter, each with a request; if none returns then, it is given up
+# calls of `on_finished` that may wait for a drafter, each with a request; if none returns then, it
+# is given up
+MOST_WAITING = 4096
 
 
 class DrafterThread:
@@ -56,9 +58,8 @@ class DrafterThread:
         if self._left_out:
             self._left_out -= 1
             return none
-        call = self._call(
-            lambda: self._propose(tuple(requests), tuple(most))
-        )  # tuples: a drafter can't change what its drafts are checked against
+        # tuples: a drafter can't change what its drafts are checked against
+        call = self._call(lambda: self._propose(tuple(requests), tuple(most)))
         try:
             error = call.exception(self._timeout_s)
         except TimeoutError:
@@ -93,9 +94,8 @@ class DrafterThread:
                 thread.join(self._timeout_s)
 
     def _propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[array[int]]:
-        answer = islice(
-            self._drafter.propose(requests, most), len(requests) + 1
-        )  # iterators are fine, endless ones too
+        # iterators are fine, endless ones too
+        answer = islice(self._drafter.propose(requests, most), len(requests) + 1)
         proposed = [array("q", islice(tokens, max(most) + 1)) for tokens in answer]
         if len(proposed) != len(requests):
             count = len(proposed) if len(proposed) < len(requests) else "too many"
@@ -136,7 +136,8 @@ class DrafterThread:
         except Empty:
             self._calls.put(None)
         logger.error(
-            "drafter %s hasn't returned from a call for %d requests that have ended since: it isn't called any more",
+            "drafter %s hasn't returned from a call for %d requests that have ended since: it "
+            "isn't called any more",
             self._name,
             MOST_WAITING,
         )

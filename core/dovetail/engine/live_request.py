@@ -112,25 +112,21 @@ class LiveRequest(Request):
         )
         self.pooling = pooling
         self.adapter = adapter
-        self.keeps_row = (
-            pooling is not None and params.prompt_logprobs is not None
-        )  # its row has what is pooled of its prompt up to now
+        # its row has what is pooled of its prompt up to now
+        self.keeps_row = pooling is not None and params.prompt_logprobs is not None
         # it waits for them before policies see it
         self.preparations: tuple[Preparation, ...] = tuple(filter(None, (constraint, adapter)))
-        self.siblings: Sequence[
-            LiveRequest
-        ] = ()  # all samples of its prompt, itself included; empty for n = 1
+        # all samples of its prompt, itself included; empty for n = 1
+        self.siblings: Sequence[LiveRequest] = ()
         self.gates: list[Gate] = []  # reasons to hold it back when it arrives
         self.status = Status.NEW
         self.order = 0  # number of requests added before
-        self.output_token_ids: array[int] = array(
-            "q"
-        )  # no list: the garbage collector would look at each token, and a step wait for it
+        # no list: the garbage collector would look at each token, and a step wait for it
+        self.output_token_ids: array[int] = array("q")
         self.num_computed: int = 0  # tokens whose K and V are computed or planned
         self.prefill_end = self.prompt_tokens  # it decodes once num_computed reaches this
-        self.last_computed = (
-            self.prompt_tokens + max_tokens - 1
-        )  # computing this many samples the last allowed token
+        # computing this many samples the last allowed token
+        self.last_computed = self.prompt_tokens + max_tokens - 1
         self.in_flight = 0  # planned sampled tokens whose ids haven't arrived
         self.capacity = 0  # tokens that its blocks can hold; 0: it holds none
         self.next_commit = 0  # at this many tokens another block is full
@@ -140,9 +136,8 @@ class LiveRequest(Request):
         # Its grant computes its last known token, so that a new one is sampled; true of decodes
         self.yields_token = False
         self.decided_in = -1  # the last step that granted, evicted or rejected it
-        self.trimmed = (
-            False  # it runs, and has released blocks of the prompt that a sibling would need
-        )
+        # it runs, and has released blocks of the prompt that a sibling would need
+        self.trimmed = False
         self.lost = 0  # tokens that were computed once, before a preemption
         self.recomputed_tokens: int = 0
         self.preemptions: int = 0

@@ -228,7 +228,8 @@ class Speculation(PlanTiming):
     # Proposals
 
     def _most_of(self, request: LiveRequest) -> int:
-        """Return how many drafts `request` may check at most: none beyond its last allowed token."""
+        """Return how many drafts `request` may check at most: none beyond its last allowed
+        token."""
         return max(0, min(self._limit_of(request), request.output_left))
 
     def _limit_of(self, request: LiveRequest) -> int:
@@ -238,7 +239,8 @@ class Speculation(PlanTiming):
     def _proposals(
         self, requests: Sequence[LiveRequest]
     ) -> tuple[list[Sequence[int]], list[float]]:
-        """Return proposals for `requests`, cut to what can be checked, and the odds of each draft."""
+        """Return proposals for `requests`, cut to what can be checked, and the odds of each
+        draft."""
         drafts: list[Sequence[int]] = [()] * len(requests)
         odds = [self._odds_of(request) for request in requests]
         asked: list[int] = []
@@ -289,7 +291,8 @@ class Speculation(PlanTiming):
         return (record.accepted + PRIOR_CHECKS * prior) / (record.checked + PRIOR_CHECKS)
 
     def _learn(self, request: LiveRequest, accepted: int, rejected: bool) -> None:
-        """Learn from a proposal: its first `accepted` drafts were right; whether the next wasn't."""
+        """Learn from a proposal: its first `accepted` drafts were right; whether the next
+        wasn't."""
         self._records[request].learn(FORGETTING, accepted, accepted + rejected)
         self._all.learn(FORGETTING_ALL, accepted, accepted + rejected)
 
@@ -325,9 +328,8 @@ class Speculation(PlanTiming):
         order = np.argsort(-gains, kind="stable")[: len(more) - 1]
         more_s = costs[1:] - costs[0]
         nth = order % len(ahead)  # of its request
-        more_s += (1 + np.maximum.accumulate(nth)) * _cost(
-            self._draft_costs, np.cumsum(nth == 0)
-        )  # by a draft model, one after the other
+        # by a draft model, one after the other
+        more_s += (1 + np.maximum.accumulate(nth)) * _cost(self._draft_costs, np.cumsum(nth == 0))
         rates = (num_lines + np.cumsum(gains[order])) / (
             plain_s + more_s + self._host_s + self._draft_s * len(requests)
         )

@@ -40,9 +40,8 @@ class EngineStats:
     blocks: PageCounts = field(default_factory=lambda: PageCounts(0, 0, 0))
     draft_rows: int = 0  # rows of steps that checked drafts
     draft_tokens: int = 0  # drafts that they checked
-    accepted_drafts: list[int] = field(
-        default_factory=list
-    )  # accepted ones by position: the first of a row, the second, …
+    # accepted ones by position: the first of a row, the second, …
+    accepted_drafts: list[int] = field(default_factory=list)
     drafting_s: float = 0.0  # time that steps waited for the drafter
     stalls: int = 0  # steps that the engine planned itself, as the policy would have waited forever
 

@@ -62,9 +62,8 @@ class PlannedStep:
         self.has_requests = bool(books.running.as_tuple() or books.waiting.as_tuple())
         # True if features hide some of the waiting requests
         self._hides = bool(books.concerned) and books.open_step(now)
-        self._split: tuple[tuple[LiveRequest, ...], ...] | None = (
-            None  # the waiting requests, and the shown and the hidden ones among them
-        )
+        # the waiting requests, and the shown and the hidden ones among them
+        self._split: tuple[tuple[LiveRequest, ...], ...] | None = None
         self._max_tokens = self._tokens_left = max_tokens
         self._seqs_left = max_seqs
         self._flights_end = flights_end
@@ -74,21 +73,18 @@ class PlannedStep:
         self._most_prompt_tokens: float | None = None
         self.granted: dict[LiveRequest, int] = {}  # request -> tokens, in the order of grants
         self.admitted: dict[LiveRequest, int] = {}  # request -> tokens found in the cache
-        self.appended: list[
-            tuple[LiveRequest, tuple[Pages, ...]]
-        ] = []  # pages by group, given to requests that ran before
+        # pages by group, given to requests that ran before
+        self.appended: list[tuple[LiveRequest, tuple[Pages, ...]]] = []
         self.preempted: list[LiveRequest] = []
         self.rejected: dict[LiveRequest, str] = {}
         self.wake_time = math.inf
         self.decisions: list[Decision] | None = [] if log else None
         self.prefill_tokens = 0
         self.recomputed_tokens = 0
-        self.prefilled: dict[
-            LiveRequest, int
-        ] = {}  # request that prefills in this step -> tokens computed before
-        self.recomputed: dict[
-            LiveRequest, int
-        ] = {}  # request -> how many of this step's tokens were computed once, before a preemption
+        # request that prefills in this step -> tokens computed before
+        self.prefilled: dict[LiveRequest, int] = {}
+        # request -> how many of this step's tokens were computed once, before a preemption
+        self.recomputed: dict[LiveRequest, int] = {}
         # The core released blocks after this planning, so that planning again may grant more
         self.freed = False
 
@@ -124,9 +120,8 @@ class PlannedStep:
 
     @property
     def decoding(self) -> tuple[LiveRequest, ...]:
-        return tuple(
-            [r for r in self.running if r.num_computed >= r.prefill_end]
-        )  # a list first: twice as fast
+        # a list first: twice as fast
+        return tuple([r for r in self.running if r.num_computed >= r.prefill_end])
 
     @property
     def held_back(self) -> tuple[LiveRequest, ...]:
@@ -678,7 +673,8 @@ class PlannedStep:
             )
 
     def _check_known(self, request: Request) -> LiveRequest:
-        """Return the request, if this engine has it in its books. Raises `PolicyError` otherwise."""
+        """Return the request, if this engine has it in its books. Raises `PolicyError`
+        otherwise."""
         self._check_open()
         if not isinstance(request, Request):
             raise PolicyError(

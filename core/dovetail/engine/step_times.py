@@ -51,14 +51,12 @@ class StepTimeFit:
     RIDGE = 1e-6
 
     def __init__(self) -> None:
-        self._products = [
-            [0.0] * len(_PAIRS) for _ in _KINDS
-        ]  # sums of x[i] x[j] / seconds^2, over `_PAIRS`
+        # sums of x[i] x[j] / seconds^2, over `_PAIRS`
+        self._products = [[0.0] * len(_PAIRS) for _ in _KINDS]
         self._targets = [[0.0] * _TERMS for _ in _KINDS]  # sums of x[i] / seconds
         self._counts = [0.0] * len(_KINDS)  # number of steps in these sums, decayed
-        self._squares = [0.0] * len(
-            _KINDS
-        )  # sums of (seconds * unit)^2, so that the misfit follows from sums too
+        # sums of (seconds * unit)^2, so that the misfit follows from sums too
+        self._squares = [0.0] * len(_KINDS)
         self._mean_s = 0.0
         self._weights = [0.0] * _TERMS
         self._stale_from = 0  # solve for the weights again once this many steps were seen
@@ -75,9 +73,8 @@ class StepTimeFit:
             return
         self.steps += 1
         self._mean_s += max(1.0 - FORGETTING, 1.0 / self.steps) * (seconds - self._mean_s)
-        unit = 1.0 / max(
-            seconds, 0.1 * self._mean_s, MIN_SECONDS
-        )  # a step that took no time must not outweigh all others
+        # a step that took no time must not outweigh all others
+        unit = 1.0 / max(seconds, 0.1 * self._mean_s, MIN_SECONDS)
         x = [value * unit for value in self._terms(prefill_tokens, decodes, context_tokens)]
         relative = seconds * unit
         seen = int(prefill_tokens > 0)

@@ -1,6 +1,7 @@
 """`CHANGES`: the changes between versions of the interfaces, and which older components still run.
 
-The registry accepts or rejects components by this table, `dovetail plugins doctor` prints its lines, and the page on versions shows it.
+The registry accepts or rejects components by this table, `dovetail plugins doctor` prints its
+lines, and the page on versions shows it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dovetail.api.component import API_VERSIONS, TARGET, Kind
 
 @dataclass(frozen=True, slots=True)
 class ApiChange:
-    """Step of one kind's interface from a version to the next. A component written for `before` runs unless `refused`: unchanged if the interface
-    only grew, otherwise through `bridge`, a function that takes its class and returns a subclass for `after`. Raises `ValueError` if refused and
-    bridged."""
+    """Step of one kind's interface from a version to the next. A component written for `before`
+    runs unless `refused`: unchanged if the interface only grew, otherwise through `bridge`, a
+    function that takes its class and returns a subclass for `after`. Raises `ValueError` if refused
+    and bridged."""
 
     kind: Kind
     before: str  # "0.3"
@@ -26,7 +28,8 @@ class ApiChange:
     def __post_init__(self) -> None:
         if self.bridge is not None and (self.refused or not TARGET.fullmatch(self.bridge)):
             raise ValueError(
-                f"{self.kind} {self.after}: bridge {self.bridge!r} must be a target of a step that isn't refused"
+                f"{self.kind} {self.after}: bridge {self.bridge!r} must be a target of a step that "
+                f"isn't refused"
             )
 
 
@@ -35,7 +38,8 @@ CHANGES: tuple[ApiChange, ...] = (
         "scheduler",
         "0.3",
         "0.4",
-        "use Step.blocks_at where total_blocks * block_size was computed; Step.blocks_of is gone, as grant(evict=…) asks itself",
+        "use Step.blocks_at where total_blocks * block_size was computed; Step.blocks_of is gone, "
+        "as grant(evict=…) asks itself",
         refused=True,
     ),
     ApiChange(
@@ -48,7 +52,8 @@ CHANGES: tuple[ApiChange, ...] = (
         "attention",
         "0.4",
         "0.5",
-        "refuse layers whose LayerSpec.causal is False in a reasons_against that doesn't call super(), or declare bidirectional and serve them",
+        "refuse layers whose LayerSpec.causal is False in a reasons_against that doesn't call "
+        "super(), or declare bidirectional and serve them",
         bridge="dovetail.registry.bridges:attention_0_4",
     ),
     ApiChange(
@@ -79,7 +84,8 @@ CHANGES: tuple[ApiChange, ...] = (
         "executor",
         "0.6",
         "0.7",
-        "in a step with drafts, leave a row's live state as it is after its computed tokens, or leave Capacity.max_lines at 0 for models with states",
+        "in a step with drafts, leave a row's live state as it is after its computed tokens, or "
+        "leave Capacity.max_lines at 0 for models with states",
         bridge="dovetail.registry.bridges:executor_0_6",
     ),
     ApiChange("executor", "0.7", "0.8", "nothing; Result.graphs is optional"),
@@ -87,7 +93,8 @@ CHANGES: tuple[ApiChange, ...] = (
         "executor",
         "0.8",
         "0.9",
-        "read PoolingRows and AdapterRows from Batch.part(), return Pooled and PromptLogprobs in Result.parts; NewRow.sampling may be None; "
+        "read PoolingRows and AdapterRows from Batch.part(), return Pooled and PromptLogprobs in "
+        "Result.parts; NewRow.sampling may be None; "
         "import Worker from dovetail_executors.runtime.worker",
         refused=True,
     ),
@@ -102,7 +109,8 @@ CHANGES: tuple[ApiChange, ...] = (
 
 
 def changes_since(kind: Kind, api: str) -> tuple[ApiChange, ...] | None:
-    """Return the steps from version `api` of a kind to this release's, in order. None if `api` is newer, or if the table has no such version."""
+    """Return the steps from version `api` of a kind to this release's, in order. None if `api` is
+    newer, or if the table has no such version."""
     steps: list[ApiChange] = []
     while api != API_VERSIONS[kind]:
         step = next(

@@ -1,6 +1,8 @@
-"""Bridges: each takes a component's class, written for an older version of its interface, and returns a subclass for the next one.
+"""Bridges: each takes a component's class, written for an older version of its interface, and
+returns a subclass for the next one.
 
-`dovetail.registry.api_changes` names them. They are imported where such a component is used, also in workers.
+`dovetail.registry.api_changes` names them. They are imported where such a component is used, also
+in workers.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def attention_0_4(cls: Any) -> Any:
             reasons: list[str] = super().reasons_against(context, layers)
             if not reasons and not all(layer.causal for layer in layers):
                 reasons = [
-                    "attention to later tokens (an encoder's) isn't supported: the backend is written for attention api 0.4"
+                    "attention to later tokens (an encoder's) isn't supported: the backend is "
+                    "written for attention api 0.4"
                 ]
             return reasons
 
@@ -33,7 +36,8 @@ def attention_0_4(cls: Any) -> Any:
 
 
 def executor_0_6(cls: Any) -> Any:
-    """Disable drafts for models with recurrent states: 0.6 didn't define these states in steps with drafts."""
+    """Disable drafts for models with recurrent states: 0.6 didn't define these states in steps with
+    drafts."""
 
     class Bridged(cls):  # type: ignore[misc]
         def start(self) -> Capacity:

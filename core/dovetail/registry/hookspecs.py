@@ -1,10 +1,11 @@
-"""The hooks of a plugin. A plugin is a module (or an object) that an entry point in the group `dovetail.plugins` names:
+"""The hooks of a plugin. A plugin is a module (or an object) that an entry point in the group
+`dovetail.plugins` names:
 
     [project.entry-points."dovetail.plugins"]
     fair = "dovetail_fair"
 
-It implements at least one of these functions, marked with `dovetail.api.hookimpl`. They only declare, in strings, what there is, and import
-nothing heavy.
+It implements at least one of these functions, marked with `dovetail.api.hookimpl`. They only
+declare, in strings, what there is, and import nothing heavy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ hookspec = pluggy.HookspecMarker("dovetail")
 
 @hookspec
 def dovetail_components() -> Iterable[ComponentSpec]:
-    """Return the components that this plugin offers. That activates none of them: `engine.yaml` names the ones that run.
+    """Return the components that this plugin offers. That activates none of them: `engine.yaml`
+    names the ones that run.
 
     Example:
         ```python
@@ -80,7 +82,8 @@ def dovetail_models() -> Iterable[BundledModel]:
 
 @hookspec
 def dovetail_quantizations() -> Iterable[QuantizationSpec]:
-    """Return the ways of storing weights that this plugin knows. A checkpoint's `quant_method` names the one that it needs.
+    """Return the ways of storing weights that this plugin knows. A checkpoint's `quant_method`
+    names the one that it needs.
 
     Example:
         ```python
@@ -96,7 +99,8 @@ def dovetail_quantizations() -> Iterable[QuantizationSpec]:
 
 @hookspec
 def dovetail_routes() -> Iterable[RoutesSpec]:
-    """Return routes and middleware for the server. `dovetail serve --route NAME` adds those of one name; others are never imported.
+    """Return routes and middleware for the server. `dovetail serve --route NAME` adds those of one
+    name; others are never imported.
 
     Example:
         ```python

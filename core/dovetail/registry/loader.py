@@ -1,5 +1,5 @@
-"""Discovery of installed plugins by their entry points, which imports nothing; importing one and calling its hooks, inside a guard: any error becomes
-a `PluginFailure`."""
+"""Discovery of installed plugins by their entry points, which imports nothing; importing one and
+calling its hooks, inside a guard: any error becomes a `PluginFailure`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ class Findings(NamedTuple):
 
 
 def find_plugins() -> Findings:
-    """Return all entry points in the group `dovetail.plugins`. A distribution whose metadata can't be read becomes a failure, and so does one named
-    like the built-ins' namespace: a Dovetail from before its distribution was renamed. The others aren't affected."""
+    """Return all entry points in the group `dovetail.plugins`. A distribution whose metadata can't
+    be read becomes a failure, and so does one named like the built-ins' namespace: a Dovetail from
+    before its distribution was renamed. The others aren't affected."""
     plugins: list[FoundPlugin] = []
     failures: list[PluginFailure] = []
     for name, distribution in _distributions_with_plugins(failures).items():
@@ -55,7 +56,8 @@ def find_plugins() -> Findings:
             if name == NAMESPACE:
                 remedy = f"pip uninstall {name} {DISTRIBUTION}, then install {DISTRIBUTION}"
                 raise PluginError(
-                    f"Dovetail's distribution is called {DISTRIBUTION}, and this may be an older one: {remedy}"
+                    f"Dovetail's distribution is called {DISTRIBUTION}, and this may be an older "
+                    f"one: {remedy}"
                 )
             entry_points = set(distribution.entry_points.select(group=ENTRY_POINT_GROUP))
         except Exception as error:
@@ -71,7 +73,8 @@ def find_plugins() -> Findings:
 
 
 def _distributions_with_plugins(failures: list[PluginFailure]) -> dict[str, metadata.Distribution]:
-    """Return distributions by normalized name. Of one that is on the path twice (an old egg-info, say) the first counts, as in an import."""
+    """Return distributions by normalized name. Of one that is on the path twice (an old egg-info,
+    say) the first counts, as in an import."""
     found: dict[str, metadata.Distribution] = {}
     for distribution in _mentioning_the_group():
         try:
@@ -89,7 +92,8 @@ def _distributions_with_plugins(failures: list[PluginFailure]) -> dict[str, meta
 
 
 def _mentioning_the_group() -> Iterator[metadata.Distribution]:
-    """Yield the distributions whose raw metadata contains the group's name: parsing that of all distributions would be slow."""
+    """Yield the distributions whose raw metadata contains the group's name: parsing that of all
+    distributions would be slow."""
     for distribution in metadata.distributions():
         try:
             text = distribution.read_text("entry_points.txt") or ""
@@ -102,7 +106,8 @@ def _mentioning_the_group() -> Iterator[metadata.Distribution]:
 def _classify(
     origin: PluginOrigin, entry_points: Iterable[metadata.EntryPoint]
 ) -> tuple[list[FoundPlugin], list[PluginFailure]]:
-    """Split entry points into plugins and failures. Those that share a name are all refused, as an id must be unique."""
+    """Split entry points into plugins and failures. Those that share a name are all refused, as an
+    id must be unique."""
     by_name: dict[str, list[metadata.EntryPoint]] = {}
     for entry_point in entry_points:
         by_name.setdefault(entry_point.name, []).append(entry_point)
@@ -125,7 +130,8 @@ def _classify(
 
 
 def load_plugin(found: FoundPlugin) -> LoadedPlugin | PluginFailure:
-    """Import a plugin, register and call its hooks, and check every spec. Only `KeyboardInterrupt` gets out. Its output is kept."""
+    """Import a plugin, register and call its hooks, and check every spec. Only `KeyboardInterrupt`
+    gets out. Its output is kept."""
     phase: Phase = "import"
     with _captured_output() as output:
         try:
@@ -161,7 +167,8 @@ def load_plugin(found: FoundPlugin) -> LoadedPlugin | PluginFailure:
 
 
 def _register(module: Any, plugin_id: str) -> Any:
-    """Return the hooks of this plugin alone. Raises pluggy's `PluginValidationError` for hooks or arguments that don't exist."""
+    """Return the hooks of this plugin alone. Raises pluggy's `PluginValidationError` for hooks or
+    arguments that don't exist."""
     manager = pluggy.PluginManager("dovetail")
     manager.add_hookspecs(hookspecs)
     manager.register(module, name=plugin_id)
@@ -179,7 +186,8 @@ def _register(module: Any, plugin_id: str) -> Any:
 
 
 def _collect(hook: Any, kind: type[T], describe: Callable[[T], str]) -> tuple[T, ...]:
-    """Call a plugin's hook and return the results. Raises an error unless all are of the right type and none comes twice."""
+    """Call a plugin's hook and return the results. Raises an error unless all are of the right type
+    and none comes twice."""
     specs: dict[str, T] = {}
     for implementation in hook.get_hookimpls():
         returned = implementation.function()
@@ -202,16 +210,19 @@ def _check_requirements(specs: Iterable[ComponentSpec]) -> None:
                 requirement = Requirement(text)
             except InvalidRequirement as error:
                 raise PluginError(
-                    f"ComponentSpec {spec.name!r}: requires has {text!r}, expected a requirement like 'torch>=2.11': {error}"
+                    f"ComponentSpec {spec.name!r}: requires has {text!r}, expected a requirement "
+                    f"like 'torch>=2.11': {error}"
                 ) from None
             if canonicalize_name(requirement.name) == NAMESPACE:
                 raise PluginError(
-                    f"ComponentSpec {spec.name!r}: requires has {text!r}, expected {DISTRIBUTION}, which is Dovetail's distribution"
+                    f"ComponentSpec {spec.name!r}: requires has {text!r}, expected {DISTRIBUTION}, "
+                    f"which is Dovetail's distribution"
                 )
 
 
 class _CapturedStream:
-    """Captures the beginning of the output while a plugin loads; afterwards it forwards to the real stream, since a log handler may hold it."""
+    """Captures the beginning of the output while a plugin loads; afterwards it forwards to the real
+    stream, since a log handler may hold it."""
 
     def __init__(self, real: Any, kept: list[str]) -> None:
         self._real = real

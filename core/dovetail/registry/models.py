@@ -1,4 +1,5 @@
-"""Resolution of a model's name to its files: bundled with a plugin, in a local directory, or on the Hugging Face hub."""
+"""Resolution of a model's name to its files: bundled with a plugin, in a local directory, or on the
+Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from dovetail.registry.plugin import NAMESPACE, PluginOrigin
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 
+# config, weights, tokenizers; never code, never pickles
 HUB_FILES = (
     "*.json",
     "*.safetensors",
@@ -22,7 +24,7 @@ HUB_FILES = (
     "*.model",
     "*.jinja",
     "tokenizer*",
-)  # config, weights, tokenizers; never code, never pickles
+)
 
 MAX_HUB_ID = 200  # in characters; the hub's own limit is 96
 
@@ -47,15 +49,15 @@ class ModelPlace:
 
 
 def resolve_model(name: str, registry: Registry) -> Path:
-    """Return the directory of a model's files, after fetching them from the hub if necessary. Raises `ConfigError` or `ModelLoadError`, saying what
-    was tried."""
+    """Return the directory of a model's files, after fetching them from the hub if necessary.
+    Raises `ConfigError` or `ModelLoadError`, saying what was tried."""
     place = locate_model(name, registry)
     return _fetch(name, registry) if place.path is None else place.path
 
 
 def locate_model(name: str, registry: Registry, key: str = "model") -> ModelPlace:
-    """Find a model: a bundled one ("demo", "distribution:name"), else an existing directory, else a hub id. Raises `ConfigError`, naming the config's
-    key, if the name fits none or two of these."""
+    """Find a model: a bundled one ("demo", "distribution:name"), else an existing directory, else a
+    hub id. Raises `ConfigError`, naming the config's key, if the name fits none or two of these."""
     bundled = _find_bundled(name, registry)
     directory = _path(name)
     if bundled is not None:
@@ -70,18 +72,20 @@ def locate_model(name: str, registry: Registry, key: str = "model") -> ModelPlac
         raise ConfigError(f"{key}: {shown(name)} is a GGUF file; {_from_gguf(directory.name)}")
     if directory is not None and directory.exists():
         raise ConfigError(
-            f"{key}: {shown(name)} is a file; a model is a directory with config.json and safetensors files, a config ends in .yaml or .yml"
+            f"{key}: {shown(name)} is a file; a model is a directory with config.json and "
+            f"safetensors files, a config ends in .yaml or .yml"
         )
     if not _HUB_ID.fullmatch(name) or len(name) > MAX_HUB_ID:
         raise ConfigError(
-            f"{key}: {shown(name)} is not a directory, nor can it be a hub id; {_what_is_bundled(name, registry)}"
+            f"{key}: {shown(name)} is not a directory, nor can it be a hub id; "
+            f"{_what_is_bundled(name, registry)}"
         )
     return ModelPlace("hub", name)
 
 
 def tokenizer_named(name: str, registry: Registry) -> ResolvedComponent | None:
-    """Return the tokenizer component of that name, "distribution:name" or a short one; None if the name is a model's. Raises `ConfigError` if it is
-    both, `PluginError` if it can be neither."""
+    """Return the tokenizer component of that name, "distribution:name" or a short one; None if the
+    name is a model's. Raises `ConfigError` if it is both, `PluginError` if it can be neither."""
     where = Where(("tokenizer",))
     bundled = _find_bundled(name, registry)
     directory = _path(name)
@@ -97,7 +101,8 @@ def tokenizer_named(name: str, registry: Registry) -> ResolvedComponent | None:
             )
             raise ConfigError(
                 where.says(
-                    f"{name!r} is both an installed tokenizer and {what}: write {{name: {name}}} or {model}"
+                    f"{name!r} is both an installed tokenizer and {what}: write {{name: {name}}} "
+                    f"or {model}"
                 )
             )
         return registry.resolve("tokenizer", name, where=where)
@@ -107,7 +112,8 @@ def tokenizer_named(name: str, registry: Registry) -> ResolvedComponent | None:
 
 
 def _path(name: str) -> Path | None:
-    """Return the name as a path; None if it can't be one here: an unknown user after `~`, or too many characters for the file system."""
+    """Return the name as a path; None if it can't be one here: an unknown user after `~`, or too
+    many characters for the file system."""
     try:
         path = Path(name).expanduser()
         path.exists()
@@ -128,13 +134,16 @@ def _refuse_gguf_alone(name: str, directory: Path, key: str) -> None:
 def _from_gguf(file: str) -> str:
     """Return advice on how to convert a GGUF file to a format that can be read."""
     return (
-        "those aren't read: take the safetensors files that it was made from, or convert it with transformers, in a full format: "
-        f"AutoModelForCausalLM.from_pretrained(DIRECTORY, gguf_file={file!r}).save_pretrained(ANOTHER), and AutoTokenizer likewise"
+        "those aren't read: take the safetensors files that it was made from, or convert it with "
+        "transformers, in a full format: "
+        f"AutoModelForCausalLM.from_pretrained(DIRECTORY, "
+        f"gguf_file={file!r}).save_pretrained(ANOTHER), and AutoTokenizer likewise"
     )
 
 
 def _find_bundled(name: str, registry: Registry) -> tuple[PluginOrigin, BundledModel] | None:
-    """Return the bundled model of that name, or None. A short name means a built-in; other plugins' models need the full name."""
+    """Return the bundled model of that name, or None. A short name means a built-in; other plugins'
+    models need the full name."""
     distribution, colon, short = name.rpartition(":")
     owner = distribution if colon else NAMESPACE
     for plugin in registry.plugins:
@@ -176,7 +185,8 @@ def _fetch(hub_id: str, registry: Registry) -> Path:
     except ImportError as error:
         raise MissingExtraError.naming(
             "torch",
-            f"model: {hub_id!r} is neither bundled nor a directory here ({_what_is_bundled(hub_id, registry)}), and would come from the hub",
+            f"model: {hub_id!r} is neither bundled nor a directory here "
+            f"({_what_is_bundled(hub_id, registry)}), and would come from the hub",
         ) from error
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
@@ -205,7 +215,10 @@ def _why_not(error: Exception) -> str:
     if isinstance(error, errors.GatedRepoError):
         return "the model is gated: ask for access on its page, then log in with `hf auth login`"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return "it has no model of that name, or one that only its owners see (log in with `hf auth login`)"
+        return (
+            "it has no model of that name, or one that only its owners see (log in with `hf "
+            "auth login`)"
+        )
     if isinstance(error, errors.HFValidationError):
         return "that can't be the name of a model there"
     reason = " ".join(str(error).split())[:400]

@@ -18,14 +18,16 @@ from dovetail.api.component import (
 )
 from dovetail.errors import DISTRIBUTION, describe_raised
 
-NAMESPACE = "dovetail"  # of the built-ins, as in `dovetail:fcfs`; their distribution is called `DISTRIBUTION`
+# of the built-ins, as in `dovetail:fcfs`; their distribution is called `DISTRIBUTION`
+NAMESPACE = "dovetail"
 
 Phase = Literal["find", "import", "hooks", "declare"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class PluginOrigin:
-    """The distribution and entry point of a plugin. `distribution` is the normalized name (lower case, "-")."""
+    """The distribution and entry point of a plugin. `distribution` is the normalized name (lower
+    case, "-")."""
 
     distribution: str
     entry_point: str
@@ -45,11 +47,13 @@ class PluginOrigin:
         return NAMESPACE if self.built_in else self.distribution
 
     def in_full(self, name: str) -> str:
-        """Return the full name of what it offers, "distribution:name"; for a built-in "dovetail:name"."""
+        """Return the full name of what it offers, "distribution:name"; for a built-in
+        "dovetail:name"."""
         return f"{self.namespace}:{name}"
 
     def is_called(self, name: str) -> bool:
-        """Return True if a name before a ":" means this distribution. The built-ins also have their distribution's name."""
+        """Return True if a name before a ":" means this distribution. The built-ins also have their
+        distribution's name."""
         return canonicalize_name(name) in (self.namespace, self.distribution)
 
     def __str__(self) -> str:
@@ -71,7 +75,8 @@ class FoundPlugin:
 
 @dataclass(frozen=True, slots=True)
 class LoadedPlugin:
-    """A plugin that was imported and checked, with all its declarations. `output`: text that it printed meanwhile."""
+    """A plugin that was imported and checked, with all its declarations. `output`: text that it
+    printed meanwhile."""
 
     origin: PluginOrigin
     components: tuple[ComponentSpec, ...] = ()
@@ -92,8 +97,9 @@ class LoadedPlugin:
 
 @dataclass(frozen=True, slots=True)
 class PluginFailure:
-    """A plugin that can't be used, and why. `phase`: "find" (reading its metadata), "import", "hooks" (checking their names), "declare" (calling
-    them). `package`: the top-level package of its module, if that is known."""
+    """A plugin that can't be used, and why. `phase`: "find" (reading its metadata), "import",
+    "hooks" (checking their names), "declare" (calling them). `package`: the top-level package of
+    its module, if that is known."""
 
     origin: PluginOrigin
     phase: Phase

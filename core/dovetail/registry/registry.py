@@ -1,6 +1,8 @@
-"""`Registry`: all installed components by name. The engine gets one as an argument; there is no global registry.
+"""`Registry`: all installed components by name. The engine gets one as an argument; there is no
+global registry.
 
-`attention: auto` and `grammar: auto` are resolved here, too: built-ins only, in a fixed order. Installing a plugin never activates it.
+`attention: auto` and `grammar: auto` are resolved here, too: built-ins only, in a fixed order.
+Installing a plugin never activates it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ EXAMPLES: Mapping[tuple[Kind, str], str] = {  # packages of examples/plugins, by
 
 
 class Registry:
-    """The offers of all plugins, and the plugins that failed or were denied. Having a component here neither imports nor activates it."""
+    """The offers of all plugins, and the plugins that failed or were denied. Having a component
+    here neither imports nor activates it."""
 
     def __init__(
         self,
@@ -54,7 +57,8 @@ class Registry:
         failures: Iterable[PluginFailure] = (),
         denied: Iterable[DeniedPlugin] = (),
     ) -> None:
-        """Make a registry. If two plugins of one distribution offer the same component, the first by name has it, and the other counts as failed."""
+        """Make a registry. If two plugins of one distribution offer the same component, the first
+        by name has it, and the other counts as failed."""
         loaded, twice = _without_repetitions(sorted(plugins, key=lambda plugin: plugin.origin))
         self.plugins: tuple[LoadedPlugin, ...] = loaded
         self.failures: tuple[PluginFailure, ...] = tuple(
@@ -83,9 +87,11 @@ class Registry:
         environ: Mapping[str, str] = os.environ,
         enforce_require: bool = True,
     ) -> Registry:
-        """Find the installed plugins and load those that `selection`, overridden by `DOVETAIL_PLUGINS`, lets through.
+        """Find the installed plugins and load those that `selection`, overridden by
+        `DOVETAIL_PLUGINS`, lets through.
 
-        A plugin that fails is recorded and doesn't affect the others. Raises `ConfigError` if `require` isn't met and `enforce_require` is True.
+        A plugin that fails is recorded and doesn't affect the others. Raises `ConfigError` if
+        `require` isn't met and `enforce_require` is True.
         """
         selection = (selection or PluginSelection()).with_environment(environ)
         found, failures = find_plugins()
@@ -104,7 +110,8 @@ class Registry:
         return registry
 
     def check_required(self, require: Iterable[str]) -> None:
-        """Raise `ConfigError` unless each requirement's distribution has plugins here, in a version that it allows, and none of them failed."""
+        """Raise `ConfigError` unless each requirement's distribution has plugins here, in a version
+        that it allows, and none of them failed."""
         problems = [why for text in require if (why := self._unmet(Requirement(text)))]
         if problems:
             raise ConfigError("\n".join(f"plugins.require: {problem}" for problem in problems))
@@ -160,7 +167,8 @@ class Registry:
         return tuple(sorted(known, key=lambda r: (r.spec.name, r.origin)))
 
     def routes_named(self, name: str) -> ResolvedRoutes:
-        """Return the routes "haiku" or "distribution:haiku". Raises `PluginError` if there are none or several of that name."""
+        """Return the routes "haiku" or "distribution:haiku". Raises `PluginError` if there are none
+        or several of that name."""
         known = self.routes()
         matches = [routes for routes in known if name in (routes.spec.name, routes.qualified_name)]
         if len(matches) == 1:
@@ -168,11 +176,14 @@ class Registry:
         names = [each for routes in known for each in (routes.spec.name, routes.qualified_name)]
         if matches:
             raise PluginError(
-                f"routes {name!r} are offered by {' and '.join(routes.qualified_name for routes in matches)}: write the name in full"
+                f"routes {name!r} are offered by "
+                f"{' and '.join(routes.qualified_name for routes in matches)}: write the name in "
+                f"full"
             )
         failed = "".join(f"\n  {failure}" for failure in self._missing)
         raise PluginError(
-            f"unknown routes {name!r}{did_you_mean(name, names)}; installed: {', '.join(routes.qualified_name for routes in known) or 'none'}{failed}"
+            f"unknown routes {name!r}{did_you_mean(name, names)}; installed: "
+            f"{', '.join(routes.qualified_name for routes in known) or 'none'}{failed}"
         )
 
     def resolve(
@@ -182,17 +193,19 @@ class Registry:
         options: Mapping[str, Any] | None = None,
         where: Where | None = None,
     ) -> ResolvedComponent:
-        """Return the component of that name, "fcfs" or "distribution:fcfs", bound to the options from a config. A short name means the built-in, if
-        there is one of that name.
+        """Return the component of that name, "fcfs" or "distribution:fcfs", bound to the options
+        from a config. A short name means the built-in, if there is one of that name.
 
-        Raises `PluginError` if the name is unknown (listing the installed ones, and failed plugins that may have offered it) or ambiguous (listing
-        all that it fits), or if the component is of another api version.
+        Raises `PluginError` if the name is unknown (listing the installed ones, and failed plugins
+        that may have offered it) or ambiguous (listing all that it fits), or if the component is of
+        another api version.
         """
         where = where or Where((kind,))
         if kind not in KINDS:
             raise PluginError(
                 where.says(
-                    f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are {', '.join(KINDS)}"
+                    f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are "
+                    f"{', '.join(KINDS)}"
                 )
             )
         matches = built_ins_first(
@@ -206,7 +219,8 @@ class Registry:
             )
             raise PluginError(
                 where.says(
-                    f"{kind} {name!r} is offered more than once, by {offers}: write the one you mean in full"
+                    f"{kind} {name!r} is offered more than once, by {offers}: write the one you "
+                    f"mean in full"
                 )
             )
         if problem := matches[0].api_problem():
@@ -214,7 +228,8 @@ class Registry:
         return ResolvedComponent(matches[0].spec, matches[0].origin, dict(options or {}), where)
 
     def needs_full_name(self, offer: ResolvedComponent | ResolvedCommand) -> bool:
-        """Return True if the short name of a component or command means another one, or is ambiguous."""
+        """Return True if the short name of a component or command means another one, or is
+        ambiguous."""
         others = (
             self.commands()
             if isinstance(offer, ResolvedCommand)
@@ -238,7 +253,8 @@ class Registry:
         if elsewhere:
             lines.append(f"  there is a component of that name, of kind {' and '.join(elsewhere)}")
         lines.append(
-            f"  installed: {', '.join(f'{c.spec.name} ({c.distribution} {c.version})' for c in installed) or f'no {kind} at all'}"
+            f"  installed: "
+            f"{', '.join(f'{c.spec.name} ({c.distribution} {c.version})' for c in installed) or f'no {kind} at all'}"
         )
         if (package := EXAMPLES.get((kind, name))) is not None:
             lines.append(
@@ -251,12 +267,14 @@ class Registry:
             lines += [f"    {suspect}" for suspect in suspects]
         if not any(plugin.origin.built_in for plugin in self.plugins):
             lines.append(
-                f"  not even the built-ins are there: is the distribution {DISTRIBUTION!r} installed in this environment?"
+                f"  not even the built-ins are there: is the distribution {DISTRIBUTION!r} "
+                f"installed in this environment?"
             )
         return "\n".join(lines)
 
     def _suspects(self, name: str) -> Iterator[str]:
-        """Yield the failed, denied and wrongly installed plugins that may offer a name; for a qualified name, those of its distribution."""
+        """Yield the failed, denied and wrongly installed plugins that may offer a name; for a
+        qualified name, those of its distribution."""
         distribution, colon, _ = name.rpartition(":")
         for plugin in self._missing:
             if not colon or plugin.origin.is_called(distribution):
@@ -268,7 +286,8 @@ class Registry:
 
 
 def built_ins_first(offers: list[Offer]) -> list[Offer]:
-    """Return the built-ins among components or commands of one name, or all if none is built in: installing a plugin never takes a name away."""
+    """Return the built-ins among components or commands of one name, or all if none is built in:
+    installing a plugin never takes a name away."""
     return [offer for offer in offers if offer.origin.built_in] or offers
 
 
@@ -280,7 +299,8 @@ def _matches(component: ResolvedComponent, name: str) -> bool:
 def _without_repetitions(
     plugins: list[LoadedPlugin],
 ) -> tuple[tuple[LoadedPlugin, ...], list[PluginFailure]]:
-    """Return the plugins to keep, and a failure for each that offers a qualified name which an earlier plugin of its distribution offers."""
+    """Return the plugins to keep, and a failure for each that offers a qualified name which an
+    earlier plugin of its distribution offers."""
     owners: dict[tuple[str, str, str], LoadedPlugin] = {}
     kept = []
     failures = []
@@ -295,7 +315,8 @@ def _without_repetitions(
             kept.append(plugin)
         else:
             why = PluginError(
-                f"{keys[clash]} is offered by {owners[clash].origin.id} of the same distribution already"
+                f"{keys[clash]} is offered by {owners[clash].origin.id} of the same distribution "
+                f"already"
             )
             failures.append(PluginFailure(plugin.origin, "declare", why, plugin.output))
     return tuple(kept), failures
@@ -307,10 +328,12 @@ def attention_candidates(
     options: Mapping[str, Any] | None = None,
     where: Where | None = None,
 ) -> tuple[ResolvedComponent, ...]:
-    """Return the backends that an executor should consider, best first; it takes the first that has no reason against it.
+    """Return the backends that an executor should consider, best first; it takes the first that has
+    no reason against it.
 
-    For "auto" these are the built-ins of `PREFERENCE` whose required packages are installed, perhaps none; for a name, that backend alone.
-    Raises `PluginError` for a name that isn't available, `ConfigError` for options given to "auto".
+    For "auto" these are the built-ins of `PREFERENCE` whose required packages are installed,
+    perhaps none; for a name, that backend alone. Raises `PluginError` for a name that isn't
+    available, `ConfigError` for options given to "auto".
     """
     where = where or Where(("attention",))
     if name != AUTO:
@@ -343,7 +366,8 @@ def chosen_grammar(
 def _built_ins(
     kind: Kind, registry: Registry, options: Mapping[str, Any] | None, where: Where
 ) -> list[ResolvedComponent]:
-    """Return the built-ins that "auto" chooses from, best first, whether or not what they require is there."""
+    """Return the built-ins that "auto" chooses from, best first, whether or not what they require
+    is there."""
     if options:
         raise ConfigError(
             where.at(next(iter(options))).says(

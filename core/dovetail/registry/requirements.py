@@ -1,4 +1,5 @@
-"""Checking that the packages which a component needs are installed, and the pip line that installs missing ones."""
+"""Checking that the packages which a component needs are installed, and the pip line that installs
+missing ones."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from packaging.utils import canonicalize_name
 
 
 class Missing(NamedTuple):
-    """A requirement that isn't met. `installed`: the installed version, which doesn't fit; None: the package isn't installed."""
+    """A requirement that isn't met. `installed`: the installed version, which doesn't fit; None:
+    the package isn't installed."""
 
     requirement: Requirement
     installed: str | None
@@ -25,7 +27,8 @@ class Missing(NamedTuple):
 
 
 def missing_requirements(requires: Iterable[str]) -> list[Missing]:
-    """Return the PEP 508 requirements that the environment doesn't meet; one whose marker doesn't apply is met."""
+    """Return the PEP 508 requirements that the environment doesn't meet; one whose marker doesn't
+    apply is met."""
     missing = []
     for requirement in map(Requirement, requires):
         if requirement.marker is not None and not requirement.marker.evaluate():
@@ -48,12 +51,14 @@ def installed_version(package: str) -> str | None:
 
 @lru_cache(maxsize=256)
 def _version_in(text: str) -> str | None:
-    """Return the version that metadata state. Every start of an engine asks for that of the same packages, whose texts are long."""
+    """Return the version that metadata state. Every start of an engine asks for that of the same
+    packages, whose texts are long."""
     return message_from_string(text)["Version"]
 
 
 def pip_line(missing: Iterable[Missing], distribution: str) -> str:
-    """Return a line like `pip install "dovetail-llm[torch]"`, with the distribution's own extra for a package if there is one."""
+    """Return a line like `pip install "dovetail-llm[torch]"`, with the distribution's own extra for
+    a package if there is one."""
     wanted = (
         _extra_for(lack.requirement.name, distribution) or str(lack.requirement) for lack in missing
     )

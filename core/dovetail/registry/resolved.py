@@ -1,4 +1,5 @@
-"""Declarations resolved by name and imported on first use: `ResolvedComponent`, `ResolvedCommand`, `ResolvedQuantization`."""
+"""Declarations resolved by name and imported on first use: `ResolvedComponent`, `ResolvedCommand`,
+`ResolvedQuantization`."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class _Resolved:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedComponent(_Resolved):
-    """A plugin's component, with its options as `given` in a config and the place (`where`) of its name there."""
+    """A plugin's component, with its options as `given` in a config and the place (`where`) of its
+    name there."""
 
     spec: ComponentSpec
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -89,19 +91,26 @@ class ResolvedComponent(_Resolved):
         theirs = _version(self.spec.api)
         if theirs == ours_at or (theirs[0] == ours_at[0] > 0 and theirs[1] <= ours_at[1]):
             return None
-        told = f"{self} is written for {self.spec.kind} api {self.spec.api}, this Dovetail has {ours}: upgrade"
+        told = (
+            f"{self} is written for {self.spec.kind} api {self.spec.api}, this Dovetail has "
+            f"{ours}: upgrade"
+        )
         if theirs > ours_at:
             return f"{told} {DISTRIBUTION}"
         changes = changes_since(self.spec.kind, self.spec.api)
         if changes is None:
             return f"{told} {self.distribution}"
         if any(change.refused for change in changes):
-            return f"{told} {self.distribution} (for its author: {'; then '.join(change.upgrade for change in changes)})"
+            return (
+                f"{told} {self.distribution} (for its author: "
+                f"{'; then '.join(change.upgrade for change in changes)})"
+            )
         return None
 
     @property
     def changes(self) -> tuple[ApiChange, ...]:
-        """Changes of the interface since the version it was written for, with which it still runs; empty for the present version, and from 1.0 on."""
+        """Changes of the interface since the version it was written for, with which it still runs;
+        empty for the present version, and from 1.0 on."""
         return (
             (changes_since(self.spec.kind, self.spec.api) or ())
             if self.api_problem() is None
@@ -114,7 +123,8 @@ class ResolvedComponent(_Resolved):
         return tuple(change.bridge for change in self.changes if change.bridge is not None)
 
     def check_requires(self) -> None:
-        """Raise `MissingExtraError`, with the pip line, if a package that it needs is missing or too old."""
+        """Raise `MissingExtraError`, with the pip line, if a package that it needs is missing or
+        too old."""
         missing = missing_requirements(self.spec.requires)
         if missing:
             lacks = ", ".join(map(str, missing))
@@ -125,31 +135,36 @@ class ResolvedComponent(_Resolved):
             )
 
     def load(self) -> type[Any]:
-        """Import and return its class. Raises `MissingExtraError`, or `PluginError` if the import fails or isn't a concrete class of its kind, or if
-        the class is annotated with an options model that the spec doesn't name."""
+        """Import and return its class. Raises `MissingExtraError`, or `PluginError` if the import
+        fails or isn't a concrete class of its kind, or if the class is annotated with an options
+        model that the spec doesn't name."""
         self.check_requires()
         loaded = import_target(self.spec.target, self._wrong)
         base = getattr(api, BASE_CLASSES[self.spec.kind])
         if not isinstance(loaded, type) or not issubclass(loaded, base):
             raise self._wrong(
-                f"{self.spec.target} is {loaded!r}, expected a subclass of dovetail.api.{base.__name__}"
+                f"{self.spec.target} is {loaded!r}, expected a subclass of "
+                f"dovetail.api.{base.__name__}"
             )
         loaded = bridged(loaded, self.bridges, self._wrong)
         if inspect.isabstract(loaded):
             raise self._wrong(
-                f"{self.spec.target} doesn't implement {', '.join(sorted(getattr(loaded, '__abstractmethods__', ())))}"
+                f"{self.spec.target} doesn't implement "
+                f"{', '.join(sorted(getattr(loaded, '__abstractmethods__', ())))}"
             )
         if (wrong := _description_problem(loaded, base)) is not None:
             raise self._wrong(f"{self.spec.target}.{wrong}")
         if self.spec.options is None and (model := options_of(loaded)) is not NoOptions:
             named = f'options="{model.__module__}:{model.__qualname__}"'
             raise self._wrong(
-                f"{self.spec.target} is annotated with options: {model.__name__}, but its ComponentSpec names none: give it {named}"
+                f"{self.spec.target} is annotated with options: {model.__name__}, but its "
+                f"ComponentSpec names none: give it {named}"
             )
         return loaded
 
     def options_model(self) -> type[BaseModel]:
-        """Return the pydantic model of its options, which refuses unknown keys. Raises `PluginError` if it doesn't, or can't be imported."""
+        """Return the pydantic model of its options, which refuses unknown keys. Raises
+        `PluginError` if it doesn't, or can't be imported."""
         if self.spec.options is None:
             return NoOptions
         model = import_target(self.spec.options, self._wrong)
@@ -159,12 +174,14 @@ class ResolvedComponent(_Resolved):
             )
         if model.model_config.get("extra") != "forbid":
             raise self._wrong(
-                f'options {self.spec.options} must have model_config = ConfigDict(extra="forbid"), or misspelt keys pass unseen'
+                f'options {self.spec.options} must have model_config = ConfigDict(extra="forbid"), '
+                f"or misspelt keys pass unseen"
             )
         return model
 
     def validate_options(self) -> BaseModel:
-        """Return the options of the config as their model. Raises `ConfigError` with a line for each wrong one."""
+        """Return the options of the config as their model. Raises `ConfigError` with a line for
+        each wrong one."""
         model = self.options_model()
         try:
             return model.model_validate(dict(self.given))
@@ -175,12 +192,14 @@ class ResolvedComponent(_Resolved):
             raise explain(error, model, self.given, self.where, "option") from None
 
     def in_full(self) -> str | dict[str, Any]:
-        """Return its qualified name and all its options, defaults included, as plain values for YAML. Raises as `validate_options`."""
+        """Return its qualified name and all its options, defaults included, as plain values for
+        YAML. Raises as `validate_options`."""
         options = self.validate_options().model_dump(mode="json")
         return {"name": self.qualified_name, **options} if options else self.qualified_name
 
     def ref(self) -> ComponentRef:
-        """Return the reference that worker processes get. The options are validated; nothing else of the component is imported."""
+        """Return the reference that worker processes get. The options are validated; nothing else
+        of the component is imported."""
         from dovetail.api.executor import (
             ComponentRef,
         )  # here, since it imports numpy, which `dovetail --help` doesn't need
@@ -198,13 +217,15 @@ class ResolvedComponent(_Resolved):
         )
 
     def make(self, context: Any) -> Any:
-        """Make the component, `cls(options, context)`. An error that isn't a `DovetailError` becomes a `PluginError` with the component's name."""
+        """Make the component, `cls(options, context)`. An error that isn't a `DovetailError`
+        becomes a `PluginError` with the component's name."""
         options = self.validate_options()
         cls = self.load()
         return make_component(cls, options, context, self.spec.target, self._wrong)
 
     def request_extra(self) -> type[BaseModel] | None:
-        """Return the model of a request's `extra` for this distribution, or None. Raises `PluginError` if it can't be imported."""
+        """Return the model of a request's `extra` for this distribution, or None. Raises
+        `PluginError` if it can't be imported."""
         if self.spec.request_extra is None:
             return None
         model = import_target(self.spec.request_extra, self._wrong)
@@ -225,7 +246,8 @@ class ResolvedCommand(_Resolved):
     spec: CommandSpec
 
     def load(self) -> Any:
-        """Import and return a `typer.Typer` or a function. Raises `PluginError` with the plugin's name if the import fails."""
+        """Import and return a `typer.Typer` or a function. Raises `PluginError` with the plugin's
+        name if the import fails."""
         return import_target(
             self.spec.target,
             lambda what: PluginError(f"command {self.spec.name!r} of plugin {self.origin}: {what}"),
@@ -242,12 +264,14 @@ class ResolvedRoutes(_Resolved):
         return f"routes {self.spec.name!r} of plugin {self.origin}"
 
     def load(self) -> Any:
-        """Import and return the function that makes them. Raises `PluginError` with the plugin's name if the import fails."""
+        """Import and return the function that makes them. Raises `PluginError` with the plugin's
+        name if the import fails."""
         return import_target(self.spec.target, lambda what: PluginError(f"{self}: {what}"))
 
 
 def _description_problem(loaded: type[Any], base: type[Any]) -> str | None:
-    """Return which attribute by which a component describes itself has a wrong type; None if none has."""
+    """Return which attribute by which a component describes itself has a wrong type; None if none
+    has."""
     own = vars(base)
     if "capabilities" in own and not isinstance(
         found := getattr(loaded, "capabilities", None), type(own["capabilities"]) | property
@@ -262,8 +286,9 @@ def _description_problem(loaded: type[Any], base: type[Any]) -> str | None:
 
 
 def options_of(cls: type[Any]) -> type[BaseModel]:
-    """Return the options model that a class is annotated with, as `options: Mine` or `__init__(self, options: Mine, …)`; `NoOptions` if there is
-    none narrower than `BaseModel`, or if the annotations can't be evaluated."""
+    """Return the options model that a class is annotated with, as `options: Mine` or
+    `__init__(self, options: Mine, …)`; `NoOptions` if there is none narrower than `BaseModel`, or
+    if the annotations can't be evaluated."""
     for annotated in (cls, cls.__init__):
         with suppress(Exception):  # a name that only a type checker imports
             model = get_type_hints(annotated).get("options", BaseModel)

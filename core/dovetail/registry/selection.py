@@ -1,4 +1,5 @@
-"""`plugins: {allow, deny, require}`: the distributions that may be imported. It acts on names alone, before any import."""
+"""`plugins: {allow, deny, require}`: the distributions that may be imported. It acts on names
+alone, before any import."""
 
 from __future__ import annotations
 
@@ -41,24 +42,28 @@ def _requirement(text: str) -> str:
         ) from None
     if canonicalize_name(requirement.name) == NAMESPACE:
         raise ValueError(
-            f"expected a requirement of {DISTRIBUTION}, as Dovetail's distribution is called, got {shown(text)}"
+            f"expected a requirement of {DISTRIBUTION}, as Dovetail's distribution is called, got "
+            f"{shown(text)}"
         )
     return text
 
 
 class PluginSelection(BaseModel):
-    """The distributions whose plugins are used. An installed plugin runs code when the engine starts, unless it is excluded here."""
+    """The distributions whose plugins are used. An installed plugin runs code when the engine
+    starts, unless it is excluded here."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     allow: tuple[Annotated[str, AfterValidator(_distribution)], ...] | None = None
-    """Use only these distributions, and the built-ins, which are always allowed; `[]`: built-ins only. null: all that are installed."""
+    """Use only these distributions, and the built-ins, which are always allowed; `[]`: built-ins
+    only. null: all that are installed."""
 
     deny: tuple[Annotated[str, AfterValidator(_distribution), AfterValidator(_deniable)], ...] = ()
     """Don't use these distributions, even if `allow` has them."""
 
     require: tuple[Annotated[str, AfterValidator(_requirement)], ...] = ()
-    """Distributions whose plugins must be installed and load, as requirements like "dovetail-fair>=1.2"; otherwise the engine doesn't start."""
+    """Distributions whose plugins must be installed and load, as requirements like
+    "dovetail-fair>=1.2"; otherwise the engine doesn't start."""
 
     def denial(self, origin: PluginOrigin) -> str | None:
         """Return the reason why this plugin may not be imported, or None."""
@@ -69,8 +74,9 @@ class PluginSelection(BaseModel):
         return None
 
     def with_environment(self, environ: Mapping[str, str] = os.environ) -> PluginSelection:
-        """Return the selection with the keys in `DOVETAIL_PLUGINS="allow=a,b;deny=c"` replaced; `allow=` means built-ins only, `allow=*` all. Raises
-        `ConfigError` if the variable can't be read, or has a key twice."""
+        """Return the selection with the keys in `DOVETAIL_PLUGINS="allow=a,b;deny=c"` replaced;
+        `allow=` means built-ins only, `allow=*` all. Raises `ConfigError` if the variable can't be
+        read, or has a key twice."""
         text = environ.get(ENVIRONMENT_VARIABLE, "").strip()
         if not text:
             return self

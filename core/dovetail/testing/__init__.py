@@ -1,4 +1,5 @@
-"""Tools for authors of components: the conformance suites and `run`, fakes that validate their calls, and `plan`, which runs one step of a policy.
+"""Tools for authors of components: the conformance suites and `run`, fakes that validate their
+calls, and `plan`, which runs one step of a policy.
 
 Names are loaded on first use.
 """

@@ -1,4 +1,5 @@
-"""`Binding`: the component that a suite tests, given as a declared name or a class, and its options."""
+"""`Binding`: the component that a suite tests, given as a declared name or a class, and its
+options."""
 
 from __future__ import annotations
 
@@ -24,22 +25,22 @@ class Binding:
     """The component under test, and how to construct it."""
 
     kind: ClassVar[Kind]
+    # a subclass may set these; kinds may add some
     settings: ClassVar[frozenset[str]] = frozenset(
         {"component", "options", "time_limit_s", "waivers"}
-    )  # a subclass may set these; kinds may add some
-
-    component: ClassVar[str | type[Any] | None] = (
-        None  # a name, "mine" or "distribution:mine", or a class; None: a base of other suites
     )
+
+    # a name, "mine" or "distribution:mine", or a class; None: a base of other suites
+    component: ClassVar[str | type[Any] | None] = None
     options: ClassVar[Mapping[str, Any]] = {}
     waivers: ClassVar[Mapping[str, Waiver]] = {}  # id of a check -> its waiver
-    time_limit_s: ClassVar[float | None] = (
-        TIME_LIMIT_S  # for each check, as `OwnTime` counts; None: no limit
-    )
+    # for each check, as `OwnTime` counts; None: no limit
+    time_limit_s: ClassVar[float | None] = TIME_LIMIT_S
 
     @cached_property
     def resolved(self) -> ResolvedComponent:
-        """Find the component by its name. Raises `PluginError`; `DovetailError` if it is given as a class."""
+        """Find the component by its name. Raises `PluginError`; `DovetailError` if it is given as a
+        class."""
         if not isinstance(self.component, str):
             told = "set it to the name of an installed component, or to a class"
             raise DovetailError(f"{type(self).__name__}.component is {self.component!r}: {told}")
@@ -47,7 +48,8 @@ class Binding:
 
     @cached_property
     def component_class(self) -> type[Any]:
-        """Return the component's class. Raises `PluginError` or `MissingExtraError` if it can't be loaded."""
+        """Return the component's class. Raises `PluginError` or `MissingExtraError` if it can't be
+        loaded."""
         return self.component if isinstance(self.component, type) else self.resolved.load()
 
     @property
@@ -67,7 +69,8 @@ class Binding:
         )
 
     def make_options(self) -> BaseModel:
-        """Return `options` as the component's own model. Raises `ConfigError`, or pydantic's `ValidationError` for a bare class."""
+        """Return `options` as the component's own model. Raises `ConfigError`, or pydantic's
+        `ValidationError` for a bare class."""
         return (
             self.resolved.validate_options()
             if isinstance(self.component, str)
@@ -80,11 +83,13 @@ class Binding:
 
     @property
     def capabilities(self) -> Any:
-        """Capabilities of the component's class. Kinds whose options can change them construct a component instead."""
+        """Capabilities of the component's class. Kinds whose options can change them construct a
+        component instead."""
         return self.component_class.capabilities
 
     def declares(self, capability: str) -> bool:
-        """Return True if the checks tied to `capability` apply: "declared" means a component with a name, others are fields of `capabilities`."""
+        """Return True if the checks tied to `capability` apply: "declared" means a component with a
+        name, others are fields of `capabilities`."""
         if capability == "declared":
             return isinstance(self.component, str)
         return bool(getattr(self.capabilities, capability))

@@ -1,11 +1,14 @@
-"""`Check`: a requirement on all components of a kind, with a stable id for reports, waivers and documentation.
+"""`Check`: a requirement on all components of a kind, with a stable id for reports, waivers and
+documentation.
 
     class SchedulerSuite(Suite):
         @check("scheduler.budget", since="0.1")
         def test_budget(self) -> None:
-            "A step computed more tokens than `SchedulerContext.max_tokens`. Grant through the step, and don't touch its fields."
+            "A step computed more tokens than `SchedulerContext.max_tokens`. Grant through the step,
+            and don't touch its fields."
 
-The docstring tells the author of a failing component what went wrong and how to fix it. Needs neither torch nor pytest.
+The docstring tells the author of a failing component what went wrong and how to fix it. Needs
+neither torch nor pytest.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ ID = re.compile(r"[a-z_]+\.[a-z0-9_]+")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check. With a `capability`, it applies only to components whose suite `declares` it; with None, to all."""
+    """One check. With a `capability`, it applies only to components whose suite `declares` it; with
+    None, to all."""
 
     id: str  # "scheduler.budget"
     attribute: str  # "test_budget", the suite's method
@@ -37,7 +41,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Waiver:
-    """Permission for one check to fail, for a stated reason. Strict: a waived check that passes is a failure. Raises `ValueError`."""
+    """Permission for one check to fail, for a stated reason. Strict: a waived check that passes is
+    a failure. Raises `ValueError`."""
 
     reason: str
     url: str  # the issue that tracks it
@@ -64,7 +69,8 @@ class Absent(Exception):
 
 
 class Untried(Exception):
-    """The component declares `capability`, but this machine has no device to test it on. The verdict says so."""
+    """The component declares `capability`, but this machine has no device to test it on. The
+    verdict says so."""
 
     def __init__(self, capability: str, why: str) -> None:
         super().__init__(f"{capability} is declared, but not tested: {why}")
@@ -82,8 +88,8 @@ class Declares(Protocol):
 def check(
     id: str, *, since: str, capability: str | None = None
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Turn a method of a suite into a check. It takes only `self` (no fixtures: checks must run without pytest, too), is named `test_…`, and has
-    a docstring. Raises `TypeError` otherwise."""
+    """Turn a method of a suite into a check. It takes only `self` (no fixtures: checks must run
+    without pytest, too), is named `test_…`, and has a docstring. Raises `TypeError` otherwise."""
 
     def decorate(method: Callable[[Any], None]) -> Callable[[Any], None]:
         name = method.__name__
@@ -94,7 +100,8 @@ def check(
             or not method.__doc__
         ):
             raise TypeError(
-                f'check {id!r} must be "kind.name", on a method {name!r} = "test_…(self)" that has a docstring'
+                f'check {id!r} must be "kind.name", on a method {name!r} = "test_…(self)" that has '
+                f"a docstring"
             )
 
         @wraps(method)
@@ -110,7 +117,8 @@ def check(
 
 
 def checks_of(suite: type) -> dict[str, Check]:
-    """Return the checks of a suite by id: those of the kind first, then those of all kinds, each in the order of the source."""
+    """Return the checks of a suite by id: those of the kind first, then those of all kinds, each in
+    the order of the source."""
     found: dict[str, Check] = {}
     for cls in suite.__mro__:
         for value in vars(cls).values():
@@ -127,5 +135,6 @@ def require(condition: object, what: str) -> None:
 
 
 def fail(what: str, cause: BaseException | None = None) -> NoReturn:
-    """Raise `CheckFailed`. `cause`: an error of the component that prevented the check from reaching its assertion."""
+    """Raise `CheckFailed`. `cause`: an error of the component that prevented the check from
+    reaching its assertion."""
     raise CheckFailed(what) from cause

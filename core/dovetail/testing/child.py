@@ -1,9 +1,12 @@
-"""Process in which `dovetail.testing.runner` runs a suite: pytest over a generated class, with progress written to a ledger file.
+"""Process in which `dovetail.testing.runner` runs a suite: pytest over a generated class, with
+progress written to a ledger file.
 
-The ledger has JSON lines: of a component with a name {"event": "found", "component"}; then {"event": "expected", "expected"}; for each check
-{"event": "started", "id"} and {"event": "outcome", "id", "outcome"}; last {"event": "ended"}. Instead {"event": "misused", "error", "message"} if the
-component or one of its options doesn't exist, or {"event": "broken", "message"} if it can't be loaded. A fatal signal, which the runner also sends to
-a hanging check, leaves a traceback in the trace file.
+The ledger has JSON lines: of a component with a name {"event": "found", "component"}; then
+{"event": "expected", "expected"}; for each check {"event": "started", "id"} and {"event":
+"outcome", "id", "outcome"}; last {"event": "ended"}. Instead {"event": "misused", "error",
+"message"} if the component or one of its options doesn't exist, or {"event": "broken", "message"}
+if it can't be loaded. A fatal signal, which the runner also sends to a hanging check, leaves a
+traceback in the trace file.
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ from dovetail.testing.checks import fail
 from dovetail.testing.suite import Suite
 
 COMMAND = "import sys; from dovetail.testing.child import main; main(sys.argv[1])"
-MODULE = "from dovetail.testing.child import generated_suite\n\nTestComponent = generated_suite({job!r})\n"
+MODULE = (
+    "from dovetail.testing.child import generated_suite\n\nTestComponent = "
+    "generated_suite({job!r})\n"
+)
 PYTEST = [
     "-p",
     "dovetail.testing.pytest_plugin",
@@ -47,7 +53,8 @@ REGULAR = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_
 
 @dataclass(frozen=True, slots=True)
 class SuiteRun:
-    """Arguments of a suite's process. `component`: a name, or "package.module:Class" if `is_class`. `done`: checks to skip."""
+    """Arguments of a suite's process. `component`: a name, or "package.module:Class" if `is_class`.
+    `done`: checks to skip."""
 
     kind: Kind
     component: str
@@ -150,7 +157,8 @@ class Ledger:
         self.file.write(json.dumps({"event": event, **values}) + "\n")
 
     def load(self, job_path: str) -> bool:
-        """Load the component first, so that a failure is reported once instead of by every check."""
+        """Load the component first, so that a failure is reported once instead of by every
+        check."""
         try:
             suite = generated_suite(job_path)()
             misuse = _wrong_settings(suite, self.job) or (
@@ -199,7 +207,8 @@ class Ledger:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self) -> Generator[None, Any, Any]:
-        """Let an interrupt fail the check like any other error: only the component can interrupt this process."""
+        """Let an interrupt fail the check like any other error: only the component can interrupt
+        this process."""
         try:
             return (yield)
         except (KeyboardInterrupt, pytest.exit.Exception) as error:
@@ -214,14 +223,16 @@ def _wrong_settings(suite: Any, job: SuiteRun) -> DovetailError | None:
         None
         if wrong is None
         else ConfigError(
-            f"the suite of kind {job.kind} has no setting {wrong!r}; it has: {', '.join(known) or 'none'}"
+            f"the suite of kind {job.kind} has no setting {wrong!r}; it has: "
+            f"{', '.join(known) or 'none'}"
         )
     )
 
 
 def _misuse(suite: Any, job: SuiteRun) -> DovetailError | None:
-    """Return the reason why the component can't be tested: it doesn't exist, or doesn't have these options. Broken options are left to a check.
-    Raises `PluginError` if a plugin is at fault: one that failed to load may provide it, or it targets another api version."""
+    """Return the reason why the component can't be tested: it doesn't exist, or doesn't have these
+    options. Broken options are left to a check. Raises `PluginError` if a plugin is at fault: one
+    that failed to load may provide it, or it targets another api version."""
     try:
         resolved = suite.resolved
     except PluginError as error:

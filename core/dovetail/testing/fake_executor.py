@@ -1,8 +1,8 @@
-"""Executor without a model that validates its batches: it records, for each slot of the paged memory, which token prefix was written there, and fails
-if a request would ever read another's.
+"""Executor without a model that validates its batches: it records, for each slot of the paged
+memory, which token prefix was written there, and fails if a request would ever read another's.
 
-A request's next token is a function of all tokens before it and of its adapter's digest, so that any bookkeeping error changes the tokens, or is
-detected at once.
+A request's next token is a function of all tokens before it and of its adapter's digest, so that
+any bookkeeping error changes the tokens, or is detected at once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class FakeExecutorOptions(BaseModel):
     window: int | None = Field(default=None, ge=1, description="Sliding window of all layers.")
     groups: tuple[tuple[int, int | None, int], ...] = Field(
         (),
-        description="Cache groups (block_tokens, window, pages_per_block), instead of one with `block_size` and `window`.",
+        description="Cache groups (block_tokens, window, pages_per_block), instead of one with "
+        "`block_size` and `window`.",
     )
     state_pages: int = Field(
         0,
@@ -73,7 +74,8 @@ class FakeExecutorOptions(BaseModel):
 
 
 def prefix_ids(tokens: tuple[int, ...] | list[int], digest: str = "") -> list[int]:
-    """Return, for each position, a number that identifies all tokens up to it, and the adapter of this digest ("": none)."""
+    """Return, for each position, a number that identifies all tokens up to it, and the adapter of
+    this digest ("": none)."""
     value = zlib.crc32(digest.encode())
     values = []
     for token in tokens:
@@ -85,7 +87,8 @@ def prefix_ids(tokens: tuple[int, ...] | list[int], digest: str = "") -> list[in
 def expected_tokens(
     prompt: list[int], count: int, seed: int = 0, vocab_size: int = 97, digest: str = ""
 ) -> list[int]:
-    """Return the tokens that the fake generates for a prompt with the adapter of this digest, independent of other requests; the oracle of tests."""
+    """Return the tokens that the fake generates for a prompt with the adapter of this digest,
+    independent of other requests; the oracle of tests."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens, seed, vocab_size, digest))
@@ -100,7 +103,8 @@ def next_token(tokens: list[int], seed: int, vocab_size: int, digest: str = "") 
 
 
 def next_allowed(token: int, words: NDArray[np.uint32], vocab_size: int) -> int:
-    """Return the first token allowed by a mask [ceil(vocab_size / 32)], searching from `token` and wrapping around."""
+    """Return the first token allowed by a mask [ceil(vocab_size / 32)], searching from `token` and
+    wrapping around."""
     allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size])
     if not len(allowed):
         raise DovetailError("fake executor: a mask allows no token")
@@ -110,7 +114,8 @@ def next_allowed(token: int, words: NDArray[np.uint32], vocab_size: int) -> int:
 def guessed_tokens(
     tokens: list[int], count: int, seed: int, vocab_size: int, digest: str = ""
 ) -> list[int]:
-    """Return the drafts of the fake's draft model for `tokens`: the tokens that the fake would generate, except at every fifth position."""
+    """Return the drafts of the fake's draft model for `tokens`: the tokens that the fake would
+    generate, except at every fifth position."""
     known = list(tokens)
     for _ in range(count):
         known.append(
@@ -122,7 +127,8 @@ def guessed_tokens(
 def expected_pooled(
     prompt: list[int], pooling: RowPooling, capacity: PoolingCapacity
 ) -> NDArray[np.float32]:
-    """Return what the fake pools of a prompt, independent of other requests; the oracle of tests."""
+    """Return what the fake pools of a prompt, independent of other requests; the oracle of
+    tests."""
     embeds = pooling.task.endswith("embed")
     ids = np.array(prefix_ids(prompt), np.uint64)[:, None]
     factors = np.arange(1, 1 + (capacity.size if embeds else len(capacity.labels)), dtype=np.uint64)
@@ -160,8 +166,8 @@ class _Row:
 
 
 class FakeExecutor(Executor):
-    """Computes at `submit` and returns results at `collect`, which advances a virtual clock. Raises `DovetailError` on any violation of the
-    contract."""
+    """Computes at `submit` and returns results at `collect`, which advances a virtual clock. Raises
+    `DovetailError` on any violation of the contract."""
 
     capabilities = ExecutorCapabilities(
         virtual_clock=True, logprobs=False, masks=True, samples=False
@@ -171,7 +177,8 @@ class FakeExecutor(Executor):
     def __init__(self, options: FakeExecutorOptions, context: ExecutorContext) -> None:
         super().__init__(options, context)
         self._rows: dict[int, _Row] = {}
-        # (page, offset) -> what was written there: the group, the page's place in its block, and the prefix id of the token
+        # (page, offset) -> what was written there: the group, the page's place in its block, and
+        # the prefix id of the token
         self._memory: dict[tuple[int, int], tuple[int, int, int]] = {}
         groups = options.groups or ((options.block_size, options.window, 1),)
         layout = tuple(
@@ -186,18 +193,14 @@ class FakeExecutor(Executor):
             )
         self._layout = KVLayout(layout, 1, "none")
         self._adapters = {0: ""}  # slot -> digest of what it holds
-        self._pending: list[
-            tuple[int, list[int], float, float]
-        ] = []  # step, tokens, seconds that it takes, when it was submitted
-        self._unsampled: tuple[int, list[_Row], list[bool]] | None = (
-            None  # of a late step: its number, its rows, and which yield a token
-        )
-        self._counts: dict[
-            int, list[int]
-        ] = {}  # of each pending step with drafts: tokens that each row yielded
-        self._pooled: dict[
-            int, dict[int, NDArray[np.float32]]
-        ] = {}  # results of each pending step with pooled rows
+        # step, tokens, seconds that it takes, when it was submitted
+        self._pending: list[tuple[int, list[int], float, float]] = []
+        # of a late step: its number, its rows, and which yield a token
+        self._unsampled: tuple[int, list[_Row], list[bool]] | None = None
+        # of each pending step with drafts: tokens that each row yielded
+        self._counts: dict[int, list[int]] = {}
+        # results of each pending step with pooled rows
+        self._pooled: dict[int, dict[int, NDArray[np.float32]]] = {}
         self._broken: str | None = None  # the violated rule: its state may be inconsistent
         self._last_step = -1
         self._last_ended = 0.0
@@ -313,9 +316,8 @@ class FakeExecutor(Executor):
         )
         step, tokens, seconds, submitted = self._pending.pop(0)
         self._require(step == handle, "results must be collected in order")
-        started = max(
-            submitted, self._last_ended
-        )  # like a device, which starts a step when the previous one has ended
+        # like a device, which starts a step when the previous one has ended
+        started = max(submitted, self._last_ended)
         self._last_ended = started + seconds
         if isinstance(self.context.clock, VirtualClock):
             self.context.clock.wait_until(self._last_ended)
@@ -397,7 +399,8 @@ class FakeExecutor(Executor):
             if count:
                 self._require(
                     yields and tokens == 1 + count,
-                    "a row with drafts yields a token, and computes its last known one and the drafts",
+                    "a row with drafts yields a token, and computes its last known one and the "
+                    "drafts",
                 )
                 self._require(
                     row.computed + 1 == len(row.tokens),
@@ -500,20 +503,23 @@ class FakeExecutor(Executor):
     def _read(self, row: _Row, count: int) -> None:
         values = row.prefix_ids()
         for index, group in self._paged():
-            first = (
-                0 if group.window is None else max(0, row.computed - count - group.window + 1)
-            )  # seen by the first of its tokens
+            # seen by the first of its tokens
+            first = 0 if group.window is None else max(0, row.computed - count - group.window + 1)
             for position in range(first, row.computed):
                 pages, offset = self._block(row, index, position)
                 found = [self._memory.get((page, offset)) for page in pages]
                 expected = [
                     (index, place, values[position]) for place in range(group.pages_per_block)
                 ]
-                rule = f"position {position} of {len(row.tokens)} would read another sequence's K and V, or another group's"
+                rule = (
+                    f"position {position} of {len(row.tokens)} would read another sequence's K "
+                    f"and V, or another group's"
+                )
                 self._require(found == expected, rule)
 
     def _replace_states(self, batch: Batch) -> None:
-        """Advance the live state of each row of the batch, which has been written, and write its checkpoints."""
+        """Advance the live state of each row of the batch, which has been written, and write its
+        checkpoints."""
         if not self._layout.recurrent:
             self._require(
                 not batch.checkpoints, "a checkpoint is written where there are no states"
@@ -544,9 +550,8 @@ class FakeExecutor(Executor):
                     found == expected,
                     f"the state after {before} of {len(row.tokens)} tokens would be another one",
                 )
-            self._keep_state(
-                pages, values[min(row.computed, len(row.tokens)) - 1]
-            )  # drafts change it when they are accepted
+            # drafts change it when they are accepted
+            self._keep_state(pages, values[min(row.computed, len(row.tokens)) - 1])
             if number in saved:
                 checkpoint = saved[number]
                 self._require(not row.drafts, "a row with drafts has no checkpoint")
@@ -566,7 +571,8 @@ class FakeExecutor(Executor):
         ]
 
     def _block(self, row: _Row, index: int, position: int) -> tuple[list[int], int]:
-        """Return the pages of the block of group `index` with this position, and the position's offset in it."""
+        """Return the pages of the block of group `index` with this position, and the position's
+        offset in it."""
         group = self._layout.groups[index]
         block, offset = divmod(position, group.block_tokens)
         return row.tables[index][
@@ -581,7 +587,8 @@ class FakeExecutor(Executor):
         words: dict[int, NDArray[np.uint32]],
         tokens: list[int],
     ) -> None:
-        """Sample the lines of all rows, add the tokens that they yield to `tokens`, and count them if the step has drafts."""
+        """Sample the lines of all rows, add the tokens that they yield to `tokens`, and count them
+        if the step has drafts."""
         line = 0
         counts = self._counts.get(step)
         for row, yields in zip(rows, yields_token, strict=True):
@@ -598,7 +605,8 @@ class FakeExecutor(Executor):
         self._require(not words, "a mask is for a line of a row that yields a token")
 
     def _check(self, row: _Row, masks: list[NDArray[np.uint32] | None]) -> list[int]:
-        """Sample the lines of a row, each with its mask, up to the first that differs from its draft."""
+        """Sample the lines of a row, each with its mask, up to the first that differs from its
+        draft."""
         drafts = row.drafts
         row.drafts = []
         row.computed -= len(drafts)

@@ -1,4 +1,5 @@
-"""Minimal KV-cache manager: a page pool and tables per request, without sharing or prefix caching."""
+"""Minimal KV-cache manager: a page pool and tables per request, without sharing or prefix
+caching."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ from dovetail.request import Request
 
 
 class FakeKVCache(KVCacheManager):
-    """Manager whose `lookup` returns `hits[request.id]`, or 0, so that tests can simulate cached tokens. Declares `reuse` if `hits` aren't
-    empty, and then no `states`: there are no checkpoints. Blocks before a window are never released."""
+    """Manager whose `lookup` returns `hits[request.id]`, or 0, so that tests can simulate cached
+    tokens. Declares `reuse` if `hits` aren't empty, and then no `states`: there are no checkpoints.
+    Blocks before a window are never released."""
 
     capabilities = KVCapabilities(reuse=False, fork=False, trim=False, groups=True, states=True)
 
@@ -49,7 +51,8 @@ class FakeKVCache(KVCacheManager):
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
         if num_tokens < self._tokens.get(request.id, 1):
             raise DovetailError(
-                f"allocate({num_tokens} tokens) of {request!r}, which had {self._tokens.get(request.id, 0)}"
+                f"allocate({num_tokens} tokens) of {request!r}, which had "
+                f"{self._tokens.get(request.id, 0)}"
             )
         if self.pages_needed(request, num_tokens) > len(self._free):
             return None

@@ -24,7 +24,8 @@ def of_frame(frame: FrameType | None) -> str:
 
 
 def of_dump(dump: str) -> str:
-    """Return the calls, from the suite on, of the thread in which a fatal signal arrived, as `faulthandler` has written them: the innermost first."""
+    """Return the calls, from the suite on, of the thread in which a fatal signal arrived, as
+    `faulthandler` has written them: the innermost first."""
     thread = next((part for part in dump.split("\n\n") if part.startswith("Current thread")), "")
     calls = re.findall(r'File "(.+?)", line (\d+) in (.+)', thread)
     return _told(takewhile(lambda call: not Path(call[0]).is_relative_to(_OURS), calls))

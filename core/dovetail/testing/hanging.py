@@ -23,8 +23,9 @@ class Hung(BaseException):
 
 @contextmanager
 def ended_after(seconds: float | None) -> Iterator[None]:
-    """Raise `Hung` in the body, in Python code or a wait, after `seconds` as counted by `OwnTime`; None: no limit. There is no limit outside of
-    the main thread, which alone receives signals, or on systems without such signals."""
+    """Raise `Hung` in the body, in Python code or a wait, after `seconds` as counted by `OwnTime`;
+    None: no limit. There is no limit outside of the main thread, which alone receives signals, or
+    on systems without such signals."""
     if (
         seconds is None
         or threading.current_thread() is not threading.main_thread()

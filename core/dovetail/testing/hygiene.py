@@ -1,4 +1,5 @@
-"""Checks for components of all kinds: they must be declared, constructed and sent to worker processes correctly."""
+"""Checks for components of all kinds: they must be declared, constructed and sent to worker
+processes correctly."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from dovetail.testing.processes import run_python
 
 UNKNOWN_KEY = "no_component_has_this_option"
 
-# Loads a plugin's entry point and calls its hook; fails if torch is imported. argv: distribution, entry point.
+# Loads a plugin's entry point and calls its hook; fails if torch is imported. argv: distribution,
+# entry point.
 _DECLARE = """
 import importlib.abc, importlib.metadata, sys
 tried = []
@@ -49,8 +51,9 @@ class Hygiene(Binding):
 
     @check("hygiene.declaration", since="0.1", capability="declared")
     def test_declaration(self) -> None:
-        """Declaring components raised, or imported torch or transformers. The entry point's module should hold only strings and small values: move
-        imports of torch to the modules that `target` and `options` name."""
+        """Declaring components raised, or imported torch or transformers. The entry point's module
+        should hold only strings and small values: move imports of torch to the modules that
+        `target` and `options` name."""
         origin = self.resolved.origin
         run_python(
             _DECLARE,
@@ -62,8 +65,9 @@ class Hygiene(Binding):
 
     @check("hygiene.capabilities", since="0.1")
     def test_capabilities(self) -> None:
-        """The component doesn't declare its capabilities in its kind's terms. Give the class `capabilities` (a scheduler: `claims`), an instance
-        of the dataclass in `dovetail.api` for its kind."""
+        """The component doesn't declare its capabilities in its kind's terms. Give the class
+        `capabilities` (a scheduler: `claims`), an instance of the dataclass in `dovetail.api` for
+        its kind."""
         base = getattr(api, BASE_CLASSES[self.kind])
         name = "claims" if self.kind == "scheduler" else "capabilities"
         if not hasattr(base, name):
@@ -82,7 +86,8 @@ class Hygiene(Binding):
 
     @check("hygiene.options", since="0.1")
     def test_options(self) -> None:
-        """The options accept an unknown key, so a misspelled one would be ignored. Give the model `model_config = ConfigDict(extra="forbid")`."""
+        """The options accept an unknown key, so a misspelled one would be ignored. Give the model
+        `model_config = ConfigDict(extra="forbid")`."""
         self.make_options()
         try:
             self.options_model.model_validate({**self.options, UNKNOWN_KEY: 1})
@@ -97,7 +102,8 @@ class Hygiene(Binding):
 
     @check("hygiene.options_pickle", since="0.1")
     def test_options_pickle(self) -> None:
-        """The options changed or failed when pickled, as for worker processes. Use plain values and importable types."""
+        """The options changed or failed when pickled, as for worker processes. Use plain values and
+        importable types."""
         options = self.make_options()
         try:
             again = pickle.loads(pickle.dumps(options))
@@ -110,8 +116,9 @@ class Hygiene(Binding):
 
     @check("hygiene.spawn", since="0.1")
     def test_spawn(self) -> None:
-        """A new process can't import the class or unpickle its options. Define both at the top level of a module that can be imported anywhere,
-        without depending on the state of this process."""
+        """A new process can't import the class or unpickle its options. Define both at the top
+        level of a module that can be imported anywhere, without depending on the state of this
+        process."""
         require(
             "<" not in self.target,
             f"{self.target} is defined inside a function: no other process can import it",
@@ -125,8 +132,8 @@ class Hygiene(Binding):
 
     @check("hygiene.signatures", since="0.1")
     def test_signatures(self) -> None:
-        """A method can't be called as its kind's api calls it. Keep the names and the order of parameters in `dovetail.api`; additional ones need
-        defaults."""
+        """A method can't be called as its kind's api calls it. Keep the names and the order of
+        parameters in `dovetail.api`; additional ones need defaults."""
         base = getattr(api, BASE_CLASSES[self.kind])
         for name, method in inspect.getmembers(base, inspect.isfunction):
             if name.startswith("_") and name != "__init__":
@@ -140,13 +147,14 @@ class Hygiene(Binding):
                 problem := _mismatch(inspect.signature(method), inspect.signature(mine))
             ):
                 fail(
-                    f"{self.component_class.__name__}.{name}{inspect.signature(mine)}: {problem}; the api has {inspect.signature(method)}"
+                    f"{self.component_class.__name__}.{name}{inspect.signature(mine)}: {problem}; "
+                    f"the api has {inspect.signature(method)}"
                 )
 
     @check("hygiene.callbacks", since="0.1")
     def test_callbacks(self) -> None:
-        """A method is named like a callback, `on_…`, but the kind has no such callback, so it will never be called. Fix the spelling; begin the names
-        of helpers with `_`."""
+        """A method is named like a callback, `on_…`, but the kind has no such callback, so it will
+        never be called. Fix the spelling; begin the names of helpers with `_`."""
         base = getattr(api, BASE_CLASSES[self.kind])
         for name in dir(self.component_class):
             if name.startswith("on_") and not hasattr(base, name):
@@ -154,12 +162,14 @@ class Hygiene(Binding):
                     name, [known for known in dir(base) if known.startswith("on_")], 1
                 )
                 fail(
-                    f"{self.component_class.__name__}.{name} is never called{f': did you mean {near[0]}?' if near else ''}"
+                    f"{self.component_class.__name__}.{name} is never "
+                    f"called{f': did you mean {near[0]}?' if near else ''}"
                 )
 
 
 def _mismatch(wanted: inspect.Signature, mine: inspect.Signature) -> str | None:
-    """Return the reason why a method with the signature `mine` can't be called as one with `wanted`; None if it can."""
+    """Return the reason why a method with the signature `mine` can't be called as one with
+    `wanted`; None if it can."""
     positional = [p for p in wanted.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     keywords = [p for p in wanted.parameters.values() if p.kind is p.KEYWORD_ONLY]
     for optional in (False, True):

@@ -1,8 +1,10 @@
-"""Comparison of a suite's expected checks with the observed outcomes, so that a missing check is never overlooked.
+"""Comparison of a suite's expected checks with the observed outcomes, so that a missing check is
+never overlooked.
 
-`Expected` is read from the suite's class before anything of the component runs; an `Outcome` comes from each check that ran; `judge` compares them. A
-check that was overridden, deleted, marked, skipped, deselected or never collected has no valid outcome, so the verdict is NOT CONFORMANT and names
-it.
+`Expected` is read from the suite's class before anything of the component runs; an `Outcome` comes
+from each check that ran; `judge` compares them. A check that was overridden, deleted, marked,
+skipped, deselected or never collected has no valid outcome, so the verdict is NOT CONFORMANT and
+names it.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ Judged = Literal["passed", "failed", "waived", "absent", "untried"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of one check. `absent`: it doesn't apply, as `capability` isn't declared. `untried`: this machine can't test the capability.
-    `skipped`: it was prevented from counting. `fault`: cause of the failure, such as a component's error with file and line, in identical words for
+    """Outcome of one check. `absent`: it doesn't apply, as `capability` isn't declared. `untried`:
+    this machine can't test the capability. `skipped`: it was prevented from counting. `fault`:
+    cause of the failure, such as a component's error with file and line, in identical words for
     identical causes. `judged`: False if it didn't reach its assertion for that reason."""
 
     status: Status
@@ -62,8 +65,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Checks that should run, according to the suite's class. `tampering`: descriptions of forbidden changes, by check id or, if they affect all
-    checks, by attribute name."""
+    """Checks that should run, according to the suite's class. `tampering`: descriptions of
+    forbidden changes, by check id or, if they affect all checks, by attribute name."""
 
     kind: Kind
     component: str
@@ -81,8 +84,8 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Reason why a component doesn't conform. `id`: the check, or the attribute that was tampered with. `also`: further checks that failed for
-    the same reason."""
+    """Reason why a component doesn't conform. `id`: the check, or the attribute that was tampered
+    with. `also`: further checks that failed for the same reason."""
 
     id: str
     message: str
@@ -105,14 +108,12 @@ class Verdict:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     untried: tuple[str, ...] = ()  # declared capabilities that can't be tested on this machine
-    checks: Mapping[str, Judged] = field(
-        default_factory=dict
-    )  # id -> how it counts; empty if the component couldn't be loaded
+    # id -> how it counts; empty if the component couldn't be loaded
+    checks: Mapping[str, Judged] = field(default_factory=dict)
     distribution: str = ""  # of the component, as in the next two; "" of a class
     version: str = ""
-    written_for: str = (
-        ""  # the version of the interface that it declares; `api` is the one whose checks ran
-    )
+    # the version of the interface that it declares; `api` is the one whose checks ran
+    written_for: str = ""
     seconds: float = field(default=0.0, compare=False)  # wall time of `run`; 0: not measured
 
     @property
@@ -121,9 +122,13 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """Verdict in one line: "CONFORMANT scheduler api=0.4, 41/41, 3 capabilities absent, 0 waived"."""
+        """Verdict in one line: "CONFORMANT scheduler api=0.4, 41/41, 3 capabilities absent, 0
+        waived"."""
         word = "CONFORMANT" if self.conformant else "NOT CONFORMANT"
-        counts = f"{self.passed}/{self.expected}, {len(self.absent)} capabilities absent, {len(self.waived)} waived"
+        counts = (
+            f"{self.passed}/{self.expected}, {len(self.absent)} capabilities absent, "
+            f"{len(self.waived)} waived"
+        )
         if self.untried:
             counts += f", {len(self.untried)} not tried here ({', '.join(self.untried)})"
         broken = ", ".join(dict.fromkeys(finding.id for finding in self.findings))
@@ -155,7 +160,8 @@ class Verdict:
         }
 
     def badge(self) -> dict[str, Any]:
-        """Return the verdict as shields.io's endpoint expects it: yellow if a check is waived or couldn't be tried."""
+        """Return the verdict as shields.io's endpoint expects it: yellow if a check is waived or
+        couldn't be tried."""
         word = "conformant" if self.conformant else "not conformant"
         color = (
             "red"
@@ -283,7 +289,8 @@ def _tampering(
             elif isinstance(alias, Check):
                 yield (
                     alias.id,
-                    f"it was given the other name {cls.__qualname__}.{name}: a check counts only as the suite has it",
+                    f"it was given the other name {cls.__qualname__}.{name}: a check counts only "
+                    f"as the suite has it",
                 )
             elif (
                 name not in official.settings
@@ -292,7 +299,8 @@ def _tampering(
             ):
                 yield (
                     name,
-                    f"{cls.__qualname__}.{name} replaces a part of the suite; set only {', '.join(sorted(official.settings))}",
+                    f"{cls.__qualname__}.{name} replaces a part of the suite; set only "
+                    f"{', '.join(sorted(official.settings))}",
                 )
 
 

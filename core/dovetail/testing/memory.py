@@ -1,4 +1,5 @@
-"""Memory for attention layers and states outside of an engine: what its executor does between `make_layer` and `prepare`, and in each step."""
+"""Memory for attention layers and states outside of an engine: what its executor does between
+`make_layer` and `prepare`, and in each step."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from dovetail.nn.state.states import CheckedDrafts, States, cached_state
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Location of a layer's cache. Layers of different groups, or of different pages of a block, may have the same tensors."""
+    """Location of a layer's cache. Layers of different groups, or of different pages of a block,
+    may have the same tensors."""
 
     group: int = 0
     page: int = 0  # of a block
@@ -30,12 +32,13 @@ def bind_layers(
     num_pages: int,
     places: Sequence[Place] = (),
 ) -> list[torch.Tensor]:
-    """Allocate a pool of `num_pages` pages and the waste page, zeroed, and bind the layers to it, each at its place: by default all in one group of
-    one page, with tensors of their own. A layer that shares another's cache is bound to that. Returns the pool's tensors [num_pages + 1, bytes]."""
+    """Allocate a pool of `num_pages` pages and the waste page, zeroed, and bind the layers to it,
+    each at its place: by default all in one group of one page, with tensors of their own. A layer
+    that shares another's cache is bound to that. Returns the pool's tensors [num_pages + 1,
+    bytes]."""
     sizes: list[int] = []  # bytes of a page, in each tensor
-    found: dict[
-        int, tuple[slice, Place, int]
-    ] = {}  # by the layer's index: its tensors, place and block size
+    # by the layer's index: its tensors, place and block size
+    found: dict[int, tuple[slice, Place, int]] = {}
     for layer, place in zip(layers, places or [Place()] * len(layers), strict=True):
         if layer.spec.shares is not None:
             found[layer.spec.index] = found[layer.spec.shares]
@@ -59,7 +62,8 @@ def bind_layers(
 
 @dataclass(frozen=True, slots=True)
 class BoundStates:
-    """States of `rows` requests in a pool: `layers` by index, and `pool`, uint8 [slots, pages + 1, bytes], whose last page is the waste page."""
+    """States of `rows` requests in a pool: `layers` by index, and `pool`, uint8 [slots, pages + 1,
+    bytes], whose last page is the waste page."""
 
     states: States
     layers: Mapping[int, StateLayer]
@@ -73,8 +77,9 @@ class BoundStates:
         computed: Sequence[int],
         checkpoint_at: Sequence[int] | None = None,
     ) -> StateBatch:
-        """Plan a step for all layers: of each of `rows` the next `lengths` tokens after `computed` ones, with a checkpoint after `checkpoint_at` of
-        them (0: none). The i-th row's checkpoint goes to line `checkpoint_line(i)`."""
+        """Plan a step for all layers: of each of `rows` the next `lengths` tokens after `computed`
+        ones, with a checkpoint after `checkpoint_at` of them (0: none). The i-th row's checkpoint
+        goes to line `checkpoint_line(i)`."""
         device = self.pool.device
         query_lens = np.array(lengths, np.int32)
         at = (
@@ -99,8 +104,8 @@ class BoundStates:
         computed: Sequence[int],
         drafts: Sequence[int],
     ) -> CheckedDrafts | None:
-        """Plan a step in which the last `drafts` of the `lengths` tokens of each row are drafts, after one known token; a row with 0 has none.
-        Returns what `accept` needs."""
+        """Plan a step in which the last `drafts` of the `lengths` tokens of each row are drafts,
+        after one known token; a row with 0 has none. Returns what `accept` needs."""
         counts = np.array(drafts, np.int32)
         query_lens = np.array(lengths, np.int32)
         kv_lens = query_lens + np.array(computed, np.int32)
@@ -112,8 +117,9 @@ class BoundStates:
         return checked
 
     def accept(self, checked: CheckedDrafts | None, known: Sequence[int]) -> None:
-        """Apply the drafts that count in a step that was planned and computed. `known`: tokens of each of the `rows` rows after it: those computed so
-        far, accepted drafts included, and one more."""
+        """Apply the drafts that count in a step that was planned and computed. `known`: tokens of
+        each of the `rows` rows after it: those computed so far, accepted drafts included, and one
+        more."""
         if checked is not None:
             self.states.accept(
                 checked, torch.tensor([*known, 1], dtype=torch.int32, device=self.pool.device)
@@ -141,14 +147,16 @@ def bind_states(
     seed: int = 0,
     max_lines: int = 0,
 ) -> BoundStates:
-    """Allocate a pool for the live states of `rows` rows, and a checkpoint for each; filled with NaN, with the pages of each state in random order;
-    bind a layer for each spec to it. `dtype`: of the past inputs. `slots`: of a page, of `slot_bytes` each.
-    `max_lines`: of a step with drafts."""
+    """Allocate a pool for the live states of `rows` rows, and a checkpoint for each; filled with
+    NaN, with the pages of each state in random order; bind a layer for each spec to it. `dtype`: of
+    the past inputs. `slots`: of a page, of `slot_bytes` each. `max_lines`: of a step with
+    drafts."""
     device = device or torch.device("cpu")
+    # attention layers, whose blocks set the size
     others = [
         CachedLayer(-1 - index, None, lambda tokens: (tokens * slot_bytes,))
         for index in range(slots)
-    ]  # attention layers, whose blocks set the size
+    ]
     planned = plan_layout(
         others, 1, "float32", states=[cached_state(spec, dtype, state_dtype) for spec in specs]
     )

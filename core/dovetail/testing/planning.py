@@ -1,4 +1,5 @@
-"""`plan`: run one real step of a policy over a fake pool, and return its decisions, for a policy author's first test.
+"""`plan`: run one real step of a policy over a fake pool, and return its decisions, for a policy
+author's first test.
 
 ```python
 done = plan(MyPolicy, waiting=[make_request("a", 16), make_request("b", 5)], free_blocks=4)
@@ -60,9 +61,10 @@ def make_request(
     tbt_s: float | None = None,
     prompt: Sequence[int] | None = None,
 ) -> Request:
-    """Create a request for one `plan`. `generated`: number of its output tokens. `computed`: number of computed tokens, if it is passed in
-    `running`; by default all but the last generated one, so that it decodes. Fewer than `prompt_tokens` means that it is within its prefill.
-    `prompt`: token ids instead of synthetic ones."""
+    """Create a request for one `plan`. `generated`: number of its output tokens. `computed`: number
+    of computed tokens, if it is passed in `running`; by default all but the last generated one, so
+    that it decodes. Fewer than `prompt_tokens` means that it is within its prefill. `prompt`: token
+    ids instead of synthetic ones."""
     request = _Planned(
         id,
         prompt if prompt is not None else [(i * 7 + len(id)) % 50 for i in range(prompt_tokens)],
@@ -103,11 +105,13 @@ def plan(
     cached: Mapping[str, int] | None = None,
     seed: int = 0,
 ) -> Plan:
-    """Let `policy` plan one step. The requests arrive (running ones first), the running ones take their blocks, and `free_blocks` remain.
-    Afterwards the policy is notified of preempted and rejected requests, as by the engine.
+    """Let `policy` plan one step. The requests arrive (running ones first), the running ones take
+    their blocks, and `free_blocks` remain. Afterwards the policy is notified of preempted and
+    rejected requests, as by the engine.
 
-    `policy`: a class, constructed with `options`, or an instance from an earlier plan, which keeps its state. `cached`: tokens found in the prefix
-    cache, whole blocks, by request id; None: there is no prefix cache. Raises the policy's errors, `PolicyError` on misuse, and `DovetailError` for
+    `policy`: a class, constructed with `options`, or an instance from an earlier plan, which keeps
+    its state. `cached`: tokens found in the prefix cache, whole blocks, by request id; None: there
+    is no prefix cache. Raises the policy's errors, `PolicyError` on misuse, and `DovetailError` for
     inconsistent requests.
     """
     going = _planned(running)
@@ -174,16 +178,19 @@ def _check_requests(
     for request in requests:
         if request.status is not Status.NEW:
             raise DovetailError(
-                f"request {request.id!r} was planned before: create a new one, since planning modifies it"
+                f"request {request.id!r} was planned before: create a new one, since planning "
+                f"modifies it"
             )
         if request.generated >= request.max_tokens:
             raise DovetailError(
-                f"request {request.id!r} has generated all of its max_tokens={request.max_tokens}, so it would have finished"
+                f"request {request.id!r} has generated all of its max_tokens={request.max_tokens}, "
+                f"so it would have finished"
             )
         tokens = cached.get(request.id, 0)
         if not 0 <= tokens < request.num_tokens or tokens % block_size:
             raise DovetailError(
-                f"{tokens} tokens of request {request.id!r} can't be cached: whole blocks of {block_size}, fewer than all its tokens"
+                f"{tokens} tokens of request {request.id!r} can't be cached: whole blocks of "
+                f"{block_size}, fewer than all its tokens"
             )
 
 
@@ -196,11 +203,13 @@ def _computed_of(request: _Planned) -> int:
 
 
 def _start(books: Books, request: _Planned) -> None:
-    """Run a request before the planned step: grant the tokens that it should have computed, and append the sampled token."""
+    """Run a request before the planned step: grant the tokens that it should have computed, and
+    append the sampled token."""
     computed = _computed_of(request)
     if computed < 1 or computed >= request.num_tokens + (not request.generated):
         raise DovetailError(
-            f"running request {request.id!r} has computed {computed} of {request.num_tokens} tokens: give it `generated` tokens"
+            f"running request {request.id!r} has computed {computed} of {request.num_tokens} "
+            f"tokens: give it `generated` tokens"
         )
     if request.generated and computed == request.num_tokens - 1:
         request.output_token_ids.pop()  # sampled again by the grant

@@ -14,7 +14,8 @@ SHOWN = 2_000  # characters of its output
 
 
 def run_python(code: str, stdin: bytes, what: str, *args: str, **environ: str) -> None:
-    """Run code with the current `sys.path`. Raises `CheckFailed`, with `what` and the end of its output, on failure or timeout."""
+    """Run code with the current `sys.path`. Raises `CheckFailed`, with `what` and the end of its
+    output, on failure or timeout."""
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     command = [sys.executable, "-c", code, *args]
     env = os.environ | {"PYTHONPATH": path} | environ

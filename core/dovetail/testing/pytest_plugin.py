@@ -1,7 +1,9 @@
-"""pytest plugin (entry point `dovetail`): compares the expected checks of each suite with those that ran, and prints the verdicts.
+"""pytest plugin (entry point `dovetail`): compares the expected checks of each suite with those
+that ran, and prints the verdicts.
 
-It is loaded in every pytest run of an environment with Dovetail, so it imports nothing else of Dovetail until it finds a suite. Under pytest-xdist,
-workers send their expectations and outcomes to the controller, which computes the verdict.
+It is loaded in every pytest run of an environment with Dovetail, so it imports nothing else of
+Dovetail until it finds a suite. Under pytest-xdist, workers send their expectations and outcomes to
+the controller, which computes the verdict.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class SuiteWatch:
-    """All suites of a session by the node id of their class, with expected checks and observed outcomes."""
+    """All suites of a session by the node id of their class, with expected checks and observed
+    outcomes."""
 
     name = "dovetail-suites"
 
@@ -38,7 +41,8 @@ class SuiteWatch:
         self._partial: set[str] = set()  # node ids of classes that get no verdict
 
     def leave_unjudged(self, node: str) -> None:
-        """Give a class no verdict, because this session runs a part of its checks only. A check that fails is a failed test all the same."""
+        """Give a class no verdict, because this session runs a part of its checks only. A check
+        that fails is a failed test all the same."""
         self._partial.add(node)
 
     def _judged(self) -> dict[str, Expected]:
@@ -90,12 +94,14 @@ class SuiteWatch:
                 return (yield)
         except Hung as error:
             fail(
-                f"it hung, and was ended after {limit_s:g} s; the suite's time_limit_s gives it longer{frames.of_frame(error.frame)}"
+                f"it hung, and was ended after {limit_s:g} s; the suite's time_limit_s gives it "
+                f"longer{frames.of_frame(error.frame)}"
             )
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
-        """Add the check and its outcome to the report; show absent ones as skipped and waived ones as expected failures."""
+        """Add the check and its outcome to the report; show absent ones as skipped and waived ones
+        as expected failures."""
         report = yield
         check = getattr(getattr(item, "function", None), "check", None)
         node = getattr(item.parent, "nodeid", "")
@@ -162,7 +168,8 @@ class SuiteWatch:
 
 
 def _outcome(check: Check, report: Any, call: Any, suite: Any) -> Outcome:
-    """Return the outcome of a check from its report. Only a check that is tied to a capability can be absent or untried."""
+    """Return the outcome of a check from its report. Only a check that is tied to a capability can
+    be absent or untried."""
     from dovetail.testing.checks import Absent, Untried
     from dovetail.testing.ledger import Outcome
 
@@ -177,12 +184,14 @@ def _outcome(check: Check, report: Any, call: Any, suite: Any) -> Outcome:
     if hasattr(report, "wasxfail"):
         return Outcome(
             "skipped",
-            "it is marked as expected to fail; a waiver says why, `waivers = {id: Waiver(reason, url)}`",
+            "it is marked as expected to fail; a waiver says why, `waivers = {id: Waiver(reason, "
+            "url)}`",
         )
     if report.skipped:
         return Outcome(
             "skipped",
-            f"it was skipped: {report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr}",
+            f"it was skipped: "
+            f"{report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr}",
         )
     output = "".join(text for title, text in report.sections if title.startswith("Captured"))[
         -_OUTPUT_LIMIT:
@@ -199,9 +208,10 @@ def _outcome(check: Check, report: Any, call: Any, suite: Any) -> Outcome:
 
 
 def _failed(error: BaseException, package: str, output: str, notes: tuple[str, ...]) -> Outcome:
-    """Return the outcome of a check that ended with an error: its own assertion, possibly caused by an error of the component, or any other error
-    that prevented its assertion. The message has the component's file and line if it raised, and the failing example. `package`: the component's
-    top level."""
+    """Return the outcome of a check that ended with an error: its own assertion, possibly caused by
+    an error of the component, or any other error that prevented its assertion. The message has the
+    component's file and line if it raised, and the failing example. `package`: the component's top
+    level."""
     from dovetail.errors import describe, raised_at
     from dovetail.testing import frames
     from dovetail.testing.checks import CheckFailed

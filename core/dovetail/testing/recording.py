@@ -1,4 +1,5 @@
-"""CUDA graphs simulated on the CPU: `Recording` records and replays operations; `nothing_asked` finds operations that synchronize with the device."""
+"""CUDA graphs simulated on the CPU: `Recording` records and replays operations; `nothing_asked`
+finds operations that synchronize with the device."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Recording(_Mode):  # type: ignore[no-untyped-call]
-    """Records every operation while active, with the tensors that it reads and writes. A replay runs the operations on the same tensors again, so it
-    depends only on their present content; numbers on the host stay as recorded."""
+    """Records every operation while active, with the tensors that it reads and writes. A replay
+    runs the operations on the same tensors again, so it depends only on their present content;
+    numbers on the host stay as recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +63,8 @@ class Recording(_Mode):  # type: ignore[no-untyped-call]
 
 
 def overwrite(kept: Any, new: Any) -> None:
-    """Copy new results of an operation to where later operations read them. Views, and tensors changed in place, have them already."""
+    """Copy new results of an operation to where later operations read them. Views, and tensors
+    changed in place, have them already."""
     if isinstance(kept, torch.Tensor):
         if kept.data_ptr() != new.data_ptr():
             kept.copy_(new)
@@ -71,9 +74,10 @@ def overwrite(kept: Any, new: Any) -> None:
 
 
 class nothing_asked(_Mode):  # type: ignore[no-untyped-call] # noqa: N801 (read as a statement: `with nothing_asked():`)
-    """While it is active, raises `AssertionError` for operations that make the host wait for a value on the device: `.item()`, `int()` and `bool()`
-    of a tensor, a number on the device as an index, a mask as an index, `nonzero` and similar ones. Reads of the CPU's memory, `.tolist()` and
-    `.numpy()`, aren't noticed."""
+    """While it is active, raises `AssertionError` for operations that make the host wait for a
+    value on the device: `.item()`, `int()` and `bool()` of a tensor, a number on the device as an
+    index, a mask as an index, `nonzero` and similar ones. Reads of the CPU's memory, `.tolist()`
+    and `.numpy()`, aren't noticed."""
 
     def __torch_dispatch__(
         self,

@@ -1,5 +1,5 @@
-"""`run`: runs a suite over a component in a separate process (`dovetail.testing.child`). If that hangs, exits or crashes, the current check fails,
-and the remaining ones run in a new process."""
+"""`run`: runs a suite over a component in a separate process (`dovetail.testing.child`). If that
+hangs, exits or crashes, the current check fails, and the remaining ones run in a new process."""
 
 from __future__ import annotations
 
@@ -49,12 +49,14 @@ def run(
     time_limit_s: float = TIME_LIMIT_S,
     settings: Mapping[str, Any] | None = None,
 ) -> Verdict:
-    """Run all checks of a kind over one component and return the verdict. The component runs in another process, and its output is hidden.
+    """Run all checks of a kind over one component and return the verdict. The component runs in
+    another process, and its output is hidden.
 
-    `component`: its name, or a class at the top level of a module. `time_limit_s`: timeout of each check and of loading, without the time that the
-    process waits for a CPU. `settings`: further settings of the kind's suite, such as `variants` for a model. `options` and `settings` must be JSON.
-    Raises `PluginError` if there is no such component, and `ConfigError` if the options or settings are unknown or not JSON; the verdict reports any
-    other error.
+    `component`: its name, or a class at the top level of a module. `time_limit_s`: timeout of each
+    check and of loading, without the time that the process waits for a CPU. `settings`: further
+    settings of the kind's suite, such as `variants` for a model. `options` and `settings` must be
+    JSON. Raises `PluginError` if there is no such component, and `ConfigError` if the options or
+    settings are unknown or not JSON; the verdict reports any other error.
     """
     if kind not in KINDS:
         raise PluginError(
@@ -108,9 +110,8 @@ class _Run:
         self.outcomes: dict[str, Outcome] = {}
         self.doing = LOADING  # or the id of the current or last check
         self.broken = ""  # reason if it can't be loaded
-        self.found: dict[
-            str, Any
-        ] = {}  # fields of the verdict that name the component's distribution
+        # fields of the verdict that name the component's distribution
+        self.found: dict[str, Any] = {}
         self.ended = False
 
     def verdict(self) -> Verdict:
@@ -168,7 +169,10 @@ class _Run:
         calls = frames.of_dump(job.trace.read_text(errors="replace")) if job.trace.exists() else ""
         if hung:
             longer = "--time-limit, in Python time_limit_s, gives it longer"
-            return f"it hung, and was ended after {self.time_limit_s:g} s, without the time when others had the CPU; {longer}{calls}"
+            return (
+                f"it hung, and was ended after {self.time_limit_s:g} s, without the time when "
+                f"others had the CPU; {longer}{calls}"
+            )
         return "\n  ".join(
             [
                 f"it ended the process, {ending(process.returncode)}{calls}",
@@ -177,7 +181,8 @@ class _Run:
         )
 
     def _follow(self, process: subprocess.Popen[bytes], ledger: IO[str]) -> bool:
-        """Read the ledger until the process has ended. Returns True if a check, or loading, timed out and the process was killed."""
+        """Read the ledger until the process has ended. Returns True if a check, or loading, timed
+        out and the process was killed."""
         own = OwnTime(process.pid)
         asked = time.monotonic()
         unread = ""

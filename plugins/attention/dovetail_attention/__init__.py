@@ -13,7 +13,8 @@ def dovetail_components() -> list[ComponentSpec]:
             api="0.5",
             name="torch",
             target="dovetail_attention.sdpa:TorchAttention",
-            summary="PyTorch's scaled dot product over gathered K and V: any device, dtype, head size and block size",
+            summary="PyTorch's scaled dot product over gathered K and V: any device, dtype, head "
+            "size and block size",
             requires=("torch>=2.11",),
         ),
         ComponentSpec(
@@ -21,7 +22,8 @@ def dovetail_components() -> list[ComponentSpec]:
             api="0.5",
             name="triton",
             target="dovetail_attention.triton_backend:TritonAttention",
-            summary="Dovetail's paged Triton kernels for NVIDIA GPUs: split decode, ragged prefill, shared prefixes, any block size",
+            summary="Dovetail's paged Triton kernels for NVIDIA GPUs: split decode, ragged "
+            "prefill, shared prefixes, any block size",
             requires=("triton>=3.5", "torch>=2.11"),
         ),
         ComponentSpec(
@@ -29,7 +31,8 @@ def dovetail_components() -> list[ComponentSpec]:
             api="0.5",
             name="flash_attn",
             target="dovetail_attention.flash:FlashAttention",
-            summary="FlashAttention 2 or 3, whichever is installed: NVIDIA GPUs, float16 and bfloat16, blocks of 256",
+            summary="FlashAttention 2 or 3, whichever is installed: NVIDIA GPUs, float16 and "
+            "bfloat16, blocks of 256",
             requires=(
                 "torch>=2.11",
             ),  # the package has several names: the backend finds it, or names what to install
@@ -39,7 +42,8 @@ def dovetail_components() -> list[ComponentSpec]:
             api="0.5",
             name="packed",
             target="dovetail_attention.packed:PackedAttention",
-            summary="For encoders: whole prompts, tokens attend to later ones too; no KV cache, no padding",
+            summary="For encoders: whole prompts, tokens attend to later ones too; no KV cache, no "
+            "padding",
             requires=("torch>=2.11",),
         ),
     ]

@@ -1,9 +1,11 @@
-"""Decodes on a CPU without gathering K and V: each head of each row is a *bag* of cache entries, read in place.
+"""Decodes on a CPU without gathering K and V: each head of each row is a *bag* of cache entries,
+read in place.
 
-The scores are a matrix product sampled at a sparse pattern (row and head x slot and kv head), the output is a weighted sum over the same pattern,
-an embedding bag whose table is the cache. Nothing is padded or copied, so rows of any lengths are computed together, and a row's result doesn't
-depend on the others. For 4 rows and more it was measured 1.4 to 2.6 times as fast as gathering (`pieces.py`), in float32: torch's sampled product
-has only float32 and float64 there.
+The scores are a matrix product sampled at a sparse pattern (row and head x slot and kv head), the
+output is a weighted sum over the same pattern, an embedding bag whose table is the cache. Nothing
+is padded or copied, so rows of any lengths are computed together, and a row's result doesn't depend
+on the others. For 4 rows and more it was measured 1.4 to 2.6 times as fast as gathering
+(`pieces.py`), in float32: torch's sampled product has only float32 and float64 there.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ MAX_INT32 = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Bags:
-    """Rows with one query each; bags are numbered by (row, head), row-major. `pattern` has the scores as its values, overwritten by each layer."""
+    """Rows with one query each; bags are numbered by (row, head), row-major. `pattern` has the
+    scores as its values, overwritten by each layer."""
 
     queries: torch.Tensor  # [rows] tokens of the batch
     pattern: torch.Tensor  # CSR [rows * heads, entries * kv_heads]
@@ -41,8 +44,8 @@ class Bags:
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Attend with caches k, v [entries, kv_heads, head_size] and q [tokens, heads, head_size]; write `out`, of q's shape, at the bags' queries.
-        sinks: [heads] float32."""
+        """Attend with caches k, v [entries, kv_heads, head_size] and q [tokens, heads, head_size];
+        write `out`, of q's shape, at the bags' queries. sinks: [heads] float32."""
         size = spec.head_size
         flat_q = q.index_select(0, self.queries).view(-1, size)  # [rows * heads, size]
         weights = self.pattern.values().zero_()  # [values]
@@ -75,17 +78,19 @@ class Bags:
 def make_bags(
     queries: Int64, entries: Int64, lens: Int64, heads: int, kv_heads: int, count: int
 ) -> Bags:
-    """Make the bags of rows of one query each: row i is token `queries[i]` and sees the next `lens[i]` of `entries` [sum of lens], which lists
-    the rows' entries of the cache one after the other. The cache has `count`."""
+    """Make the bags of rows of one query each: row i is token `queries[i]` and sees the next
+    `lens[i]` of `entries` [sum of lens], which lists the rows' entries of the cache one after the
+    other. The cache has `count`."""
     bag_lens = np.repeat(lens, heads)
     ends = np.cumsum(bag_lens)
     starts = ends - bag_lens
     first_entry = np.repeat(np.cumsum(lens) - lens, heads)  # of each bag, in `entries`
     kv_head = np.tile(np.arange(heads) // (heads // kv_heads), len(lens))
     index = np.int32 if max(count * kv_heads, int(ends[-1])) <= MAX_INT32 else np.int64
+    # in `entries`
     places = np.arange(ends[-1], dtype=index) + np.repeat(
         (first_entry - starts).astype(index), bag_lens
-    )  # in `entries`
+    )
     columns = (entries * kv_heads).astype(index)[places] + np.repeat(
         kv_head.astype(index), bag_lens
     )
@@ -99,7 +104,8 @@ def make_bags(
 
 @cache
 def bags_work() -> bool:
-    """Return True if this build of torch has the sampled product on the CPU; some platforms' builds lack it."""
+    """Return True if this build of torch has the sampled product on the CPU; some platforms' builds
+    lack it."""
     try:
         pattern = _csr(
             torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32), (1, 1)

@@ -1,16 +1,20 @@
-"""Attention backend `flash_attn`: kernels of FlashAttention's packages (`flash_library.py`) over a paged cache.
+"""Attention backend `flash_attn`: kernels of FlashAttention's packages (`flash_library.py`) over a
+paged cache.
 
-A step's leading rows of one token are decodes, which split long contexts over the GPU; all rows after them go through the ragged call, decodes
-among them too: the core lists running requests first, so that there are few. A CUDA graph may be captured of a step of decodes alone, and
-replayed after any `plan` of as many (padded) rows of that kind.
+A step's leading rows of one token are decodes, which split long contexts over the GPU; all rows
+after them go through the ragged call, decodes among them too: the core lists running requests
+first, so that there are few. A CUDA graph may be captured of a step of decodes alone, and replayed
+after any `plan` of as many (padded) rows of that kind.
 
       a page of a layer    [kv_heads, block_size, head_size], K and V apart
 
-Heads lie outside of a block's tokens, though the packages speak of [block_size, kv_heads]: so what one of their programs reads is in one piece, and
-FlashAttention 2 reads it some 2 % quicker.
+Heads lie outside of a block's tokens, though the packages speak of [block_size, kv_heads]: so what
+one of their programs reads is in one piece, and FlashAttention 2 reads it some 2 % quicker.
 
-A tile of theirs may begin before a row's window, but in the same page, since sizes of tiles divide `PAGE`: pages that no query sees aren't read. In
-the pages that are, FlashAttention 3 reads all slots of a tile, unwritten ones with the weight 0: none may hold NaN, and so a pool is zeroed at first.
+A tile of theirs may begin before a row's window, but in the same page, since sizes of tiles divide
+`PAGE`: pages that no query sees aren't read. In the pages that are, FlashAttention 3 reads all
+slots of a tile, unwritten ones with the weight 0: none may hold NaN, and so a pool is zeroed at
+first.
 """
 
 from __future__ import annotations
@@ -126,7 +130,8 @@ class FlashGroup:
 
 
 class FlashStep:
-    """Inputs of a step that all layers read: buffers with fixed addresses, and on the host the number of rows of each call."""
+    """Inputs of a step that all layers read: buffers with fixed addresses, and on the host the
+    number of rows of each call."""
 
     def __init__(
         self,
@@ -162,7 +167,8 @@ class FlashStep:
         tokens = batch.slots[0].shape[1]
         if rows > len(self.lens) or tokens > self._max_tokens:
             raise DovetailError(
-                f"attention backend 'flash_attn': a step of {rows} rows and {tokens} tokens, but prepare() made room for "
+                f"attention backend 'flash_attn': a step of {rows} rows and {tokens} tokens, but "
+                f"prepare() made room for "
                 f"{len(self.lens)} and {self._max_tokens}"
             )
         for index, group in self.groups.items():
@@ -172,9 +178,8 @@ class FlashStep:
         longer = np.flatnonzero(batch.host_query_lens[: batch.num_rows] != 1)
         self.ragged = None
         if not len(longer):
-            self.decodes = self.num_tokens = min(
-                rows, tokens
-            )  # including padding rows: each size has one shape
+            # including padding rows: each size has one shape
+            self.decodes = self.num_tokens = min(rows, tokens)
             return
         self.decodes = int(longer[0])
         self.num_tokens = batch.num_tokens
@@ -207,9 +212,8 @@ class FlashLayer(AttentionLayer):
         self.cache = cache
         shape = self.spec.kv_heads, cache.block_size, self.spec.head_size
         own = pages_of(cache, self.spec, self._backend.dtype, shape)
-        self._k, self._v = (
-            of_pages.transpose(1, 2) for of_pages in own
-        )  # [num_pages + 1, block_size, kv_heads, head_size] each
+        # [num_pages + 1, block_size, kv_heads, head_size] each
+        self._k, self._v = (of_pages.transpose(1, 2) for of_pages in own)
 
     def cache_for_fused_write(self) -> FusedCache:
         return FusedCache(self._k, self._v, self._slots)

@@ -1,6 +1,8 @@
-"""Wrappers of FlashAttention's packages with the two calls of the backend `flash_attn`: decodes, and ragged rows with more tokens.
+"""Wrappers of FlashAttention's packages with the two calls of the backend `flash_attn`: decodes,
+and ragged rows with more tokens.
 
-The installed one is found by importing: builds have several distribution names, and some no metadata.
+The installed one is found by importing: builds have several distribution names, and some no
+metadata.
 """
 
 from __future__ import annotations
@@ -25,9 +27,8 @@ TRIED_PAGES = 6
 class Paged:
     """A layer's cache and some rows of a step."""
 
-    k: (
-        torch.Tensor
-    )  # [num_blocks, block_size, kv_heads, head_size], any strides, but the last one is 1
+    # [num_blocks, block_size, kv_heads, head_size], any strides, but the last one is 1
+    k: torch.Tensor
     v: torch.Tensor  # like k
     table: torch.Tensor  # [rows, max_blocks] int32
     lens: torch.Tensor  # [rows] int32: tokens of K and V
@@ -44,7 +45,8 @@ class Ragged:
 
 
 class FlashLibrary(ABC):
-    """Kernels of one package. `window` in both calls: tokens that a query attends to, itself included; None: all up to itself."""
+    """Kernels of one package. `window` in both calls: tokens that a query attends to, itself
+    included; None: all up to itself."""
 
     module: str
 
@@ -60,7 +62,8 @@ class FlashLibrary(ABC):
     def decode(
         self, q: torch.Tensor, cache: Paged, scale: float, window: int | None
     ) -> torch.Tensor:
-        """q [rows, heads, head_size] -> the same; rows without tokens are undefined. Doesn't synchronize: can be recorded in a CUDA graph."""
+        """q [rows, heads, head_size] -> the same; rows without tokens are undefined. Doesn't
+        synchronize: can be recorded in a CUDA graph."""
 
     @abstractmethod
     def prefill(
@@ -147,8 +150,8 @@ class FlashAttention3(FlashLibrary):
 
 
 def find_library(device: torch.device) -> FlashLibrary:
-    """Return the newest installed package that supports the device. Raises `ImportError` that names what to install, or why an installed one doesn't
-    work."""
+    """Return the newest installed package that supports the device. Raises `ImportError` that names
+    what to install, or why an installed one doesn't work."""
     failures = []
     for library in (FlashAttention3, FlashAttention2):
         try:
@@ -168,13 +171,13 @@ def find_library(device: torch.device) -> FlashLibrary:
 def reason_against(
     library: FlashLibrary, device: torch.device, dtype: torch.dtype, head_size: int
 ) -> str | None:
-    """Return why it can't serve such heads, by a trial: a build without the kernels returns uninitialized memory."""
+    """Return why it can't serve such heads, by a trial: a build without the kernels returns
+    uninitialized memory."""
     # long enough that decodes are split
     generator = torch.Generator().manual_seed(0)
     tokens = TRIED_PAGES * PAGE
-    q = torch.randn((2, 1, head_size), generator=generator).to(
-        device, dtype
-    )  # two queries, the row's last
+    # two queries, the row's last
+    q = torch.randn((2, 1, head_size), generator=generator).to(device, dtype)
     k, v = (
         torch.randn((TRIED_PAGES, PAGE, 1, head_size), generator=generator).to(device, dtype)
         for _ in range(2)
@@ -199,7 +202,10 @@ def reason_against(
     expected = (weights @ v.float().view(tokens, -1)).view(1, 1, head_size)
     if all(torch.allclose(out.float(), expected, atol=CLOSE) for out in outs):
         return None
-    return f"this build of {library.module} computes nonsense with heads of {head_size} in {dtype}: its kernels were left out"
+    return (
+        f"this build of {library.module} computes nonsense with heads of {head_size} in "
+        f"{dtype}: its kernels were left out"
+    )
 
 
 def _window_size(window: int | None) -> tuple[int, int]:

@@ -13,7 +13,8 @@ MOST_OF_LATENT = 32  # query heads computed together: that many sums of V's size
 
 
 class LayerShape(NamedTuple):
-    """Properties of a layer that determine its plan for a step: everything except its index and values."""
+    """Properties of a layer that determine its plan for a step: everything except its index and
+    values."""
 
     heads: int
     kv_heads: int
@@ -26,7 +27,8 @@ class LayerShape(NamedTuple):
 
     @classmethod
     def of(cls, spec: LayerSpec) -> LayerShape:
-        """Number of groups of heads. Many heads of a latent layer, which share one K, are split into several groups, each of which reads K."""
+        """Number of groups of heads. Many heads of a latent layer, which share one K, are split
+        into several groups, each of which reads K."""
         kv_heads = spec.kv_heads
         if spec.v_in_k:
             group = spec.heads // spec.kv_heads
@@ -65,12 +67,14 @@ class LayerShape(NamedTuple):
 
 
 def sinks_of(layer: AttentionLayer) -> torch.Tensor | None:
-    """Return the sinks of a layer's heads, None for a layer that has none. Raises `DovetailError` if they should have been bound."""
+    """Return the sinks of a layer's heads, None for a layer that has none. Raises `DovetailError`
+    if they should have been bound."""
     if not layer.spec.sinks:
         return None
     if layer.sinks is None:
         raise DovetailError(
-            f"attention layer {layer.spec.index} has sinks, and attend() was called before bind_sinks()"
+            f"attention layer {layer.spec.index} has sinks, and attend() was called before "
+            f"bind_sinks()"
         )
     return layer.sinks
 

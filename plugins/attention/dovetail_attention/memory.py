@@ -15,7 +15,8 @@ from dovetail.errors import DovetailError
 
 
 def tensor_bytes(spec: LayerSpec, block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the bytes of a block in each tensor of a layer's cache: K and V, or K if V is in it."""
+    """Return the bytes of a block in each tensor of a layer's cache: K and V, or K if V is in
+    it."""
     size = block_size * spec.kv_heads * spec.head_size * dtype.itemsize
     return (size,) if spec.v_in_k else (size, size)
 
@@ -30,18 +31,21 @@ def cache_of(layer: AttentionLayer) -> LayerCache:
 
 
 def rows_of(cache: LayerCache, spec: LayerSpec, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return views of the tensors of a layer's cache in `dtype`, [num_pages + 1, numbers of a row]. Raises `DovetailError` if they don't fit."""
+    """Return views of the tensors of a layer's cache in `dtype`, [num_pages + 1, numbers of a row].
+    Raises `DovetailError` if they don't fit."""
     sizes = tensor_bytes(spec, cache.block_size, dtype)
     shapes = {tuple(memory.shape) for memory in cache.memory}
     if len(cache.memory) != len(sizes) or len(shapes) != 1:
         raise DovetailError(
-            f"attention layer {spec.index}: its cache has tensors of the shapes {[list(memory.shape) for memory in cache.memory]}, "
+            f"attention layer {spec.index}: its cache has tensors of the shapes "
+            f"{[list(memory.shape) for memory in cache.memory]}, "
             f"expected {len(sizes)} of one shape"
         )
     [(_, row)] = shapes
     if row < sizes[0] or row % dtype.itemsize:
         raise DovetailError(
-            f"attention layer {spec.index}: a page has {row} bytes, expected a multiple of {dtype.itemsize} from {sizes[0]} on"
+            f"attention layer {spec.index}: a page has {row} bytes, expected a multiple of "
+            f"{dtype.itemsize} from {sizes[0]} on"
         )
     return [memory.view(dtype) for memory in cache.memory]
 
@@ -49,7 +53,8 @@ def rows_of(cache: LayerCache, spec: LayerSpec, dtype: torch.dtype) -> list[torc
 def pages_of(
     cache: LayerCache, spec: LayerSpec, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> list[torch.Tensor]:
-    """Return views [num_pages + 1, *shape] of the tensors of a layer's cache. `shape`: of a block, contiguous. Raises like `rows_of`."""
+    """Return views [num_pages + 1, *shape] of the tensors of a layer's cache. `shape`: of a block,
+    contiguous. Raises like `rows_of`."""
     return [
         rows[:, : math.prod(shape)].view(len(rows), *shape) for rows in rows_of(cache, spec, dtype)
     ]

@@ -1,8 +1,10 @@
-"""Attention backend `packed`, for encoders: each row of a step is a whole prompt, and its tokens attend to later ones, too.
+"""Attention backend `packed`, for encoders: each row of a step is a whole prompt, and its tokens
+attend to later ones, too.
 
-Nothing is stored: `write` keeps K and V of the step until the next layer writes. Rows lie one after the other, without padding. On a GPU one kernel
-of torch's FlashAttention computes all rows, in half precision. Elsewhere each row is a scaled dot product of its own. A row with a window that it
-leaves is cut into parts of consecutive queries, each with the keys that any of them sees and a mask.
+Nothing is stored: `write` keeps K and V of the step until the next layer writes. Rows lie one after
+the other, without padding. On a GPU one kernel of torch's FlashAttention computes all rows, in half
+precision. Elsewhere each row is a scaled dot product of its own. A row with a window that it leaves
+is cut into parts of consecutive queries, each with the keys that any of them sees and a mask.
 """
 
 from __future__ import annotations
@@ -48,9 +50,8 @@ class PackedAttention(AttentionBackend):
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
         super().__init__(options, context)
         self._windows: set[int | None] = set()
-        self.written: tuple[LayerSpec, torch.Tensor, torch.Tensor] | None = (
-            None  # the layer that was written last, and its K and V
-        )
+        # the layer that was written last, and its K and V
+        self.written: tuple[LayerSpec, torch.Tensor, torch.Tensor] | None = None
         # Of the planned step:
         self.starts = [0]  # of each row's tokens, and the end of the last
         self.query_starts: torch.Tensor | None = None  # the same on the device
@@ -80,7 +81,8 @@ class PackedAttention(AttentionBackend):
         if (batch.host_query_lens != batch.host_kv_lens).any():
             row = int((batch.host_query_lens != batch.host_kv_lens).argmax())
             raise DovetailError(
-                f"attention backend 'packed': row {row} has {batch.host_kv_lens[row]} tokens, of which the step computes only "
+                f"attention backend 'packed': row {row} has {batch.host_kv_lens[row]} tokens, of "
+                f"which the step computes only "
                 f"{batch.host_query_lens[row]}; without a cache, whole rows are computed"
             )
         self.written = None
@@ -135,7 +137,8 @@ class PackedLayer(AttentionLayer):
         spec = self.spec
         if backend.written is None or backend.written[0] is not spec:
             raise DovetailError(
-                f"attention layer {spec.index}: attend() must follow write() of the same layer in the same step"
+                f"attention layer {spec.index}: attend() must follow write() of the same layer in "
+                f"the same step"
             )
         _, k, v = backend.written
         gqa = spec.heads != spec.kv_heads
@@ -165,9 +168,10 @@ class PackedLayer(AttentionLayer):
         out = q.new_empty(q.shape)
         out[backend.starts[-1] :] = 0
         for part in backend.parts[spec.window]:
+            # [1, heads, tokens, head_size]
             own_q, own_k, own_v = (
                 x.transpose(0, 1)[None] for x in (q[part.queries], k[part.keys], v[part.keys])
-            )  # [1, heads, tokens, head_size]
+            )
             values = F.scaled_dot_product_attention(
                 own_q, own_k, own_v, attn_mask=part.mask, scale=spec.scale, enable_gqa=gqa
             )
@@ -176,7 +180,8 @@ class PackedLayer(AttentionLayer):
 
 
 def _band(queries: int, keys: int, ahead: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return [queries, keys] bool: True for keys less than `window` tokens away. The first query is `ahead` tokens after the first key."""
+    """Return [queries, keys] bool: True for keys less than `window` tokens away. The first query is
+    `ahead` tokens after the first key."""
     query = torch.arange(queries, device=device)[:, None]
     key = torch.arange(keys, device=device)
     return (query + ahead - key).abs() < window

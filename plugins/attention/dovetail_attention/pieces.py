@@ -2,15 +2,19 @@
 
 A *piece* is what one scaled dot product computes, over K and V gathered through the block table:
 
-- *decodes*: rows of one query each, of similar length. Their keys are gathered into [rows, longest]; shorter rows repeat their last token, masked.
-- *fresh prefills*: rows that begin at token 0, of similar length, causal. A query sees only keys at its left, so nothing needs a mask: the
-  filling lies at the right.
-- *chunks*: up to `CHUNK` queries of one row that has tokens before them or a window. The mask is a part of one band matrix.
+- *decodes*: rows of one query each, of similar length. Their keys are gathered into [rows,
+  longest]; shorter rows repeat their last token, masked.
+- *fresh prefills*: rows that begin at token 0, of similar length, causal. A query sees only keys at
+  its left, so nothing needs a mask: the filling lies at the right.
+- *chunks*: up to `CHUNK` queries of one row that has tokens before them or a window. The mask is a
+  part of one band matrix.
 
-Decodes in float32 on a CPU are `bags.Bags` instead, which gather nothing, except a single row with contiguous blocks, which a piece reads in place.
+Decodes in float32 on a CPU are `bags.Bags` instead, which gather nothing, except a single row with
+contiguous blocks, which a piece reads in place.
 
-Grouping pays off because a call costs about as much as some 100 KiB of K; filling up to the longest row costs time as well, and a piece that
-outgrows the CPU's cache is read twice from memory. The two constants below balance that (measured on a 2-core Xeon, heads of 32 and of 128).
+Grouping pays off because a call costs about as much as some 100 KiB of K; filling up to the longest
+row costs time as well, and a piece that outgrows the CPU's cache is read twice from memory. The two
+constants below balance that (measured on a 2-core Xeon, heads of 32 and of 128).
 """
 
 from __future__ import annotations
@@ -39,16 +43,16 @@ Where = slice | torch.Tensor  # consecutive indices, or an index [n] int64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows attended in one call. Queries and keys are row by row, padded to the same number per row."""
+    """Rows attended in one call. Queries and keys are row by row, padded to the same number per
+    row."""
 
     rows: int
     queries_per_row: int
     keys_per_row: int
     queries: Where  # [rows * queries_per_row] tokens of the batch
     keys: Where  # [rows * keys_per_row] entries of the caches
-    mask: torch.Tensor | None = (
-        None  # added to the scores, broadcast to [rows, heads, queries, keys]
-    )
+    # added to the scores, broadcast to [rows, heads, queries, keys]
+    mask: torch.Tensor | None = None
     causal: bool = False  # a query sees the keys up to its own position in its row
     real: torch.Tensor | None = None  # which queries aren't padding; None: all
 
@@ -61,12 +65,14 @@ class Piece:
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """k, v [entries, kv_heads, their size]: the caches, perhaps of a smaller dtype; q [tokens, heads, head_size]. Writes `out` [tokens, heads,
-        out_size] at its own queries. sinks: [heads] float32."""
+        """k, v [entries, kv_heads, their size]: the caches, perhaps of a smaller dtype; q [tokens,
+        heads, head_size]. Writes `out` [tokens, heads, out_size] at its own queries. sinks: [heads]
+        float32."""
         shape = (self.rows, self.keys_per_row, spec.kv_heads, -1)
+        # [rows, kv_heads, keys, size]
         k, v = (
             _take_numbers(cache, self.keys, q.dtype).view(shape).transpose(1, 2) for cache in (k, v)
-        )  # [rows, kv_heads, keys, size]
+        )
         q = _take(q, self.queries)
         if (
             self.queries_per_row == 1
@@ -92,8 +98,8 @@ class Piece:
         v: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """q [rows, heads, queries, size], k and v [rows, kv_heads, keys, their size] -> [rows, heads, queries, V's size]. sinks: broadcast to [rows,
-        heads, queries]."""
+        """q [rows, heads, queries, size], k and v [rows, kv_heads, keys, their size] -> [rows,
+        heads, queries, V's size]. sinks: broadcast to [rows, heads, queries]."""
         gqa = q.shape[1] != k.shape[1]
         if spec.softcap is None and sinks is None:
             return F.scaled_dot_product_attention(
@@ -136,7 +142,8 @@ class Piece:
 
 
 class BandMask:
-    """Mask of the keys that each of up to `CHUNK` consecutive queries of a row attends to: all up to itself, or the last `window` of them.
+    """Mask of the keys that each of up to `CHUNK` consecutive queries of a row attends to: all up
+    to itself, or the last `window` of them.
 
     One matrix serves all: cut so that its last column is the last query's own key.
     """
@@ -145,9 +152,8 @@ class BandMask:
         self, max_len: int, window: int | None, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.window = window
-        self._reach = (
-            max_len if window is None else min(window, max_len)
-        )  # keys before a query that any cut may need
+        # keys before a query that any cut may need
+        self._reach = max_len if window is None else min(window, max_len)
         self._dtype = dtype
         self._device = device
         self._matrix: torch.Tensor | None = None  # [CHUNK, reach + CHUNK], made when first needed
@@ -160,15 +166,13 @@ class BandMask:
         """The mask [queries, keys] of `queries` queries that are the last of `keys` keys."""
         if self._matrix is None:
             query = torch.arange(CHUNK, device=self._device)[:, None]
-            back = (
-                query + self._reach - torch.arange(self._reach + CHUNK, device=self._device)
-            )  # distance from query back to key
+            # distance from query back to key
+            back = query + self._reach - torch.arange(self._reach + CHUNK, device=self._device)
             seen = back >= 0 if self.window is None else (back >= 0) & (back < self.window)
             self._matrix = self.hide(~seen)
         part = self._matrix[:queries, self._reach + queries - keys : self._reach + queries]
-        return (
-            part.clone() if part.is_cuda else part
-        )  # torch's kernels there read 16 bytes at once, from where such numbers may begin
+        # torch's kernels there read 16 bytes at once, from where such numbers may begin
+        return part.clone() if part.is_cuda else part
 
 
 Kind = tuple[LayerShape, Units]  # layers that are alike in both share a plan
@@ -217,9 +221,8 @@ class _BatchCutter:
         self.shape = shape
         self.units = units
         self.mask = planner.masks[shape.window]
-        self.use_bags = (
-            planner.use_bags and not shape.latent and units.of_token == 1
-        )  # latent layers have no separate V
+        # latent layers have no separate V
+        self.use_bags = planner.use_bags and not shape.latent and units.of_token == 1
         self.table = batch.block_tables[units.group][units.page]  # [rows, max_blocks]
         self.device = self.table.device
         self.queries = batch.host_query_lens.astype(np.int64)
@@ -346,12 +349,12 @@ class _BatchCutter:
         lens: NDArray[np.int64],
         longest: int,
     ) -> tuple[Where, torch.Tensor | None]:
-        """Entries of tokens [start, start + len) of each row, [rows * longest], filled up with the row's last; and which are real, [rows, longest],
-        None: all. No other block of a row is looked up, and no other token read: they may hold anything, NaN too."""
+        """Entries of tokens [start, start + len) of each row, [rows * longest], filled up with the
+        row's last; and which are real, [rows, longest], None: all. No other block of a row is
+        looked up, and no other token read: they may hold anything, NaN too."""
         last = self._to_device(starts + lens - 1)[:, None]
-        positions = self._to_device(starts)[:, None] + torch.arange(
-            longest, device=self.device
-        )  # [rows, longest]
+        # [rows, longest]
+        positions = self._to_device(starts)[:, None] + torch.arange(longest, device=self.device)
         filled = torch.minimum(positions, last)
         size = self.units.block_size
         pages = self.table.index_select(0, self._to_device(rows)).gather(1, filled // size)
@@ -361,7 +364,8 @@ class _BatchCutter:
         return entries.flatten(), None if bool((lens == longest).all()) else positions <= last
 
     def _as_slice(self, slots: torch.Tensor) -> Where:
-        """Return a slice for a row with contiguous blocks, to read in place. Not on a GPU, where checking would synchronize."""
+        """Return a slice for a row with contiguous blocks, to read in place. Not on a GPU, where
+        checking would synchronize."""
         if self.device.type == "cpu":
             first = int(slots[0])
             count = len(slots)
@@ -390,7 +394,8 @@ def _take_numbers(cache: torch.Tensor, where: Where, dtype: torch.dtype) -> torc
 
 
 def _group_ends(lens: Sequence[int], most: int, most_fill: int) -> list[int]:
-    """Cut lengths, longest first, into groups: a group of several holds at most `most` tokens, filling included, and `most_fill` filling."""
+    """Cut lengths, longest first, into groups: a group of several holds at most `most` tokens,
+    filling included, and `most_fill` filling."""
     ends: list[int] = []
     start = fill = 0
     for i, length in enumerate(lens):

@@ -1,4 +1,5 @@
-"""K and V in a cache of a smaller dtype, in plain torch: used by the `torch` backend, and the oracle of other backends' kernels."""
+"""K and V in a cache of a smaller dtype, in plain torch: used by the `torch` backend, and the
+oracle of other backends' kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ ONE = KVScales(torch.ones(()), torch.ones(()))
 
 
 def stored(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert K or V to a cache's `dtype`: divided by `scale` [] float32, saturated, rounded. NaN stays NaN."""
+    """Convert K or V to a cache's `dtype`: divided by `scale` [] float32, saturated, rounded. NaN
+    stays NaN."""
     if values.dtype == dtype:
         return values
     largest = torch.finfo(dtype).max

@@ -1,10 +1,12 @@
 """Attention backend `torch`: PyTorch's own operations over a paged cache.
 
-It runs wherever torch does, with every head size, window and block size, and is the default on the CPU. `plan` sorts a ragged batch into parts,
-once for all layers: *pieces* (`pieces.py`: gather K and V through the block table, then a scaled dot product) and *bags* (`bags.py`: many decodes
-on a CPU, nothing gathered).
+It runs wherever torch does, with every head size, window and block size, and is the default on the
+CPU. `plan` sorts a ragged batch into parts, once for all layers: *pieces* (`pieces.py`: gather K
+and V through the block table, then a scaled dot product) and *bags* (`bags.py`: many decodes on a
+CPU, nothing gathered).
 
-An FP8 cache is converted to the activations' dtype piece by piece: the oracle of kernels that read FP8.
+An FP8 cache is converted to the activations' dtype piece by piece: the oracle of kernels that read
+FP8.
 
       a page of a layer    [block_size, kv_heads, head_size], K and V apart; V may be a part of K
 """
@@ -44,9 +46,8 @@ class TorchAttention(AttentionBackend):
         self.device = torch.device(context.device)
         self.dtype: torch.dtype = getattr(torch, context.dtype)
         self.cache_dtype: torch.dtype = getattr(torch, context.cache_dtype or context.dtype)
-        self.slots: dict[
-            Units, torch.Tensor
-        ] = {}  # of this step's tokens, in such units of a cache
+        # of this step's tokens, in such units of a cache
+        self.slots: dict[Units, torch.Tensor] = {}
         self.parts: dict[tuple[LayerShape, Units], list[Piece | Bags]] = {}  # of this step
         self.num_tokens = 0  # of this step, without padding
         self._layers: list[TorchLayer] = []
@@ -63,9 +64,8 @@ class TorchAttention(AttentionBackend):
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
         kinds = [(layer.spec, layer.units) for layer in self._layers if cache_of(layer)]
         self._planner = Planner.of(kinds, max_len, self.dtype, self.device)
-        self._planner.use_bags &= (
-            self.cache_dtype == self.dtype
-        )  # they multiply directly with the cache
+        # they multiply directly with the cache
+        self._planner.use_bags &= self.cache_dtype == self.dtype
 
     def plan(self, batch: AttentionBatch) -> None:
         if self._planner is None:

@@ -1,10 +1,12 @@
 """Attention backend `triton`: Dovetail's kernels for paged K and V on a GPU.
 
-`plan` copies a step's inputs and the host's schedule into buffers whose addresses never change; `attend` launches at most two kinds of kernel:
-rows of one query token go to `triton_decode`, the others to `triton_prefill`, or on a Hopper to `triton_prefill_hopper`, if that can serve the layer.
+`plan` copies a step's inputs and the host's schedule into buffers whose addresses never change;
+`attend` launches at most two kinds of kernel: rows of one query token go to `triton_decode`, the
+others to `triton_prefill`, or on a Hopper to `triton_prefill_hopper`, if that can serve the layer.
 
-A CUDA graph may be captured of a step whose rows have one query token each, and replayed after any `plan` of as many (padded) rows of that kind; or
-of a step planned with `mixed_graph`, whose grids are as large as any step of as many tokens needs. It serves steps with or without a shared prefix if
+A CUDA graph may be captured of a step whose rows have one query token each, and replayed after any
+`plan` of as many (padded) rows of that kind; or of a step planned with `mixed_graph`, whose grids
+are as large as any step of as many tokens needs. It serves steps with or without a shared prefix if
 the captured step had one, without if it had none.
 
       a page of a layer    [kv_heads, block_size, head_size], K and V apart; K alone if V is in it
@@ -89,7 +91,8 @@ def _reasons_against_latent(layers: Sequence[LayerSpec]) -> list[str]:
 
 
 class TritonAttention(AttentionBackend):
-    """Creates layers, and owns the buffers of a step. `tilings` may be replaced before `prepare`."""
+    """Creates layers, and owns the buffers of a step. `tilings` may be replaced before
+    `prepare`."""
 
     capabilities = AttentionCapabilities(
         devices=("cuda",),
@@ -122,8 +125,8 @@ class TritonAttention(AttentionBackend):
 
     @classmethod
     def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
-        """Where the kernels were never measured, they are tried with such layers first: a GPU for which one doesn't compile, or computes something
-        else, is served by another backend."""
+        """Where the kernels were never measured, they are tried with such layers first: a GPU for
+        which one doesn't compile, or computes something else, is served by another backend."""
         reasons = super().reasons_against(context, layers) + _reasons_against_latent(layers)
         if reasons:
             return reasons
@@ -134,7 +137,8 @@ class TritonAttention(AttentionBackend):
             return [f"Triton can't run kernels on {gpu}: see the previous warning"]
         if context.cache_dtype is not None and gpu.capability < LEAST_FOR_FP8:
             return [
-                f"K and V in {context.cache_dtype} need compute capability {'.'.join(map(str, LEAST_FOR_FP8))} or more, this is {gpu}"
+                f"K and V in {context.cache_dtype} need compute capability "
+                f"{'.'.join(map(str, LEAST_FOR_FP8))} or more, this is {gpu}"
             ]
 
         def check() -> None:
@@ -198,23 +202,22 @@ class TritonLayer(AttentionLayer):
         least = LEAST_OF_FP8 if backend.cache_dtype != backend.dtype else 0
         self._padded_size = max(self._shape.padded_size, least)
         self._padded_rest = max(self._shape.padded_rest, least) if self._shape.rest else 0
-        self._described: list[Any] | None = (
-            None  # descriptors of K and V for the tensor memory accelerator
-        )
+        # descriptors of K and V for the tensor memory accelerator
+        self._described: list[Any] | None = None
 
     def bind(self, cache: LayerCache) -> None:
         self.cache = cache
         self._place = (cache.group, cache.page)
         shape = self.spec.kv_heads, cache.block_size, self.spec.head_size
-        own = pages_of(
-            cache, self.spec, self._backend.cache_dtype, shape
-        )  # [num_pages + 1, kv_heads, block_size, head_size]
+        # [num_pages + 1, kv_heads, block_size, head_size]
+        own = pages_of(cache, self.spec, self._backend.cache_dtype, shape)
         self._k = own[0]
         self._v = own[-1]
         page_stride, head_stride, token_stride, _ = self._k.stride()
         if self._backend.cache_dtype.itemsize == 1 and page_stride % 2:
             raise DovetailError(
-                f"attention layer {self.spec.index}: a page has {page_stride} bytes, and FP8 is read in pairs"
+                f"attention layer {self.spec.index}: a page has {page_stride} bytes, and FP8 is "
+                f"read in pairs"
             )
         rows, rest = divmod(page_stride, self.spec.head_size)
         self.kind = LayerKind(self._shape, cache.block_size, 0 if rest else rows)
@@ -447,7 +450,8 @@ def _can_load_apart() -> bool:
 
 @cache
 def _loads_apart_well(kind: LayerKind, limits: Limits) -> bool:
-    """Return True if `triton_prefill_hopper` computes such layers correctly, or isn't used for them."""
+    """Return True if `triton_prefill_hopper` computes such layers correctly, or isn't used for
+    them."""
     tiling = limits.tilings.prefill(limits.shape_of(kind))
     if not tiling.loads_apart:
         return True
@@ -461,6 +465,7 @@ def _loads_apart_well(kind: LayerKind, limits: Limits) -> bool:
 
 
 def _heads_together(tensor: torch.Tensor) -> torch.Tensor:
-    """Return x [tokens, heads, size] with contiguous tokens; a slice of a wider tensor is returned unchanged."""
+    """Return x [tokens, heads, size] with contiguous tokens; a slice of a wider tensor is returned
+    unchanged."""
     _, _, size = tensor.shape
     return tensor if tensor.stride(2) == 1 and tensor.stride(1) == size else tensor.contiguous()

@@ -33,7 +33,8 @@ def scatter(
     SCALED: tl.constexpr,  # the caches hold codes of e4m3, uint8
     LATENT: tl.constexpr,  # V is in K: there is no other
 ):
-    """Write N numbers of each of M tokens' K and V. The heads of a token are contiguous in k and v."""
+    """Write N numbers of each of M tokens' K and V. The heads of a token are contiguous in k and
+    v."""
     token = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
     i = tl.program_id(1) * N + tl.arange(0, N)

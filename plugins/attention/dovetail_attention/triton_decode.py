@@ -1,10 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Decode: rows of one query token each. All tokens of all rows, laid end to end, are cut into equal shares, one a program and kv head (split KV, as
-in Flash-Decoding; equal shares as in Stream-K, Osama et al., 2023). A row that was cut is put together again by whichever program ends last of those
-that have a part of it.
+"""Decode: rows of one query token each. All tokens of all rows, laid end to end, are cut into equal
+shares, one a program and kv head (split KV, as in Flash-Decoding; equal shares as in Stream-K,
+Osama et al., 2023). A row that was cut is put together again by whichever program ends last of
+those that have a part of it.
 
-How the shares are cut is written down by `triton_schedule.DecodeTables`; the grids never depend on it, so a CUDA graph may replay them.
+How the shares are cut is written down by `triton_schedule.DecodeTables`; the grids never depend on
+it, so a CUDA graph may replay them.
 """
 
 from __future__ import annotations
@@ -33,12 +35,17 @@ def decode_shares(
     v_cache,
     table,  # [rows, TABLE_STRIDE] int32
     share_starts,  # [shares + 1] int32: each one's first segment
-    bounds,  # [5] int32: parts of the shared prefix, its tokens, rows, padding's first token, padding tokens
+    # [5] int32: parts of the shared prefix, its tokens, rows, padding's first token, padding tokens
+    bounds,
     rows,  # [rows, 3] int32: token, first slot, slots
     segments,  # [segments, 5] int32: row, token, begin, end, place p among `rows`; or -1 - p
-    partial,  # [slots, HEADS, D] float32, V's scale left out: of each segment; then of the prefix's parts, `prefix_stride` apart from prefix_slot on
+    # [slots, HEADS, D] float32, V's scale left out: of each segment; then of the prefix's parts,
+    # `prefix_stride` apart from prefix_slot on
+    partial,
     partial_lse,  # [slots, HEADS] float32, base 2
-    arrived,  # [levels, slots, kv heads] int32: of the group that begins with a slot, parts that are there; 0 before and after
+    # [levels, slots, kv heads] int32: of the group that begins with a slot, parts that are there; 0
+    # before and after
+    arrived,
     prefix_slot,
     prefix_stride,
     k_scale,  # [] float32
@@ -71,8 +78,9 @@ def decode_shares(
     CAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend over one share of one kv head. A segment is a stretch [begin, end) of a row's tokens; place -1 - p: all that its row reads by itself. A
-    row's first segment goes on where `attend_prefix` ended."""
+    """Attend over one share of one kv head. A segment is a stretch [begin, end) of a row's tokens;
+    place -1 - p: all that its row reads by itself. A row's first segment goes on where
+    `attend_prefix` ended."""
     let_next_begin(PDL)
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
@@ -82,9 +90,8 @@ def decode_shares(
     real = (member < GROUP)[:, None] & (d < D)[None, :]
     first_segment = tl.load(share_starts + share)
     last_segment = tl.load(share_starts + share + 1)
-    row, token, begin, end, place = _segment(
-        segments, first_segment, last_segment
-    )  # written before the step's first kernel
+    # written before the step's first kernel
+    row, token, begin, end, place = _segment(segments, first_segment, last_segment)
     if PDL:  # so are the tables, and K and V of all tokens except the newest
         start = begin // N * N
         if start < end:
@@ -96,9 +103,8 @@ def decode_shares(
                 + (start + tl.arange(0, N)) % BLOCK_SIZE * TOKEN_STRIDE
                 + kv_head * HEAD_STRIDE
             )
-            numbers: tl.constexpr = LINE // (
-                k_cache.dtype.element_ty.primitive_bitwidth // 8
-            )  # of a line
+            # of a line
+            numbers: tl.constexpr = LINE // (k_cache.dtype.element_ty.primitive_bitwidth // 8)
             lines = (
                 first_tile[:, None]
                 + tl.minimum(tl.arange(0, (D_PADDED + numbers - 1) // numbers) * numbers, D - 1)[
@@ -236,7 +242,8 @@ def _rest(
     REST_PADDED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Return the numbers of queries that K's after the first D are multiplied with, [M, REST_PADDED]."""
+    """Return the numbers of queries that K's after the first D are multiplied with, [M,
+    REST_PADDED]."""
     rest = tl.arange(0, REST_PADDED)[None, :]
     return to_multiply(
         tl.load(
@@ -262,7 +269,8 @@ def _segment(segments, index, last):
 
 @triton.jit
 def _joined(acc, top, total, values, lse):
-    """Merge another partial result, [M, D_PADDED] with base-2 log-sum-exp `lse` [M], into (acc, top, total)."""
+    """Merge another partial result, [M, D_PADDED] with base-2 log-sum-exp `lse` [M], into (acc,
+    top, total)."""
     new_top = tl.maximum(top, lse)
     weight = tl.exp2(lse - new_top)
     shrink = tl.exp2(top - new_top)
@@ -289,8 +297,9 @@ def _put_together(
     v_scale,
     SCALED: tl.constexpr,
 ):
-    """Called after this program has stored a part of a row, one of `count` with slots from `first` on. If it was the last of TOGETHER adjacent
-    parts, merge these into the slot of their first; repeat with the merged parts, until the row is complete."""
+    """Called after this program has stored a part of a row, one of `count` with slots from `first`
+    on. If it was the last of TOGETHER adjacent parts, merge these into the slot of their first;
+    repeat with the merged parts, until the row is complete."""
     padded: tl.constexpr = triton.next_power_of_2(GROUP)
     member = tl.arange(0, padded)
     d = tl.arange(0, D_PADDED)
@@ -353,7 +362,8 @@ def _merged(
     D_PADDED: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Merge `count` partial results of a group of heads, `apart` slots from each other: [padded, D_PADDED] and log-sum-exp, base 2, [padded]."""
+    """Merge `count` partial results of a group of heads, `apart` slots from each other: [padded,
+    D_PADDED] and log-sum-exp, base 2, [padded]."""
     padded: tl.constexpr = head.shape[0]
     acc = tl.zeros([padded, D_PADDED], tl.float32)
     top = tl.full([padded], float("-inf"), tl.float32)
@@ -363,9 +373,10 @@ def _merged(
         exists = i < count
         slot = first + i * apart
         lse_mask = exists[:, None] & is_head[None, :]
+        # [N, padded]
         lse = tl.load(
             partial_lse + slot[:, None] * HEADS + head[None, :], mask=lse_mask, other=float("-inf")
-        )  # [N, padded]
+        )
         values = tl.load(
             partial + slot[:, None, None] * (HEADS * D) + inside[None, :, :],
             mask=exists[:, None, None] & real[None, :, :],
@@ -417,7 +428,8 @@ def attend_prefix(
     CAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend with the queries of many rows over one part of their shared leading blocks: read once for M queries. Arguments as above."""
+    """Attend with the queries of many rows over one part of their shared leading blocks: read once
+    for M queries. Arguments as above."""
     let_next_begin(PDL)
     wait(PDL)
     kv_head = tl.program_id(0)

@@ -1,9 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803, N806 (constants are upper case)
-"""Loading part of `triton_prefill_hopper`: separate warps load K and V into a ring of stages, from which others compute.
+"""Loading part of `triton_prefill_hopper`: separate warps load K and V into a ring of stages, from
+which others compute.
 
-One warp loads 16-bit K and V directly into the ring, and a barrier signals their arrival. FP8 is loaded to a separate buffer, one step at a time,
-from which four warps copy it to the ring as float16, in pieces that need few registers.
+One warp loads 16-bit K and V directly into the ring, and a barrier signals their arrival. FP8 is
+loaded to a separate buffer, one step at a time, from which four warps copy it to the ring as
+float16, in pieces that need few registers.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ def load(
 
 @gluon.jit
 def load_small(
-    loads,  # descriptors of K and V, where they come to, [K's and V's panels, N, PANEL] of FP8, and what says that they are there
+    # descriptors of K and V, where they come to, [K's and V's panels, N, PANEL] of FP8, and what
+    # says that they are there
+    loads,
     ring,
     table_row,
     kv_head,
@@ -85,7 +89,8 @@ def load_small(
     STAGES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
 ):
-    """Like `load`, through `small`: while a step is widened, the next one's K and V are being loaded."""
+    """Like `load`, through `small`: while a step is widened, the next one's K and V are being
+    loaded."""
     k_cache, v_cache, small, small_there = loads
     k, v, k_there, v_there, k_free, v_free = ring
     head = kv_head * BLOCK_SIZE
@@ -166,7 +171,8 @@ def load_small(
 
 @gluon.jit
 def _widen(small, which: gl.constexpr, keys, stage, D: gl.constexpr, N: gl.constexpr):
-    """Copy N tokens to a float16 stage of the ring. On return, all threads are done, and matrix units may read it."""
+    """Copy N tokens to a float16 stage of the ring. On return, all threads are done, and matrix
+    units may read it."""
     PANELS: gl.constexpr = (D + PANEL - 1) // PANEL
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     for panel in gl.static_range(PANELS):

@@ -1,9 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Prefill and chunks of prefills: rows with several query tokens over paged K and V, including the row's own.
+"""Prefill and chunks of prefills: rows with several query tokens over paged K and V, including the
+row's own.
 
-The queries of a row and the heads of a group are one flat list, query by query, so that a tile of M reads each K and V once for a whole group,
-whatever the group's size. The tiles of a step are listed by `triton_schedule.prefill_tiles`.
+The queries of a row and the heads of a group are one flat list, query by query, so that a tile of M
+reads each K and V once for a whole group, whatever the group's size. The tiles of a step are listed
+by `triton_schedule.prefill_tiles`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ def prefill_tiles(
     k_cache,
     v_cache,
     table,  # [rows, TABLE_STRIDE] int32
-    tiles,  # [tiles, RECORD] int32: row, its first token, its queries (SPARSE: or none), its kv_len, first flat query of the tile, …
+    # [tiles, RECORD] int32: row, its first token, its queries (SPARSE: or none), its kv_len, first
+    # flat query of the tile, …
+    tiles,
     k_scale,  # [] float32
     v_scale,
     sinks,  # [HEADS]
@@ -51,7 +55,8 @@ def prefill_tiles(
     SPARSE: tl.constexpr,  # some programs are idle
     RECORD: tl.constexpr,
 ):
-    """Compute one tile of one kv head: first the keys at the window's left edge, then those visible to all its queries, then the diagonal."""
+    """Compute one tile of one kv head: first the keys at the window's left edge, then those visible
+    to all its queries, then the diagonal."""
     kv_head = tl.program_id(0)
     record = tiles + tl.program_id(1) * RECORD
     row = tl.load(record)
@@ -84,9 +89,8 @@ def prefill_tiles(
     if SCALED:
         scale *= tl.load(k_scale)
 
-    nearest = (
-        before + tl.load(record + 4) // GROUP
-    )  # positions of the first query of the tile, and of the last
+    # positions of the first query of the tile, and of the last
+    nearest = before + tl.load(record + 4) // GROUP
     farthest = before + tl.minimum((tl.load(record + 4) + M - 1) // GROUP, queries - 1)
     low = 0
     all_see = 0  # from here on every query sees, up to the diagonal

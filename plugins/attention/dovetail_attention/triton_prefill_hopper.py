@@ -1,17 +1,21 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803, N806 (constants are upper case)
-"""Prefill on Hopper with the tiles of `triton_prefill`: one warp loads, two groups of four warps compute half of the tile's queries each.
+"""Prefill on Hopper with the tiles of `triton_prefill`: one warp loads, two groups of four warps
+compute half of the tile's queries each.
 
-As in FlashAttention-3 (Shah et al., arXiv:2407.08608, section 3): the tensor memory accelerator brings K and V into a ring of stages, barriers say
-what is there and what is free again, and a group works out a step's softmax while the matrix units add the step before to its output:
+As in FlashAttention-3 (Shah et al., arXiv:2407.08608, section 3): the tensor memory accelerator
+brings K and V into a ring of stages, barriers say what is there and what is free again, and a group
+works out a step's softmax while the matrix units add the step before to its output:
 
     matrix units    q k0         q k1   p0 v0         q k2   p1 v1         …
     group                  p0                  p1                   p2
 
-Numbers of a head lie in panels of 64, the 128 bytes that the matrix units read at once; what a panel has too many is zero.
+Numbers of a head lie in panels of 64, the 128 bytes that the matrix units read at once; what a
+panel has too many is zero.
 
-K and V in FP8 are brought as they are, and widened on the way to the ring by four warps that load (`triton_loads_hopper`): computing is the
-same, in float16. Matrix units could multiply FP8 itself, but keep fewer bits of a sum then, and would need queries and weights in FP8.
+K and V in FP8 are brought as they are, and widened on the way to the ring by four warps that load
+(`triton_loads_hopper`): computing is the same, in float16. Matrix units could multiply FP8 itself,
+but keep fewer bits of a sum then, and would need queries and weights in FP8.
 """
 
 from __future__ import annotations
@@ -60,13 +64,17 @@ LARGEST = gl.constexpr(65504.0)  # of float16
 def prefill_hopper(
     q,
     out,
-    k_cache,  # descriptor of [pages * PAGE_ROWS, D], of which a page's first rows are [kv_heads, BLOCK_SIZE], in pieces of [BLOCK_SIZE or N, PANEL]
+    # descriptor of [pages * PAGE_ROWS, D], of which a page's first rows are [kv_heads, BLOCK_SIZE],
+    # in pieces of [BLOCK_SIZE or N, PANEL]
+    k_cache,
     v_cache,  # likewise
     table,  # [rows, TABLE_STRIDE] int32
     tiles,  # [tiles, RECORD] int32, of `triton_schedule.prefill_tiles`; some may have no queries
     partial,  # [slots, kv heads, 2 * HALF, D] float32: of each part of a tile that comes in parts
     partial_lse,  # [slots, kv heads, 2 * HALF] float32, base 2
-    arrived,  # [slots, kv heads, 2] int32: parts of each half that are done, at the tile's first slot; 0 before and after
+    # [slots, kv heads, 2] int32: parts of each half that are done, at the tile's first slot; 0
+    # before and after
+    arrived,
     k_scale,  # [] float32
     v_scale,
     sinks,  # [HEADS]
@@ -339,9 +347,8 @@ def _compute(
     key = gl.arange(0, N, layout=gl.SliceLayout(0, scores_layout))
     first_key = first_step * N
     steps = gl.cdiv(end, N) - first_step
-    all_seen = (
-        kv_len - queries + flat // GROUP + 1
-    ) // N - first_step  # steps whose keys every query sees
+    # steps whose keys every query sees
+    all_seen = (kv_len - queries + flat // GROUP + 1) // N - first_step
     top = gl.full([HALF], float("-inf"), gl.float32, layout=of_query)
     total = gl.zeros([HALF], gl.float32, layout=of_query)
     if SINKS:  # the first part counts them
@@ -461,7 +468,8 @@ def _add(p, v, stage, left, right, PANELS: gl.constexpr):
 
 @gluon.jit
 def _softmax(scores, top, total, scale):
-    """Return the weights of a step's keys, the running maximum and sum, and the factor for earlier sums."""
+    """Return the weights of a step's keys, the running maximum and sum, and the factor for earlier
+    sums."""
     new_top = gl.maximum(top, gl.max(scores, 1) * scale)
     weights = gl.exp2(scores * scale - gl.expand_dims(new_top, 1))
     shrink = gl.exp2(top - new_top)
@@ -470,7 +478,8 @@ def _softmax(scores, top, total, scale):
 
 @gluon.jit
 def _clear(v, stage, first, PANELS: gl.constexpr, N: gl.constexpr):
-    """Zero V from row `first` on, which is unwritten: its weight is 0, but 0 times its content may be NaN. Both groups write the same."""
+    """Zero V from row `first` on, which is unwritten: its weight is 0, but 0 times its content may
+    be NaN. Both groups write the same."""
     atom_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ATOM, PANEL], v.dtype)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     atoms = v._reinterpret(v.dtype, [v.shape[0] * (N // ATOM), ATOM, PANEL], atom_layout)
@@ -535,8 +544,8 @@ def _merge(
 
 
 def describe(pages: torch.Tensor, block_size: int, keys: int) -> TensorDescriptor:
-    """Describe K or V of a layer, [pages, kv_heads, block_size, head_size] of which each page is contiguous, and whole rows of `head_size` numbers
-    from the next, for steps of `keys` keys."""
+    """Describe K or V of a layer, [pages, kv_heads, block_size, head_size] of which each page is
+    contiguous, and whole rows of `head_size` numbers from the next, for steps of `keys` keys."""
     size = pages.shape[-1]
     rows = pages.as_strided((len(pages) * pages.stride(0) // size, size), (size, 1))
     return in_tiles(rows, min(block_size, keys), PANEL.value)
@@ -557,8 +566,8 @@ def attend(
     kind: LayerKind,
     tiling: PrefillTiling,
 ) -> None:
-    """q [tokens, heads, head_size], each token's heads in one piece, and `out`, contiguous; K and V `describe`d; with `scales` they
-    are FP8; sinks [heads]; the rest as for `prefill_hopper`."""
+    """q [tokens, heads, head_size], each token's heads in one piece, and `out`, contiguous; K and V
+    `describe`d; with `scales` they are FP8; sinks [heads]; the rest as for `prefill_hopper`."""
     _, heads, size = q.shape
     kv_heads = kind.shape.kv_heads
     launch(prefill_hopper, (kv_heads, num_tiles))(
@@ -590,8 +599,8 @@ def attend(
 
 
 def check(kind: LayerKind, limits: Limits, tiling: PrefillTiling) -> None:
-    """Raise unless it computes correct values here: Gluon may change between versions of Triton. Launched like layers of that kind, so that the
-    compiled kernel is reused."""
+    """Raise unless it computes correct values here: Gluon may change between versions of Triton.
+    Launched like layers of that kind, so that the compiled kernel is reused."""
     shape, block_size, page_rows = kind
     device = limits.device
     size = shape.head_size
@@ -626,9 +635,10 @@ def check(kind: LayerKind, limits: Limits, tiling: PrefillTiling) -> None:
         for of_pages in (k, v)
     )
     for cache_of in (k, v):
+        # unwritten
         as_bytes(cache_of)[used[-1], :, kv_len % block_size :] = as_bytes(
             cache_of.new_tensor(torch.nan)
-        )  # unwritten
+        )
     rows = StepRows.of(np.array([queries], np.int32), np.array([kv_len], np.int32))
     split = Split(tiling.keys, most=5)
     tiles = prefill_tiles(rows, shape.group, tiling.queries, split)
@@ -653,10 +663,11 @@ def check(kind: LayerKind, limits: Limits, tiling: PrefillTiling) -> None:
         kind=kind,
         tiling=tiling,
     )
+    # [keys, kv_heads, size]
     wide_k, wide_v = (
         cache_of.float()[used].transpose(1, 2).flatten(0, 1)[:kv_len] * factor
         for cache_of, factor in ((k, k_factor), (v, v_factor))
-    )  # [keys, kv_heads, size]
+    )
     seen = torch.ones(queries, kv_len, dtype=torch.bool, device=device).tril(kv_len - queries)
     scores = (
         torch.einsum("qhgd,khd->hgqk", q.float().view(queries, kv_heads, shape.group, size), wide_k)

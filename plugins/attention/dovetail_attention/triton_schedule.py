@@ -1,6 +1,8 @@
-"""Schedules: work of each program of the `triton` kernels, computed on the host in numpy once per step and read by the kernels as int32 records.
+"""Schedules: work of each program of the `triton` kernels, computed on the host in numpy once per
+step and read by the kernels as int32 records.
 
-Each step has a new schedule, but the sizes of all tables are fixed at creation: a CUDA graph replays the same grids over them.
+Each step has a new schedule, but the sizes of all tables are fixed at creation: a CUDA graph
+replays the same grids over them.
 """
 
 from __future__ import annotations
@@ -16,17 +18,18 @@ Int64 = NDArray[np.int64]
 BOUNDS = 5  # numbers
 BEGINNING_KEYS = 64  # additional cost of starting a segment, in keys
 TILE_NUMBERS = 10
-LEAST_STEPS = (
-    4  # of a part of a prefill's tile: with fewer, putting it together costs more than it saves
-)
-# Of a share, if there are too few for all: putting a row together again costs more than what finer shares save.
+# of a part of a prefill's tile: with fewer, putting it together costs more than it saves
+LEAST_STEPS = 4
+# Of a share, if there are too few for all: putting a row together again costs more than what finer
+# shares save.
 LEAST_KEYS = 64
 LEAST_KEYS_OF_HALF = 32  # while no more than half of the shares have any
 
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Rows of a batch without padding: first query token in the batch, number of queries, and tokens to attend to. [n] each."""
+    """Rows of a batch without padding: first query token in the batch, number of queries, and
+    tokens to attend to. [n] each."""
 
     index: Int64  # of the row, in the batch
     tokens: Int64
@@ -48,7 +51,8 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How tiles of prefills may be cut over their keys, `step` of which are visited at a time: into `most` parts in all, but for whole tiles."""
+    """How tiles of prefills may be cut over their keys, `step` of which are visited at a time: into
+    `most` parts in all, but for whole tiles."""
 
     step: int
     most: int
@@ -56,7 +60,8 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Tokens that all decode rows begin with, attended by all of them together, in `parts` parts. No parts: each row by itself."""
+    """Tokens that all decode rows begin with, attended by all of them together, in `parts` parts.
+    No parts: each row by itself."""
 
     tokens: int = 0
     parts: int = 0
@@ -64,7 +69,8 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class OwnSteps:
-    """For each row, return the first token that it reads by itself, the step of that token, and its number of steps. [n] each."""
+    """For each row, return the first token that it reads by itself, the step of that token, and its
+    number of steps. [n] each."""
 
     begins: Int64
     base: Int64
@@ -92,7 +98,8 @@ class Filled:
 
 @dataclass(slots=True)
 class DecodeTables:
-    """Views of one int32 buffer, [shares + 1 | BOUNDS | max_rows * 3 | (max_rows + shares) * 5]: `triton_decode` says what they hold."""
+    """Views of one int32 buffer, [shares + 1 | BOUNDS | max_rows * 3 | (max_rows + shares) * 5]:
+    `triton_decode` says what they hold."""
 
     shares: int
     max_rows: int
@@ -128,10 +135,12 @@ class DecodeTables:
         padding: int,
         first_padding: int,
     ) -> Int32:
-        """Return the used prefix of the buffer, for `rows` of one query each, with keys processed `step` tokens at a time; `padding` tokens, from
-        `first_padding` on, become zeros. The next call may change it.
+        """Return the used prefix of the buffer, for `rows` of one query each, with keys processed
+        `step` tokens at a time; `padding` tokens, from `first_padding` on, become zeros. The next
+        call may change it.
 
-        Unless a row starts another step, which is rare with few rows, only the ends of the rows change between calls."""
+        Unless a row starts another step, which is rare with few rows, only the ends of the rows
+        change between calls."""
         seen = OwnSteps.of(rows, window, step, prefix)
         made_of = (
             rows.index.tobytes(),
@@ -162,9 +171,8 @@ class DecodeTables:
         """Fill everything except the bounds and the rows' ends (`Filled.ends`)."""
         keys = int(seen.steps.sum()) * step
         shares = self._worth_having(keys)  # the rest have nothing to do
-        beginning = min(
-            BEGINNING_KEYS, keys // shares // 2
-        )  # or beginning would be all that some have to do
+        # or beginning would be all that some have to do
+        beginning = min(BEGINNING_KEYS, keys // shares // 2)
         cut = cut_evenly(seen.steps, shares, max(1, beginning // step))
         count = len(rows.lens)
         parts = np.bincount(cut.row, minlength=count)
@@ -179,12 +187,10 @@ class DecodeTables:
         table[:, 0] = rows.index[cut.row]
         table[:, 1] = rows.tokens[cut.row]
         table[:, 2] = np.maximum((seen.base[cut.row] + cut.first) * step, seen.begins[cut.row])
-        table[:, 3] = (
-            seen.base[cut.row] + cut.last
-        ) * step  # in a row's last segment, past its end
-        table[:, 4] = np.where(
-            parts[cut.row] > 1, cut.row, -1 - cut.row
-        )  # the latter needs no merging
+        # in a row's last segment, past its end
+        table[:, 3] = (seen.base[cut.row] + cut.last) * step
+        # the latter needs no merging
+        table[:, 4] = np.where(parts[cut.row] > 1, cut.row, -1 - cut.row)
         return buffer, self.segments_at + (np.cumsum(parts) - 1) * 5 + 3
 
     def _worth_having(self, keys: int) -> int:
@@ -195,7 +201,8 @@ class DecodeTables:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Segments in order: segment i is steps [first, last) of a row; share s is segments [share_starts[s], share_starts[s + 1])."""
+    """Segments in order: segment i is steps [first, last) of a row; share s is segments
+    [share_starts[s], share_starts[s + 1])."""
 
     row: Int64
     first: Int64
@@ -204,8 +211,8 @@ class Cut:
 
 
 def cut_evenly(steps: Int64, shares: int, beginning: int) -> Cut:
-    """Return the segments of rows with these numbers of steps, concatenated and cut into shares of equal cost; starting a row costs `beginning`
-    additional steps."""
+    """Return the segments of rows with these numbers of steps, concatenated and cut into shares of
+    equal cost; starting a row costs `beginning` additional steps."""
     ends = np.cumsum(steps)
     total = int(ends[-1]) if len(ends) else 0
     share_starts = np.zeros(shares + 1, np.int64)
@@ -227,9 +234,11 @@ def cut_evenly(steps: Int64, shares: int, beginning: int) -> Cut:
 
 
 def prefill_tiles(rows: StepRows, group: int, tile: int, split: Split | None = None) -> Int32:
-    """Records [tiles, TILE_NUMBERS] of (row, first token, queries, kv_len, first flat query, first key, end of the keys, part, parts, first slot):
-    the rows that take longest first, and of each row the last tile, which sees most, first; so tiles that run together share K and V, and the short
-    ones fill up the end. `split`: a tile may come in parts, over some of its keys each, that have consecutive slots."""
+    """Records [tiles, TILE_NUMBERS] of (row, first token, queries, kv_len, first flat query, first
+    key, end of the keys, part, parts, first slot): the rows that take longest first, and of each
+    row the last tile, which sees most, first; so tiles that run together share K and V, and the
+    short ones fill up the end. `split`: a tile may come in parts, over some of its keys each, that
+    have consecutive slots."""
     order = np.argsort(-(rows.queries * rows.lens), kind="stable")
     counts = -(-rows.queries[order] * group // tile)
     which = np.repeat(order, counts)
@@ -237,9 +246,8 @@ def prefill_tiles(rows: StepRows, group: int, tile: int, split: Split | None = N
     back = np.repeat(ends, counts) - 1 - np.arange(len(which))  # the place in its row
     queries = rows.queries[which]
     lens = rows.lens[which]
-    seen = (
-        lens - queries + np.minimum(((back + 1) * tile - 1) // group, queries - 1) + 1
-    )  # of the last query
+    # of the last query
+    seen = lens - queries + np.minimum(((back + 1) * tile - 1) // group, queries - 1) + 1
     records = np.empty((len(which), TILE_NUMBERS), np.int32)
     for column, values in enumerate(
         (rows.index[which], rows.tokens[which], queries, lens, back * tile, 0, seen, 0, 1, 0)
@@ -249,7 +257,8 @@ def prefill_tiles(rows: StepRows, group: int, tile: int, split: Split | None = N
 
 
 def _in_parts(tiles: Int32, seen: Int64, split: Split) -> Int32:
-    """Split each tile into parts of equal length, as many as fit on the GPU; one part each, if there are enough tiles."""
+    """Split each tile into parts of equal length, as many as fit on the GPU; one part each, if
+    there are enough tiles."""
     steps = -(-seen // split.step)
     parts = np.maximum(steps // max(LEAST_STEPS, -(-int(steps.sum()) // split.most)), 1)
     if not (parts > 1).any():

@@ -1,6 +1,8 @@
-"""Inputs and schedules of a step for the layers of the `triton` backend, in buffers with fixed addresses.
+"""Inputs and schedules of a step for the layers of the `triton` backend, in buffers with fixed
+addresses.
 
-`prepare` allocates them and `plan` fills them; kernels read them on the device, launches read the number of programs on the host.
+`prepare` allocates them and `plan` fills them; kernels read them on the device, launches read the
+number of programs on the host.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class LayerKind(NamedTuple):
 
     shape: LayerShape
     block_size: int  # tokens
-    page_rows: int  # distance of pages, in rows of a head's numbers; 0: not a whole number, so that no descriptor of tiles fits
+    # distance of pages, in rows of a head's numbers; 0: not a whole number, so that no descriptor
+    # of tiles fits
+    page_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,8 @@ class Limits:
 
 
 class GroupBuffers:
-    """Block tables and slots of a cache group, for each page of its blocks that a layer uses. Each page's begin at aligned addresses, for which
-    kernels are compiled."""
+    """Block tables and slots of a cache group, for each page of its blocks that a layer uses. Each
+    page's begin at aligned addresses, for which kernels are compiled."""
 
     def __init__(self, limits: Limits, caches: Sequence[LayerCache]) -> None:
         block_size = caches[0].block_size
@@ -124,7 +128,8 @@ class StepBuffers:
         tokens = batch.slots[0].shape[1]
         if rows > limits.rows or tokens > limits.tokens:
             raise DovetailError(
-                f"attention backend 'triton': a step of {rows} rows and {tokens} tokens, but prepare() made room for "
+                f"attention backend 'triton': a step of {rows} rows and {tokens} tokens, but "
+                f"prepare() made room for "
                 f"{limits.rows} and {limits.tokens}"
             )
         for group, buffers in self._groups.items():
@@ -156,7 +161,8 @@ class TileParts:
 
 
 class Schedule:
-    """The work of each program in the layers of one kind, on the device; and how many programs that takes, on the host."""
+    """The work of each program in the layers of one kind, on the device; and how many programs that
+    takes, on the host."""
 
     def __init__(self, limits: Limits, kind: LayerKind) -> None:
         self.limits = limits
@@ -201,13 +207,11 @@ class Schedule:
         )
         self.decodes = 0  # rows of one query, padding included
         self.prefix = Prefix()
-        self.may_share = (
-            False  # the step, or another replay of its graph, attends to a shared prefix
-        )
+        # the step, or another replay of its graph, attends to a shared prefix
+        self.may_share = False
         self.mixed_graph = False  # launches must serve any step with the same number of tokens
-        self.num_tiles = (
-            0  # programs of prefills a kv head; in a mixed graph some have nothing to do
-        )
+        # programs of prefills a kv head; in a mixed graph some have nothing to do
+        self.num_tiles = 0
         self.zero_from: int | None = None  # padding tokens that no kernel zeroes
 
     @property
@@ -254,7 +258,8 @@ class Schedule:
             self._mirror.send(0, used)
 
     def _fill_tiles(self, records: Int32, prefills: StepRows, tokens: int) -> int:
-        """Write the tiles on the host. Mixed graphs get empty ones, up to the maximum for a step of this many tokens (two queries each)."""
+        """Write the tiles on the host. Mixed graphs get empty ones, up to the maximum for a step of
+        this many tokens (two queries each)."""
         tiles = prefill_tiles(prefills, self.shape.group, self.prefill_tiling.queries, self._split)
         count = (
             self._most_tiles(min(self.limits.rows, tokens // 2), tokens)

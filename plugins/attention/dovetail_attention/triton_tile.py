@@ -1,12 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Core of the `triton` kernels: a tile of queries attends to a range of one row's keys, with online softmax.
+"""Core of the `triton` kernels: a tile of queries attends to a range of one row's keys, with online
+softmax.
 
-K and V of a cache of FP8 are widened on their way to the matrix units, to float16, which holds each of their numbers; all sums are float32. Matrix
-units that multiply FP8 itself keep fewer bits of a sum, which long contexts feel, and queries and weights would have to be rounded to FP8 as well.
+K and V of a cache of FP8 are widened on their way to the matrix units, to float16, which holds each
+of their numbers; all sums are float32. Matrix units that multiply FP8 itself keep fewer bits of a
+sum, which long contexts feel, and queries and weights would have to be rounded to FP8 as well.
 
-Online softmax after Milakov and Gimelshein (2018), tiled as in FlashAttention (Dao et al., 2022). Scores are in base 2: `scale` holds log2(e). With a
-soft cap `cap` does, and `scale` has been divided by the cap.
+Online softmax after Milakov and Gimelshein (2018), tiled as in FlashAttention (Dao et al., 2022).
+Scores are in base 2: `scale` holds log2(e). With a soft cap `cap` does, and `scale` has been
+divided by the cap.
 """
 
 from __future__ import annotations
@@ -17,17 +20,17 @@ from triton import knobs
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
-SMALL = tl.constexpr(
-    0.35
-)  # below, tanh is a polynomial: in a difference of two numbers close to 1 it would lose digits
-HIDDEN = tl.constexpr(
-    -1.0e30
-)  # a finite score: what a query has summed while it saw nothing is wiped out by the first key that it sees
+# below, tanh is a polynomial: in a difference of two numbers close to 1 it would lose digits
+SMALL = tl.constexpr(0.35)
+# a finite score: what a query has summed while it saw nothing is wiped out by the first key that it
+# sees
+HIDDEN = tl.constexpr(-1.0e30)
 
 
 @triton.jit
 def block_ids(table_row, start, last, low, N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return the block ids of the tile [start, start + N): one number if it is within one block, otherwise one per token. Never reads past `last`."""
+    """Return the block ids of the tile [start, start + N): one number if it is within one block,
+    otherwise one per token. Never reads past `last`."""
     if BLOCK_SIZE % N == 0:
         ids = tl.load(table_row + start // BLOCK_SIZE, mask=start < last, other=0)
     else:
@@ -50,7 +53,8 @@ def nothing_seen(M: tl.constexpr, D_PADDED: tl.constexpr):
 
 @triton.jit
 def sinks_seen(sinks, head, counted, M: tl.constexpr, D_PADDED: tl.constexpr):
-    """Return (acc, top, total) of queries of `head` [M] after only their sinks, where `counted`, and initial values elsewhere."""
+    """Return (acc, top, total) of queries of `head` [M] after only their sinks, where `counted`,
+    and initial values elsewhere."""
     acc, top, total = nothing_seen(M, D_PADDED)
     top = tl.where(
         counted, tl.load(sinks + head, mask=counted, other=0.0).to(tl.float32) * LOG2_E, top
@@ -75,8 +79,8 @@ def tanh(x):
 
 @triton.jit
 def to_multiply(q, SCALED: tl.constexpr):
-    """Return queries in the dtype to multiply in: float16 (or float32) with K and V in FP8, else their own. Where bfloat16 goes beyond float16's
-    largest number, that is taken."""
+    """Return queries in the dtype to multiply in: float16 (or float32) with K and V in FP8, else
+    their own. Where bfloat16 goes beyond float16's largest number, that is taken."""
     if SCALED and q.dtype == tl.bfloat16:
         q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
     return q
@@ -132,9 +136,8 @@ def attend_range(
         place = blocks.to(tl.int64) * (BLOCK_STRIDE // at_once) + token % BLOCK_SIZE * (
             TOKEN_STRIDE // at_once
         )
-        blocks = block_ids(
-            table_row, start + N, last, low, N, BLOCK_SIZE
-        )  # a step ahead, so that K and V needn't wait for them
+        # a step ahead, so that K and V needn't wait for them
+        blocks = block_ids(table_row, start + N, last, low, N, BLOCK_SIZE)
         k = _load(k_head, place, exists, d, D // at_once, D_PADDED // at_once, BOUNDED)
         if LATENT:
             v = k
@@ -171,9 +174,8 @@ def attend_range(
             seen = exists[None, :] & (token[None, :] <= position[:, None])
             if WINDOW > 0:
                 seen &= token[None, :] > position[:, None] - WINDOW
-            scores = tl.where(
-                seen, scores * factor, HIDDEN
-            )  # scaled before: where all is hidden, HIDDEN - top must be 0, not what an FMA leaves
+            # scaled before: where all is hidden, HIDDEN - top must be 0, not what an FMA leaves
+            scores = tl.where(seen, scores * factor, HIDDEN)
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])
         else:
@@ -213,15 +215,17 @@ def _load(head, place, exists, d, D: tl.constexpr, D_PADDED: tl.constexpr, BOUND
 
 @triton.jit
 def apart(pairs, dtype: tl.constexpr):
-    """The two numbers of FP8 in each of the 16 bits, widened. Read so, V lies in shared memory as matrix units take it: bytes would be fetched one by
-    one."""
+    """The two numbers of FP8 in each of the 16 bits, widened. Read so, V lies in shared memory as
+    matrix units take it: bytes would be fetched one by one."""
     if INTERPRETED or dtype != tl.float16:
         codes = pairs.to(tl.uint16, bitcast=True)
         low = (codes & 0xFF).to(tl.uint8)
         high = (codes >> 8).to(tl.uint8)
         low = low.to(tl.float8e4nv, bitcast=True).to(dtype)
         high = high.to(tl.float8e4nv, bitcast=True).to(dtype)
-    else:  # the same of two pairs at once: bytes 0 and 2 are two numbers of the first result, 1 and 3 of the second
+    else:
+        # the same of two pairs at once: bytes 0 and 2 are two numbers of the first result, 1 and 3
+        # of the second
         low, high = tl.inline_asm_elementwise(
             """{
                 .reg .b16 evens, odds;

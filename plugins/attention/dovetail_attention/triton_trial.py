@@ -1,6 +1,8 @@
-"""Tests the kernels of the `triton` backend on an untested GPU before an engine uses them; called by `reasons_against`.
+"""Tests the kernels of the `triton` backend on an untested GPU before an engine uses them; called
+by `reasons_against`.
 
-Both this backend and the plain one are given the same two steps: prompts, two of which begin alike; then a decode of these two, beside a chunk.
+Both this backend and the plain one are given the same two steps: prompts, two of which begin alike;
+then a decode of these two, beside a chunk.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def check(backend: type[AttentionBackend], context: AttentionContext, spec: Laye
 
 
 def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
-    """Compute the trial's steps with a layer of that kind. Returns [tokens, heads, head_size] float32."""
+    """Compute the trial's steps with a layer of that kind. Returns [tokens, heads, head_size]
+    float32."""
     size = backend.context.block_size
     device = torch.device(backend.context.device)
     shared_blocks = -(-SHARED_TOKENS // size)
@@ -119,7 +122,8 @@ def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
 
 
 def _block_table(lens: tuple[int, ...], shared_blocks: int, size: int) -> np.ndarray:
-    """Return [rows, blocks] int32: the second row begins with the first one's blocks, in arbitrary block order."""
+    """Return [rows, blocks] int32: the second row begins with the first one's blocks, in arbitrary
+    block order."""
     width = max(-(-seen // size) for seen in lens)
     table = (
         np.random.default_rng(0)

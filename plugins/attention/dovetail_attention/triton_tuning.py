@@ -1,7 +1,9 @@
-"""Tile sizes of the `triton` kernels by shape: tables measured with `bench.attention --tune` on an H200; nothing is tuned at run time.
+"""Tile sizes of the `triton` kernels by shape: tables measured with `bench.attention --tune` on an
+H200; nothing is tuned at run time.
 
-Other GPUs have less shared memory, and older ones no matrix units that Triton uses. They get the first tilings of the same tables that they have room
-for, which `bench.compiles` compiles for each of them: none was measured there.
+Other GPUs have less shared memory, and older ones no matrix units that Triton uses. They get the
+first tilings of the same tables that they have room for, which `bench.compiles` compiles for each
+of them: none was measured there.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 REGISTERS = 65_536  # of a multiprocessor
 RESERVED_BYTES = 1024  # of shared memory reserved by CUDA, per program
 SPARE_BYTES = 1536  # of shared memory: exchange between warps, barriers
-PIECE = 8  # a piece, the tokens of a block that one load fetches, is a multiple of this: the swizzle of shared memory repeats every 8 rows
+# a piece, the tokens of a block that one load fetches, is a multiple of this: the swizzle of shared
+# memory repeats every 8 rows
+PIECE = 8
 PARTS = 4  # of a multiprocessor that warps are distributed over
 
 
@@ -35,9 +39,8 @@ class Shape:
     windowed: bool = False
     cache_itemsize: int | None = None  # bytes of K and V in the cache, if different
     capped: bool = False  # scores have a softcap
-    rest: int | None = (
-        None  # of a latent layer, numbers of K that aren't V, padded; None: K and V are apart
-    )
+    # of a latent layer, numbers of K that aren't V, padded; None: K and V are apart
+    rest: int | None = None
     in_tiles: bool = True  # a descriptor of tiles fits the cache
 
     @classmethod
@@ -72,7 +75,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiling:
-    """`programs` run on each multiprocessor at once; each goes over its share of the tokens in steps of `keys`."""
+    """`programs` run on each multiprocessor at once; each goes over its share of the tokens in
+    steps of `keys`."""
 
     keys: int
     warps: int
@@ -85,7 +89,8 @@ class DecodeTiling:
         return min(255, REGISTERS // (self.programs * self.warps * 32) // 8 * 8)
 
     def shared_bytes(self, shape: Shape) -> int:
-        """Upper bound of a program's shared memory: K and V of each stage, and of a latent layer the queries, which registers don't hold."""
+        """Upper bound of a program's shared memory: K and V of each stage, and of a latent layer
+        the queries, which registers don't hold."""
         queries = (
             0
             if shape.rest is None
@@ -98,8 +103,9 @@ class DecodeTiling:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiling:
-    """`queries` of a program (each query head of a group counts), which go over the keys in steps of `keys`. `loads_apart`: by
-    `triton_prefill_hopper`, which has `warps` for each half of the queries, a fixed number, and one that loads."""
+    """`queries` of a program (each query head of a group counts), which go over the keys in steps
+    of `keys`. `loads_apart`: by `triton_prefill_hopper`, which has `warps` for each half of the
+    queries, a fixed number, and one that loads."""
 
     queries: int
     keys: int
@@ -108,7 +114,8 @@ class PrefillTiling:
     loads_apart: bool = False
 
     def shared_bytes(self, shape: Shape) -> int:
-        """The most shared memory that a program takes without `loads_apart`: K and V of each stage, and queries or weights of a step's keys."""
+        """The most shared memory that a program takes without `loads_apart`: K and V of each stage,
+        and queries or weights of a step's keys."""
         kept = self.queries * max(shape.head_size + (shape.rest or 0), self.keys) * shape.itemsize
         return self.stages * self.keys * shape.bytes_per_key + kept + SPARE_BYTES
 
@@ -123,24 +130,28 @@ class Tilings:
     matrix_units: bool = True  # numbers of 2 bytes are multiplied by them, 16 rows at least at once
 
 
-# The interpreter pays for a tile, whatever its size, so tiles are large; but not so large that short tests never see two of them.
+# The interpreter pays for a tile, whatever its size, so tiles are large; but not so large that
+# short tests never see two of them.
 INTERPRETED = Tilings(
     lambda shape: DecodeTiling(16, 1, 1, 1), lambda shape: PrefillTiling(32, 32, 1, 1), (64, 1024)
 )
 
 
-# One H200 (device copy: 4.28 TB/s), blocks of 16. Each choice is followed by its measurement, and the next best ones.
+# One H200 (device copy: 4.28 TB/s), blocks of 16. Each choice is followed by its measurement, and
+# the next best ones.
 #
-# Decode: 16 heads over 8 kv heads, 256 rows of 100 to 2,000 tokens. `programs` is at most how many fit on a multiprocessor; programs of one warp have
-# nobody to wait for at each step. A multiprocessor has four parts, which warps are dealt out to: 4, 8 or 12 are even, and others are slower.
-# K and V in FP8 use the choice for the same number of bytes, not measured with FP8.
+# Decode: 16 heads over 8 kv heads, 256 rows of 100 to 2,000 tokens. `programs` is at most how many
+# fit on a multiprocessor; programs of one warp have nobody to wait for at each step. A
+# multiprocessor has four parts, which warps are dealt out to: 4, 8 or 12 are even, and others are
+# slower. K and V in FP8 use the choice for the same number of bytes, not measured with FP8.
 _HOPPER_DECODE = {  # bytes of one head's K of a token, at most: (keys, warps, stages, programs)
     128: DecodeTiling(
         32, 1, 3, 8
     ),  # 4.09 TB/s; (128, 4, 3, 3) 4.01, (32, 1, 4, 6) 3.71, (16, 1, 4, 8) 3.59
     # 4.08 to 4.15 TB/s; (16, 1, 3, 4) 4.18, (32, 4, 3, 3) 4.15, (16, 1, 3, 6) 4.10, (16, 1, 4, 6) 4.07, (16, 1, 3, 9) 3.43. Eight have just room, so
-    # that no multiprocessor gets more than another: a whole step of 1, 16, 64, 128 rows of 800 (16: 1,000), and of 256 of 680, takes 742, 1,295,
-    # 2,222, 3,745, 5,919 us; (32, 4, 3, 3) 745, 1,343, 2,299, 3,793, 5,979; (16, 1, 7, 4) 767, 1,363, 2,307, 3,854, 6,070
+    # that no multiprocessor gets more than another: a whole step of 1, 16, 64, 128 rows of 800 (16:
+    # 1,000), and of 256 of 680, takes 742, 1,295, 2,222, 3,745, 5,919 us; (32, 4, 3, 3) 745, 1,343,
+    # 2,299, 3,793, 5,979; (16, 1, 7, 4) 767, 1,363, 2,307, 3,854, 6,070
     256: DecodeTiling(16, 1, 3, 8),
     512: DecodeTiling(
         16, 2, 3, 4
@@ -148,9 +159,11 @@ _HOPPER_DECODE = {  # bytes of one head's K of a token, at most: (keys, warps, s
     1024: DecodeTiling(16, 4, 3, 2),  # not measured
     2048: DecodeTiling(16, 4, 1, 1),  # not measured: heads of 512 in float32
 }
-# Prefill: 32 heads over 8, 16 rows of 8,192 tokens (head size 256: 64 of 1,024). The first is measured, the others are for less shared memory.
+# Prefill: 32 heads over 8, 16 rows of 8,192 tokens (head size 256: 64 of 1,024). The first is
+# measured, the others are for less shared memory.
 _PREFILL = {  # bytes of a number, and head size at most: (queries, keys, warps, stages)
-    # 422 TFLOP/s (head size 64: 385); (128, 128, 8, 3) 424 but 254 of 292 with rows of 1,024, (64, 64, 4, 3) 360, (128, 64, 8, 2) 336
+    # 422 TFLOP/s (head size 64: 385); (128, 128, 8, 3) 424 but 254 of 292 with rows of 1,024, (64,
+    # 64, 4, 3) 360, (128, 64, 8, 2) 336
     (2, 128): (PrefillTiling(128, 64, 8, 3), PrefillTiling(128, 32, 8, 2)),
     # 316 TFLOP/s; (64, 32, 4, 2) 276, (128, 32, 8, 2) 267
     (2, 256): (
@@ -232,7 +245,8 @@ def _hopper_prefill(shape: Shape) -> PrefillTiling:
 
 
 def _fitting_decode(gpu: GPU, shape: Shape) -> DecodeTiling:
-    """Return a tiling with as many concurrent programs as fit on a multiprocessor, with evenly distributed warps."""
+    """Return a tiling with as many concurrent programs as fit on a multiprocessor, with evenly
+    distributed warps."""
     tiling = _hopper_decode(shape)
     if shape.rest is not None:
         row = _LATENT_DECODE[shape.itemsize]
@@ -257,7 +271,8 @@ def _prefill_without_matrix_units(shape: Shape) -> PrefillTiling:
 
 
 def tilings_for(gpu: GPU) -> Tilings:
-    """Return tilings that fit the GPU, without measuring; for a Hopper `CUDA`, replaced by the faster `HOPPER` where it works."""
+    """Return tilings that fit the GPU, without measuring; for a Hopper `CUDA`, replaced by the
+    faster `HOPPER` where it works."""
     if gpu.is_hopper:
         return CUDA
     prefill = (
@@ -270,6 +285,5 @@ def tilings_for(gpu: GPU) -> Tilings:
 
 SCATTER = (4, 1024)
 HOPPER = Tilings(_hopper_decode, _hopper_prefill, SCATTER)
-CUDA = Tilings(
-    _hopper_decode, _cuda_prefill, SCATTER
-)  # on a Hopper, with a Triton that can't load apart
+# on a Hopper, with a Triton that can't load apart
+CUDA = Tilings(_hopper_decode, _cuda_prefill, SCATTER)

@@ -1,7 +1,8 @@
 """Addresses of tokens in a layer's cache as the `torch` backend sees it: one list of slots.
 
-A page's row may be longer than the layer's own part of it, and need not hold a whole number of its tokens. So the cache is viewed in *units*, the
-largest number that both a row and a token are a multiple of: entry i of the view is a token's K or V that begins i units into the memory. Usually
+A page's row may be longer than the layer's own part of it, and need not hold a whole number of its
+tokens. So the cache is viewed in *units*, the largest number that both a row and a token are a
+multiple of: entry i of the view is a token's K or V that begins i units into the memory. Usually
 the unit is a token and the view is the pool's slots, one after the other.
 
       page stride 5, token stride 2    | token 0   token 1   - | token 2   token 3   - | ...
@@ -19,7 +20,8 @@ from dovetail.api.attention import LayerCache, LayerSpec
 
 
 class Units(NamedTuple):
-    """Location of a layer's tokens: its page within a block, and distances in units. Layers with equal `Units` share slots."""
+    """Location of a layer's tokens: its page within a block, and distances in units. Layers with
+    equal `Units` share slots."""
 
     group: int
     page: int  # of a block
@@ -44,7 +46,8 @@ class Units(NamedTuple):
         )
 
     def view(self, rows: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
-        """Return a view [entries, kv_heads, head_size] of rows [num_pages + 1, numbers of a row]; they overlap if a token is several units."""
+        """Return a view [entries, kv_heads, head_size] of rows [num_pages + 1, numbers of a row];
+        they overlap if a token is several units."""
         unit = spec.kv_heads * spec.head_size // self.of_token
         return rows.as_strided(
             (self.entries, spec.kv_heads, spec.head_size), (unit, spec.head_size, 1)

@@ -22,7 +22,8 @@ class Eagle3Options(BaseModel):
 
     model: str = Field(
         min_length=1,
-        description="The head, in the format of `speculators`: a local directory, or a Hugging Face hub id.",
+        description="The head, in the format of `speculators`: a local directory, or a Hugging "
+        "Face hub id.",
     )
 
 

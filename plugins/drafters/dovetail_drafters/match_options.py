@@ -1,4 +1,5 @@
-"""`MatchOptions`: the options of drafters that search for earlier occurrences of a request's last tokens."""
+"""`MatchOptions`: the options of drafters that search for earlier occurrences of a request's last
+tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`NamedModel`: drafts with a small model of the same vocabulary, which the executor runs beside the large one."""
+"""`NamedModel`: drafts with a small model of the same vocabulary, which the executor runs beside
+the large one."""
 
 from __future__ import annotations
 

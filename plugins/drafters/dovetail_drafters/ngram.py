@@ -1,4 +1,5 @@
-"""`NgramDrafter`: prompt lookup. Answers that repeat parts of their prompt (edits, summaries, code) are continued as the prompt was."""
+"""`NgramDrafter`: prompt lookup. Answers that repeat parts of their prompt (edits, summaries, code)
+are continued as the prompt was."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ class NgramOptions(MatchOptions):
         8,
         ge=1,
         le=MAX_MATCH,
-        description="Most tokens that are compared: of several places the longest match up to this wins.",
+        description="Most tokens that are compared: of several places the longest match up to this "
+        "wins.",
     )
 
 
 class NgramDrafter(Drafter):
-    """Finds where a request's last tokens occurred before in its own text, and proposes the tokens that came next. Of equally long matches the newest
-    wins."""
+    """Finds where a request's last tokens occurred before in its own text, and proposes the tokens
+    that came next. Of equally long matches the newest wins."""
 
     options: NgramOptions
 

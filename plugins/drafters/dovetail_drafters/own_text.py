@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dovetail.request import Request
 from dovetail_drafters.token_index import TokenIndex
 
-MAX_READ = 8192  # tokens that one call of `propose` adds, in one or two milliseconds: a long prompt takes several calls
+# tokens that one call of `propose` adds, in one or two milliseconds: a long prompt takes several
+# calls
+MAX_READ = 8192
 
 
 class OwnTexts:
@@ -18,7 +20,8 @@ class OwnTexts:
         self._texts: dict[str, TokenIndex] = {}
 
     def read(self, requests: Sequence[Request]) -> list[TokenIndex | None]:
-        """Return the index of each request, up to date; None for one that couldn't be read to its end yet."""
+        """Return the index of each request, up to date; None for one that couldn't be read to its
+        end yet."""
         left = MAX_READ
         indices: list[TokenIndex | None] = []
         for request in requests:
@@ -47,8 +50,8 @@ class OwnTexts:
 
 
 def continued(token_ids: Sequence[int], place: int, most: int) -> list[int]:
-    """Return the `most` tokens from `place` on, which is at most the last; where the text ends, it goes on with those returned already, as a loop
-    does."""
+    """Return the `most` tokens from `place` on, which is at most the last; where the text ends, it
+    goes on with those returned already, as a loop does."""
     left = len(token_ids) - place
     tokens = list(token_ids[place : place + most])
     while len(tokens) < most:

@@ -1,7 +1,8 @@
-"""`SuffixDrafter`: continues as earlier text did after the longest match, in the request itself or in earlier answers to its client.
+"""`SuffixDrafter`: continues as earlier text did after the longest match, in the request itself or
+in earlier answers to its client.
 
-The idea, and that the length of a draft follows the length of the match and the share of the continuations, is SuffixDecoding's (Oliaro et al.,
-arXiv:2411.04975).
+The idea, and that the length of a draft follows the length of the match and the share of the
+continuations, is SuffixDecoding's (Oliaro et al., arXiv:2411.04975).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class SuffixOptions(MatchOptions):
         0.3,
         ge=0,
         le=1,
-        description="A draft ends where less than this share of the places that match would continue as it does.",
+        description="A draft ends where less than this share of the places that match would "
+        "continue as it does.",
     )
     kept_tokens: int = Field(
         65_536,
@@ -55,17 +57,17 @@ class SuffixOptions(MatchOptions):
 
 
 class SuffixDrafter(Drafter):
-    """Finds the longest match of a request's last tokens, and proposes what came next at most of its places. It searches the request's own text, and
-    earlier answers to the same `client` (of None, none are kept). After a token that edits what is being copied, it goes on copying."""
+    """Finds the longest match of a request's last tokens, and proposes what came next at most of
+    its places. It searches the request's own text, and earlier answers to the same `client` (of
+    None, none are kept). After a token that edits what is being copied, it goes on copying."""
 
     options: SuffixOptions
 
     def __init__(self, options: SuffixOptions, context: DrafterContext) -> None:
         super().__init__(options, context)
         self._own = OwnTexts(options.min_match)
-        self._answers: OrderedDict[str, _Answers] = (
-            OrderedDict()
-        )  # client -> its own; the latest last
+        # client -> its own; the latest last
+        self._answers: OrderedDict[str, _Answers] = OrderedDict()
 
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         return [
@@ -103,7 +105,8 @@ class SuffixDrafter(Drafter):
         return self._vote([continued(best.token_ids, place, most) for place in places], most)
 
     def _past_an_edit(self, own: TokenIndex) -> int | None:
-        """Return where a text goes on that was being copied until the last token, which replaces one of it, or follows some that were left out."""
+        """Return where a text goes on that was being copied until the last token, which replaces
+        one of it, or follows some that were left out."""
         last = len(own.token_ids) - 1
         length, places = own.places_after(
             own.token_ids[-1 - MAX_MATCH : -1], self.options.max_match, 1, last
@@ -119,7 +122,8 @@ class SuffixDrafter(Drafter):
         return place if place < last else None
 
     def _vote(self, texts: list[list[int]], most: int) -> list[int]:
-        """Return the beginning that most of `texts` share, token by token; of equally frequent ones the first's."""
+        """Return the beginning that most of `texts` share, token by token; of equally frequent ones
+        the first's."""
         draft: list[int] = []
         needed = self.options.min_share * len(texts)
         while len(draft) < most:
@@ -135,7 +139,8 @@ class SuffixDrafter(Drafter):
 
 
 class _Answers:
-    """The latest answers to one client, each after the end of its prompt: in two indices, of which the older is dropped when the younger is full."""
+    """The latest answers to one client, each after the end of its prompt: in two indices, of which
+    the older is dropped when the younger is full."""
 
     def __init__(self, options: SuffixOptions) -> None:
         self._options = options

@@ -1,7 +1,10 @@
-"""`TokenIndex`: a growing text of token ids, in which earlier occurrences of its end, or of another text's end, are found.
+"""`TokenIndex`: a growing text of token ids, in which earlier occurrences of its end, or of another
+text's end, are found.
 
-A hash table of the last place of each run of a few tokens, and for each place the one before it with the same hash: the match finder of deflate (RFC
-1951, section 4). It takes 12 bytes a token, and some 200 ns to add one; a suffix automaton in Python takes several hundred bytes and microseconds.
+A hash table of the last place of each run of a few tokens, and for each place the one before it
+with the same hash: the match finder of deflate (RFC 1951, section 4). It takes 12 bytes a token,
+and some 200 ns to add one; a suffix automaton in Python takes several hundred bytes and
+microseconds.
 """
 
 from __future__ import annotations
@@ -22,9 +25,8 @@ class TokenIndex:
         self.width = width
         self.token_ids = array("i")
         self._shift = -(-HASH_BITS // width)  # a token leaves the hash after at most `width` more
-        self._newest = array("i", [-1]) * (
-            1 << HASH_BITS
-        )  # hash -> the newest place: the index of the token after a run with this hash
+        # hash -> the newest place: the index of the token after a run with this hash
+        self._newest = array("i", [-1]) * (1 << HASH_BITS)
         self._previous = array("i")  # [place - 1] the place before it with the same hash; -1: none
         self._hash = 0  # of the last tokens
 
@@ -44,9 +46,10 @@ class TokenIndex:
     def places_after(
         self, text: array[int], longest: int, most: int = MAX_FOUND, limit: int | None = None
     ) -> tuple[int, list[int]]:
-        """Return the length of the longest end of `text`, of `width` to `longest` tokens, that occurs here with a token after it, and the indices of
-        these tokens, the newest first, at most `most`. (0, []) if there is none. `limit`: only of those below it. Of long chains only the newest
-        places are visited."""
+        """Return the length of the longest end of `text`, of `width` to `longest` tokens, that
+        occurs here with a token after it, and the indices of these tokens, the newest first, at
+        most `most`. (0, []) if there is none. `limit`: only of those below it. Of long chains only
+        the newest places are visited."""
         best = self.width
         limit = len(self.token_ids) if limit is None else limit
         end = text[-longest:]

@@ -23,7 +23,8 @@ def dovetail_components() -> list[ComponentSpec]:
             target="dovetail_executors.tensor:TensorExecutor",
             api="0.9",
             options="dovetail_executors.options:TensorOptions",
-            summary="The model split over several GPUs, of this host or several, or over processes on CPUs",
+            summary="The model split over several GPUs, of this host or several, or over processes "
+            "on CPUs",
             requires=("torch>=2.11", "transformers>=5", "safetensors>=0.5"),
         ),
     ]

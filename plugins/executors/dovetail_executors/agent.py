@@ -1,5 +1,6 @@
-"""`dovetail ranks HOST:PORT`: runs ranks of an engine on another host. It starts them, forwards batches to them, and ends them when the engine ends
-or is lost; then it waits for the next engine.
+"""`dovetail ranks HOST:PORT`: runs ranks of an engine on another host. It starts them, forwards
+batches to them, and ends them when the engine ends or is lost; then it waits for the next
+engine.
 """
 
 from __future__ import annotations
@@ -56,16 +57,16 @@ def ranks(
         raise ConfigError(f"{engine}: expected HOST:PORT, as in 10.0.0.1:29555")
     key = token()
     told = ""
-    import_module(
-        "dovetail_executors.rank"
-    )  # torch, now: loading its libraries would delay heartbeats
+    # torch, now: loading its libraries would delay heartbeats
+    import_module("dovetail_executors.rank")
     while True:
         try:
             wire = _connect(host.strip("[]"), int(port), address, key)
         except (OSError, EOFError) as error:
             why = (
                 str(error)
-                or f"it closed the connection; is {address or 'this host'} one of executor.hosts, and the only one there?"
+                or f"it closed the connection; is {address or 'this host'} one of executor.hosts, "
+                f"and the only one there?"
             )
             if why != told:
                 told = why
@@ -145,9 +146,8 @@ class _Engagement:
         except (EOFError, OSError):
             self._received.put(None)
             if self._host is not None:
-                self._host.break_off(
-                    DovetailError(GONE)
-                )  # also if they hang and a batch waits for room in the ring
+                # also if they hang and a batch waits for room in the ring
+                self._host.break_off(DovetailError(GONE))
         finally:
             self._wire.release()
 

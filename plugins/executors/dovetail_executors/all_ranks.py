@@ -18,7 +18,8 @@ POLL_S = 0.2
 
 
 class AllRanks:
-    """All ranks but the first. Made by one thread, which also waits; `failure` may be read by any."""
+    """All ranks but the first. Made by one thread, which also waits; `failure` may be read by
+    any."""
 
     def __init__(
         self, here: Ranks, hosts: Sequence[tuple[str, list[RankJob]]], at: tuple[str, int]
@@ -36,15 +37,15 @@ class AllRanks:
         )
         self.failure: DovetailError | None = None
         self.sent = 0  # messages
-        self.on_failure: Callable[[], None] = lambda: (
-            None
-        )  # called once, when all ranks have been or are being ended
+        # called once, when all ranks have been or are being ended
+        self.on_failure: Callable[[], None] = lambda: None
         for each in self._everywhere():
             each.on_failure = partial(self._failed, each)
 
     def start(self) -> None:
-        """Start this host's processes, and listen for the other hosts. Raises what starting a process raises, `ConfigError` without a token, and
-        `DovetailError` if the address can't be listened at."""
+        """Start this host's processes, and listen for the other hosts. Raises what starting a
+        process raises, `ConfigError` without a token, and `DovetailError` if the address can't be
+        listened at."""
         if self._hosts:
             reception = Reception(*self._at, self._hosts, token(), dict(versions()))
             self._beats.start()
@@ -61,8 +62,8 @@ class AllRanks:
             each.tell(**message)
 
     def heard(self, what: str) -> list[Any]:
-        """Wait until every rank has sent `what`, and return the values in order of ranks. Raises `DovetailError` if one fails or the limit
-        has passed."""
+        """Wait until every rank has sent `what`, and return the values in order of ranks. Raises
+        `DovetailError` if one fails or the limit has passed."""
         said = self._here.heard(what)
         with self._changed:
             while (
@@ -95,7 +96,8 @@ class AllRanks:
                 else "".join(f"; refused: {each}" for each in self._reception.refused())
             )
             silent.append(
-                f"{', '.join(missing)}, where `dovetail ranks` hasn't connected to this host{refused}, and so its ranks"
+                f"{', '.join(missing)}, where `dovetail ranks` hasn't connected to this "
+                f"host{refused}, and so its ranks"
             )
         return ", ".join(silent) or "none"
 

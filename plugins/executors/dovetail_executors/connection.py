@@ -1,7 +1,9 @@
-"""`Wire`: a TCP connection between the engine's host and another one, for control messages, batches and heartbeats.
+"""`Wire`: a TCP connection between the engine's host and another one, for control messages, batches
+and heartbeats.
 
-Messages are unpickled, so both ends must first prove that they know the hosts' token (mutual HMAC challenge of `multiprocessing.connection`). Nothing
-is encrypted: the network between the hosts must be private.
+Messages are unpickled, so both ends must first prove that they know the hosts' token (mutual HMAC
+challenge of `multiprocessing.connection`). Nothing is encrypted: the network between the hosts must
+be private.
 """
 
 from __future__ import annotations
@@ -42,17 +44,20 @@ def token() -> bytes:
     text = os.environ.get(TOKEN, "")
     if len(text) < SHORTEST_TOKEN:
         raise ConfigError(
-            f"ranks on several hosts need {TOKEN}: the same {SHORTEST_TOKEN} or more characters in the environment on every host"
+            f"ranks on several hosts need {TOKEN}: the same {SHORTEST_TOKEN} or more characters in "
+            f"the environment on every host"
         )
     return text.encode()
 
 
 class Wire:
-    """One end of a connection. Any thread may call `send*` and `close`, which ends blocked calls; one calls `receive`, and `release` at the end."""
+    """One end of a connection. Any thread may call `send*` and `close`, which ends blocked calls;
+    one calls `receive`, and `release` at the end."""
 
     def __init__(self, sock: socket.socket, key: bytes, hello: Message, *, accepting: bool) -> None:
-        """Take ownership of the socket. Raises `DovetailError` if `hello` or the token differ at the other end, `OSError` or `EOFError` if that
-        disconnects or takes longer than `GREETING_S`."""
+        """Take ownership of the socket. Raises `DovetailError` if `hello` or the token differ at
+        the other end, `OSError` or `EOFError` if that disconnects or takes longer than
+        `GREETING_S`."""
         sock.setblocking(True)
         self._sock, self._lock, self._closed = sock, threading.Lock(), False
         self._connection = Connection(os.dup(sock.fileno()))
@@ -71,7 +76,8 @@ class Wire:
             _, theirs = self.receive()  # the other end knows the token: unpickling is safe
             if theirs != hello:
                 raise DovetailError(
-                    f"the other host has {_in_words(theirs)}, and this one {_in_words(hello)}: they must be the same"
+                    f"the other host has {_in_words(theirs)}, and this one {_in_words(hello)}: "
+                    f"they must be the same"
                 )
         except (
             AuthenticationError,
@@ -97,7 +103,8 @@ class Wire:
         self._send(kind, b"".join(array.tobytes() for array in arrays))
 
     def beat(self, numbers: Sequence[int] = ()) -> None:
-        """Send a heartbeat with a few numbers, unless something is being sent. Raises as `send` does."""
+        """Send a heartbeat with a few numbers, unless something is being sent. Raises as `send`
+        does."""
         if self._lock.acquire(blocking=False):
             try:
                 self._send_locked(BEAT, np.array(numbers, np.int64).tobytes())
@@ -105,8 +112,9 @@ class Wire:
                 self._lock.release()
 
     def receive(self) -> tuple[int, Any]:
-        """Wait for the next message and return its kind and content: of `CONTROL` a `Message`, of `BEAT` int64 [any], of a `Kind` int32 words [any].
-        Raises `EOFError` or `OSError` if the connection is gone."""
+        """Wait for the next message and return its kind and content: of `CONTROL` a `Message`, of
+        `BEAT` int64 [any], of a `Kind` int32 words [any]. Raises `EOFError` or `OSError` if the
+        connection is gone."""
         data = self._connection.recv_bytes()
         kind = _KIND.unpack_from(data)[0]
         if kind == CONTROL:
@@ -120,7 +128,8 @@ class Wire:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """End the connection and close its descriptors. Not while another thread receives: it could read from a reused descriptor."""
+        """End the connection and close its descriptors. Not while another thread receives: it could
+        read from a reused descriptor."""
         self.close()
         with self._lock:
             self._connection.close()

@@ -1,6 +1,7 @@
 """The executor `local`: the whole model on one device, in the engine's process.
 
-On a CPU `submit` computes and `collect` returns the result; more than one step in flight would only delay results there.
+On a CPU `submit` computes and `collect` returns the result; more than one step in flight would only
+delay results there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Options of the built-in executors, in their own module so that validating a config imports no torch."""
+"""Options of the built-in executors, in their own module so that validating a config imports no
+torch."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ class LocalOptions(BaseModel):
 
     device: str = Field(
         default="auto",
-        description='"cpu", "cuda", "cuda:1", …; auto: a CUDA device if there is one, else the CPU.',
+        description='"cpu", "cuda", "cuda:1", …; auto: a CUDA device if there is one, else the '
+        "CPU.",
     )
     num_blocks: int | None = Field(
         default=None,
@@ -27,13 +29,15 @@ class LocalOptions(BaseModel):
         default=None,
         ge=1,
         le=8,
-        description="Steps submitted before the oldest is collected. Unset: 2 on CUDA, 1 on the CPU, where submitting is computing.",
+        description="Steps submitted before the oldest is collected. Unset: 2 on CUDA, 1 on the "
+        "CPU, where submitting is computing.",
     )
     threads: int | None = Field(
         default=None,
         ge=1,
         le=1024,
-        description="Threads that torch computes with on the CPU, in this whole process. Unset: as torch has it.",
+        description="Threads that torch computes with on the CPU, in this whole process. Unset: as "
+        "torch has it.",
     )
 
 
@@ -46,21 +50,25 @@ class TensorOptions(BaseModel):
         default=2,
         ge=2,
         le=64,
-        description="Ranks that the model is split over: as many GPUs, or as many processes on the CPU.",
+        description="Ranks that the model is split over: as many GPUs, or as many processes on the "
+        "CPU.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
-        description="Where the ranks compute; auto: on CUDA devices if there is one, else on the CPU.",
+        description="Where the ranks compute; auto: on CUDA devices if there is one, else on the "
+        "CPU.",
     )
     devices: tuple[int, ...] | None = Field(
         default=None,
         min_length=1,
-        description="Indices of the CUDA devices of ranks 0, 1, …; as many as `size`, or with `hosts` as many as each host has ranks. Unset: 0, 1, …",
+        description="Indices of the CUDA devices of ranks 0, 1, …; as many as `size`, or with "
+        "`hosts` as many as each host has ranks. Unset: 0, 1, …",
     )
     hosts: tuple[str, ...] | None = Field(
         default=None,
         min_length=2,
-        description="IP addresses of the hosts that the ranks are dealt to, as many to each; the first is this one, and on each other one "
+        description="IP addresses of the hosts that the ranks are dealt to, as many to each; the "
+        "first is this one, and on each other one "
         "`dovetail ranks FIRST:PORT` runs. Unset: all ranks are on this host.",
     )
     port: int = Field(
@@ -79,30 +87,36 @@ class TensorOptions(BaseModel):
         default=None,
         ge=1,
         le=8,
-        description="Steps submitted before the oldest is collected. Unset: 2 on CUDA, 1 on the CPU, where submitting is computing.",
+        description="Steps submitted before the oldest is collected. Unset: 2 on CUDA, 1 on the "
+        "CPU, where submitting is computing.",
     )
     threads: int | None = Field(
         default=None,
         ge=1,
         le=1024,
-        description="Threads that torch computes with on the CPU, in each rank's process, the engine's own included. Unset: a share of the cores.",
+        description="Threads that torch computes with on the CPU, in each rank's process, the "
+        "engine's own included. Unset: a share of the cores.",
     )
     all_reduce: Literal["auto", "symmetric", "nccl"] = Field(
         default="auto",
-        description="How GPUs sum what they computed: small sums through symmetric memory and large ones by NCCL, or all by NCCL. auto: by symmetric "
-        "memory where the GPUs can read each other's memory; symmetric refuses to start where they can't.",
+        description="How GPUs sum what they computed: small sums through symmetric memory and "
+        "large ones by NCCL, or all by NCCL. auto: by symmetric "
+        "memory where the GPUs can read each other's memory; symmetric refuses to start where they "
+        "can't.",
     )
     start_timeout_s: float = Field(
         default=900.0,
         gt=0,
         le=86400,
-        description="Seconds that all ranks may take to start: to load, allocate and record. Then the start fails.",
+        description="Seconds that all ranks may take to start: to load, allocate and record. Then "
+        "the start fails.",
     )
     step_timeout_s: float = Field(
         default=120.0,
         gt=0,
         le=86400,
-        description="Seconds that a step may take on all ranks. Then the ranks are ended, and the engine with them.",
+        description="Seconds that a step may take on all ranks. Then the ranks are ended, and the "
+        "engine with them.",
     )
 
     @field_validator("hosts")

@@ -1,4 +1,5 @@
-"""`Rank`: a worker in a group, as each rank of the executor `tensor` has it, in the engine's process or in its own."""
+"""`Rank`: a worker in a group, as each rank of the executor `tensor` has it, in the engine's
+process or in its own."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ log = logging.getLogger("dovetail")
 
 IDLE_S = 10.0  # that a GPU gets to finish, once nothing on it waits for another rank
 IDLE_POLL_S = 0.001
-CONNECTION_LEFT_S = 10.0  # a CPU sum's timeout exceeds the step's: the watch, which knows the culprit, ends it first
+# a CPU sum's timeout exceeds the step's: the watch, which knows the culprit, ends it first
+CONNECTION_LEFT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,8 @@ class Rank:
         self.worker = Worker(context, self.group, "tensor")
 
     def load(self) -> Capacity:
-        """Load this rank's part of the model, connect to the other ranks, and return this device's capacity. Raises as `Worker.load` and
-        `TorchGroup.join` do."""
+        """Load this rank's part of the model, connect to the other ranks, and return this device's
+        capacity. Raises as `Worker.load` and `TorchGroup.join` do."""
         settings = self._settings
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -89,8 +91,9 @@ class Rank:
     def close(self) -> None:
         """Release everything, without waiting for other ranks.
 
-        If the GPU still computes `IDLE_S` after nothing on it waits for another rank, log an error and keep its memory, since releasing it would
-        block. The process then exits by `os._exit` with status 1, so that nothing blocks at its exit: the system cleans up the GPU.
+        If the GPU still computes `IDLE_S` after nothing on it waits for another rank, log an error
+        and keep its memory, since releasing it would block. The process then exits by `os._exit`
+        with status 1, so that nothing blocks at its exit: the system cleans up the GPU.
         """
         if not self._is_idle():
             self.group.abort()
@@ -98,7 +101,8 @@ class Rank:
         while not self._is_idle():
             if time.monotonic() > until:
                 log.error(
-                    "%s still computes %g s after the ranks were ended: its memory is released when this process ends",
+                    "%s still computes %g s after the ranks were ended: its memory is released "
+                    "when this process ends",
                     self.device,
                     IDLE_S,
                 )
@@ -117,7 +121,8 @@ class Rank:
         return True
 
     def _reserve(self) -> None:
-        """Allocate the ranks' shared memory, for the hidden states of the largest step and the logits of all lines."""
+        """Allocate the ranks' shared memory, for the hidden states of the largest step and the
+        logits of all lines."""
         config = self._context.config
         hf_config = find_architecture(config.model, self._context.models).config
         dtype = resolve_dtype(config.dtype, hf_config, self.device)

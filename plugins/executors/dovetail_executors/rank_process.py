@@ -1,7 +1,9 @@
-"""The process of one rank: `python -m dovetail_executors.rank_process DESCRIPTOR PARENT`, started by `Ranks`.
+"""The process of one rank: `python -m dovetail_executors.rank_process DESCRIPTOR PARENT`, started
+by `Ranks`.
 
-It ends with the engine's process in three independent ways: the kernel kills it when the thread that started it ends, a thread of its own waits for
-the end of the control connection, and the ring reports that its writer is gone.
+It ends with the engine's process in three independent ways: the kernel kills it when the thread
+that started it ends, a thread of its own waits for the end of the control connection, and the ring
+reports that its writer is gone.
 """
 
 from __future__ import annotations
@@ -40,9 +42,8 @@ class RankJob:
     path: list[str]  # sys.path
     settings: RankSettings
     config: ExecutorConfig
-    components: dict[
-        str, Any
-    ]  # fields of `ExecutorContext`: models, attention, sampler, quantizations, logits_processors
+    # fields of `ExecutorContext`: models, attention, sampler, quantizations, logits_processors
+    components: dict[str, Any]
     max_in_flight: int | None  # None: as many as suit the device
     address: str  # of the rank's host, for the other ranks
     ring_fd: int = -1  # these are set by `Ranks`
@@ -122,7 +123,8 @@ def context_of(job: RankJob, progress: Callable[[str, int, int], None]) -> Execu
 def run(
     rank: Rank, job: RankJob, control: Connection[Any, Any], orders: SimpleQueue[Message]
 ) -> None:
-    """Load, allocate as many blocks as all ranks can, and compute the ring's batches. Raises `WriterGone` at the end."""
+    """Load, allocate as many blocks as all ranks can, and compute the ring's batches. Raises
+    `WriterGone` at the end."""
     from dovetail_executors.ring import Kind, Ring, RingReader
     from dovetail_executors.runtime.batch_words import from_words, masks_from_words
     from dovetail_executors.runtime.step import Step
@@ -139,9 +141,8 @@ def run(
     while True:
         kind, words = reader.next()
         batch = from_words(words) if kind is Kind.STEP else None
-        kept = (
-            most - 1 if batch is not None else 1
-        )  # the engine has collected all others before it sent this
+        # the engine has collected all others before it sent this
+        kept = most - 1 if batch is not None else 1
         if batch is not None and (
             batch.drafts is not None or (in_flight and in_flight[-1].batch.drafts is not None)
         ):

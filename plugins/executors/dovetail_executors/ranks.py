@@ -1,6 +1,8 @@
-"""`Ranks`: the processes of one host's ranks, their ring, and the thread that starts and watches them. If one dies or is too slow, it ends all.
+"""`Ranks`: the processes of one host's ranks, their ring, and the thread that starts and watches
+them. If one dies or is too slow, it ends all.
 
-Guarantees: no rank outlives the engine's process or the executor, however these end; and a wait for a rank that fails raises the reason.
+Guarantees: no rank outlives the engine's process or the executor, however these end; and a wait for
+a rank that fails raises the reason.
 """
 
 from __future__ import annotations
@@ -38,9 +40,8 @@ from dovetail_executors.ring import Ring, RingWriter
 log = logging.getLogger("dovetail")
 
 TICK_S = 0.2  # a dead process is noticed within this time, even if something keeps its pipes open
-GRACE_S = (
-    0.5  # when a rank failed because another one didn't answer, wait so long for that one to end
-)
+# when a rank failed because another one didn't answer, wait so long for that one to end
+GRACE_S = 0.5
 STOP_S = 2.0  # until ranks that are told to end are killed
 KILLED_S = 10.0  # that the system gets to end a killed rank
 LAST_LINES = 8  # of a rank's output, reported when it dies
@@ -76,7 +77,8 @@ class _Child:
 
 @dataclass(slots=True)
 class _Limit:
-    """A timeout: `end` on the watch's clock, set when the first rank's pulse was at `pulse`. Only the watch changes it."""
+    """A timeout: `end` on the watch's clock, set when the first rank's pulse was at `pulse`. Only
+    the watch changes it."""
 
     seconds: float
     late: Callable[[], str]
@@ -85,11 +87,12 @@ class _Limit:
 
 
 class Ranks:
-    """Processes of ranks on this host. Made by one thread, which also waits; `failure` may be read by any. `writer` sends to loaded ranks; it is
-    None if there are no ranks."""
+    """Processes of ranks on this host. Made by one thread, which also waits; `failure` may be read
+    by any. `writer` sends to loaded ranks; it is None if there are no ranks."""
 
     def __init__(self, jobs: Sequence[RankJob], more_fds: Sequence[int] = ()) -> None:
-        """Start nothing yet. `more_fds`: descriptors that the processes inherit; the caller closes them."""
+        """Start nothing yet. `more_fds`: descriptors that the processes inherit; the caller closes
+        them."""
         self._more_fds = more_fds
         self._ring = Ring.make(max(1, len(jobs)))
         self._fds = [self._ring.fd]
@@ -127,9 +130,8 @@ class Ranks:
         self._limit: _Limit | None = None
         self._broken_off: DovetailError | None = None
         self.failure: DovetailError | None = None
-        self.on_failure: Callable[[], None] = lambda: (
-            None
-        )  # called once, by the watching thread, after all ranks were killed
+        # called once, by the watching thread, after all ranks were killed
+        self.on_failure: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """Start and watch the processes. Raises what starting a process raises."""
@@ -142,8 +144,10 @@ class Ranks:
             raise self._unspawned
 
     def limit(self, seconds: float | None, late: Callable[[], str] = lambda: "") -> None:
-        """Set a timeout of `seconds`, replacing the previous one; None: no timeout. When it expires, the ranks are killed, with the reason that
-        `late` returns. It restarts with progress of the first rank, on a CPU with each layer, in which the ranks wait for each other."""
+        """Set a timeout of `seconds`, replacing the previous one; None: no timeout. When it
+        expires, the ranks are killed, with the reason that `late` returns. It restarts with
+        progress of the first rank, on a CPU with each layer, in which the ranks wait for each
+        other."""
         self._limit = (
             None
             if seconds is None
@@ -157,8 +161,8 @@ class Ranks:
                 child.control.send(message)
 
     def heard(self, what: str) -> list[Any]:
-        """Wait until every rank has said `what`, and return it in the order of ranks. Raises `DovetailError` if one fails, or the limit has
-        passed."""
+        """Wait until every rank has said `what`, and return it in the order of ranks. Raises
+        `DovetailError` if one fails, or the limit has passed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -217,7 +221,8 @@ class Ranks:
         with suppress(OSError):
             self._wake.send(b"x")
 
-    # The watching thread. It also starts the processes, which the kernel kills when it ends (see `rank_process`)
+    # The watching thread. It also starts the processes, which the kernel kills when it ends (see
+    # `rank_process`)
 
     def _run(self) -> None:
         try:
@@ -236,7 +241,8 @@ class Ranks:
             self._unspawned = error
             if self.failure is None:
                 self.failure = DovetailError(
-                    f"executor tensor: the watch over the ranks failed: {type(error).__name__}: {error}"
+                    f"executor tensor: the watch over the ranks failed: {type(error).__name__}: "
+                    f"{error}"
                 )
             self._end(0)
         finally:
@@ -299,7 +305,8 @@ class Ranks:
         ]:
             self._fail(
                 DovetailError(
-                    f"executor tensor: {stopped[0].named}, had been stopped (SIGSTOP) for {STOPPED_S:g} s"
+                    f"executor tensor: {stopped[0].named}, had been stopped (SIGSTOP) for "
+                    f"{STOPPED_S:g} s"
                 )
             )
         elif (limit := self._limit) is not None and self._clock.now > limit.end:
@@ -347,7 +354,8 @@ class Ranks:
             )
 
     def _culprit(self, dead: list[_Child]) -> _Child:
-        """Return the rank that died first, as far as is known: not one that failed because another didn't answer."""
+        """Return the rank that died first, as far as is known: not one that failed because another
+        didn't answer."""
         until = time.monotonic() + GRACE_S
         while True:
             for key in list(self._selector.get_map().values()):

@@ -1,6 +1,8 @@
-"""`RemoteRanks`: the ranks of another host. `dovetail ranks` (`agent`) runs there, connects here (`Reception`), and receives its ranks' jobs.
+"""`RemoteRanks`: the ranks of another host. `dovetail ranks`
+(`agent`) runs there, connects here (`Reception`), and receives its ranks' jobs.
 
-A host whose connection ends, or that sends no heartbeat for `LOST_S`, is lost, and with it the engine.
+A host whose connection ends, or that sends no heartbeat for `LOST_S`, is lost, and with it the
+engine.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class RemoteRanks:
         return ", ".join(job.name for job in self._jobs)
 
     def adopt(self, wire: Wire) -> None:
-        """Send the connected host its ranks' jobs, and listen to it. Takes ownership of the wire."""
+        """Send the connected host its ranks' jobs, and listen to it. Takes ownership of the
+        wire."""
         with self._lock:
             if self._over:
                 wire.release()
@@ -90,7 +93,8 @@ class RemoteRanks:
             self._wire.beat()
         if time.monotonic() - self._last_beat > LOST_S:
             self._fail(
-                f"host {self.address} was lost: nothing was heard from it for {LOST_S:g} s ({self.named})"
+                f"host {self.address} was lost: nothing was heard from it for {LOST_S:g} s "
+                f"({self.named})"
             )
 
     def break_off(self, failure: DovetailError) -> None:
@@ -156,12 +160,14 @@ log = logging.getLogger("dovetail")
 
 
 class Reception:
-    """Listens in a thread, and runs each handshake in one of its own, so that none can delay the others."""
+    """Listens in a thread, and runs each handshake in one of its own, so that none can delay the
+    others."""
 
     def __init__(
         self, address: str, port: int, hosts: Sequence[RemoteRanks], key: bytes, hello: Message
     ) -> None:
-        """`key` and `hello` are as for `Wire`. Raises `DovetailError` if the address can't be listened at."""
+        """`key` and `hello` are as for `Wire`. Raises `DovetailError` if the address can't be
+        listened at."""
         self._waiting = {host.address: host for host in hosts}
         self._key = key
         self._hello = hello
@@ -174,7 +180,8 @@ class Reception:
             )
         except OSError as error:
             raise DovetailError(
-                f"executor.hosts: {address}, port {port} can't be listened at: {error.strerror or error}"
+                f"executor.hosts: {address}, port {port} can't be listened at: "
+                f"{error.strerror or error}"
             ) from error
         self._listener.settimeout(ACCEPT_S)
         self._over = threading.Event()
@@ -234,7 +241,8 @@ class Reception:
             expected = self.waits_for()
             if address not in expected:
                 raise DovetailError(
-                    f"it isn't one of executor.hosts, or was there already (expected: {', '.join(expected)})"
+                    f"it isn't one of executor.hosts, or was there already (expected: "
+                    f"{', '.join(expected)})"
                 )
             wire = Wire(sock, self._key, self._hello, accepting=True)
             with self._lock:

@@ -1,4 +1,5 @@
-"""Ring buffer in shared memory by which rank 0 sends batches to the other ranks, with pipes that wake them.
+"""Ring buffer in shared memory by which rank 0 sends batches to the other ranks, with pipes that
+wake them.
 
       published ────────────────────┐            one writer; several readers, each with its own position; all count words since the start
       ┌──────┬───────────┬──────────▼──┬─────┐
@@ -6,8 +7,9 @@
       └──────┴─▲─────────┴──────▲──────┴─────┘
        taken by rank 1     taken by rank 2
 
-The memory is anonymous: processes inherit it, and it is freed with the last one. A message may be larger than the ring: it is written as readers make
-room. A reader spins briefly and then blocks on its pipe, which also reports the end of the writer.
+The memory is anonymous: processes inherit it, and it is freed with the last one. A message may be
+larger than the ring: it is written as readers make room. A reader spins briefly and then blocks on
+its pipe, which also reports the end of the writer.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ SPIN_S = 50e-6
 FULL_POLL_S = 50e-6  # between the writer's checks for room
 HEAD = 3  # words before a message
 _LINE = 8  # int64 numbers per cache line: counters of different ranks don't share one
+# stores become visible in order; otherwise pipes provide the ordering
 _IN_ORDER = platform.machine().lower() in (
     "x86_64",
     "amd64",
-)  # stores become visible in order; otherwise pipes provide the ordering
+)
 
 
 class Kind(IntEnum):
@@ -48,8 +51,9 @@ class WriterGone(Exception):
 
 
 class Ring:
-    """The memory: `counters` [1 + readers, 8] int64 and `words` [size] int32. `counters[0, 0]` words are published; reader i has taken
-    `counters[1 + i, 0]` words, begun with `[1 + i, 1]` messages and is through with `[1 + i, 2]`."""
+    """The memory: `counters` [1 + readers, 8] int64 and `words` [size] int32. `counters[0, 0]`
+    words are published; reader i has taken `counters[1 + i, 0]` words, begun with `[1 + i, 1]`
+    messages and is through with `[1 + i, 2]`."""
 
     def __init__(self, fd: int, readers: int, size: int) -> None:
         """`fd` is a file of the size that `make` gave it."""
@@ -81,7 +85,8 @@ class RingWriter:
     """Sends messages to all readers."""
 
     def __init__(self, ring: Ring, wakers: Sequence[int], check: Callable[[], None]) -> None:
-        """`wakers`: non-blocking write ends of the readers' pipes. `check` is called while waiting for readers; it may raise."""
+        """`wakers`: non-blocking write ends of the readers' pipes. `check` is called while waiting
+        for readers; it may raise."""
         self._ring = ring
         self._wakers = wakers
         self._check = check

@@ -1,5 +1,6 @@
-"""The executor `tensor`: one model over several GPUs, or over processes on CPUs. Rank 0 is in the engine's process, each other rank in its own, on
-this host or on others. All compute every step and sample the same ids from the same logits; rank 0's result is used.
+"""The executor `tensor`: one model over several GPUs, or over processes on CPUs. Rank 0 is in the
+engine's process, each other rank in its own, on this host or on others. All compute every step and
+sample the same ids from the same logits; rank 0's result is used.
 
     engine ─ submit ─▶ ring of shared memory ─▶ rank 1, rank 2, …      batches (`ring`, `dovetail_executors.runtime.batch_words`);
               │   └──▶ TCP ─▶ another host's ring ─▶ rank 4, …         to other hosts over TCP (`remote_ranks`, `agent`)
@@ -54,16 +55,16 @@ from dovetail_executors.runtime.step import Step
 log = logging.getLogger("dovetail")
 
 TOLD_S = 2.0  # when rank 0 misses another rank, wait so long for the watch to report its failure
-DEVICE_POLL_S = (
-    20e-6  # sleeps about 70 µs in practice; with steps in flight the device has work meanwhile
-)
+# sleeps about 70 µs in practice; with steps in flight the device has work meanwhile
+DEVICE_POLL_S = 20e-6
 MOST_FILES = 1 << 16  # upper bound of descriptor numbers used, if the system allows more
 _stores = count()  # of this process
 DRAIN_S = 2.0  # that steps in flight get to finish when the executor is stopped
 
 
 class TensorExecutor(Executor):
-    """Several ranks. If one dies, fails or takes too long, all are ended, and every call raises `DovetailError` naming it."""
+    """Several ranks. If one dies, fails or takes too long, all are ended, and every call raises
+    `DovetailError` naming it."""
 
     capabilities = ExecutorCapabilities(
         masks=True, draft_model=True, draft_head=True, logits_processors=True
@@ -143,9 +144,8 @@ class TensorExecutor(Executor):
         self._in_flight.clear()
         if rank is not None:
             rank.close()
-        _close(
-            self._fds
-        )  # last: torch's threads look into the store, and wait for a file that isn't there
+        # last: torch's threads look into the store, and wait for a file that isn't there
+        _close(self._fds)
         _let_go(self._failure)
 
     # Starting
@@ -153,7 +153,8 @@ class TensorExecutor(Executor):
     def _start(self) -> Capacity:
         if not sys.platform.startswith("linux"):
             raise UnsupportedError(
-                "executor tensor needs Linux: ranks share memory that has no name, and end with the engine's process"
+                "executor tensor needs Linux: ranks share memory that has no name, and end with "
+                "the engine's process"
             )
         options = self.options
         devices = rank_devices(options)
@@ -203,7 +204,8 @@ class TensorExecutor(Executor):
         own = rank.load()
         if self.options.all_reduce == "symmetric" and rank.group.shares is None:
             raise UnsupportedError(
-                f"executor.all_reduce: symmetric memory can't be had: {rank.group.why_not_symmetric}"
+                f"executor.all_reduce: symmetric memory can't be had: "
+                f"{rank.group.why_not_symmetric}"
             )
         others = ranks.heard("loaded")
         num_pages = min(own.num_pages, *(pages for pages, _ in others))
@@ -236,10 +238,13 @@ class TensorExecutor(Executor):
         )
 
     def _store(self) -> tuple[int, str]:
-        """Create the file of torch's store, by which the ranks find each other, and return its descriptor and path.
+        """Create the file of torch's store, by which the ranks find each other, and return its
+        descriptor and path.
 
-        The store opens its path again when it is freed, perhaps long after the executor has stopped, and ends the process unless it finds a file:
-        a socket may have the same descriptor number by then. So it gets a high number; the system assigns the lowest free one to others.
+        The store opens its path again when it is freed, perhaps long after the executor has
+        stopped, and ends the process unless it finds a file: a socket may have the same descriptor
+        number by then. So it gets a high number; the system assigns the lowest free one to
+        others.
         """
         made = os.memfd_create("dovetail-ranks")
         try:
@@ -250,14 +255,16 @@ class TensorExecutor(Executor):
         return store, f"/proc/self/fd/{store}"
 
     def _listening(self, address: str) -> tuple[int, str]:
-        """Create the socket of torch's store for ranks of several hosts, and return its descriptor and URL."""
+        """Create the socket of torch's store for ranks of several hosts, and return its descriptor
+        and URL."""
         try:
             sock = socket.create_server(
                 (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
             )
         except OSError as error:
             raise DovetailError(
-                f"executor.hosts: {address} isn't an address of this host: {error.strerror or error}"
+                f"executor.hosts: {address} isn't an address of this host: "
+                f"{error.strerror or error}"
             ) from error
         at = f"tcp://{address}:{sock.getsockname()[1]}"
         self._fds.append(sock.detach())
@@ -321,7 +328,8 @@ class TensorExecutor(Executor):
             self._ranks.limit(None if step is None else seconds, late)
 
     def _wait_for(self, handle: Step) -> None:
-        """Wait until the device has passed the step. Polls instead of a CUDA wait, which would never return if a rank dies."""
+        """Wait until the device has passed the step. Polls instead of a CUDA wait, which would
+        never return if a rank dies."""
         while not handle.passed:
             self.check()
             time.sleep(DEVICE_POLL_S)
@@ -341,7 +349,8 @@ class TensorExecutor(Executor):
         raise failure from error
 
     def _others_failure(self) -> DovetailError | None:
-        """Return another rank's failure, if any. If a sum has failed here, wait for the failure that caused it."""
+        """Return another rank's failure, if any. If a sum has failed here, wait for the failure
+        that caused it."""
         ranks = self._ranks
         rank = self._rank
         if ranks is None:
@@ -363,13 +372,15 @@ class TensorExecutor(Executor):
 
 
 def rank_devices(options: TensorOptions) -> list[torch.device]:
-    """Return each rank's device. Raises `ConfigError` if `devices` doesn't go with the other options, `UnsupportedError` if there are too few."""
+    """Return each rank's device. Raises `ConfigError` if `devices` doesn't go with the other
+    options, `UnsupportedError` if there are too few."""
     size = options.size
     given = options.devices
     hosts = options.hosts or (LOOPBACK,)
     if size % len(hosts) or len(set(hosts)) != len(hosts):
         raise ConfigError(
-            f"executor.size: {size} ranks can't be dealt evenly to {len(hosts)} different hosts (executor.hosts: {', '.join(hosts)})"
+            f"executor.size: {size} ranks can't be dealt evenly to {len(hosts)} different hosts "
+            f"(executor.hosts: {', '.join(hosts)})"
         )
     each = size // len(hosts)
     if given is not None and (
@@ -377,7 +388,8 @@ def rank_devices(options: TensorOptions) -> list[torch.device]:
     ):
         of_host = "" if options.hosts is None else " on each host"
         raise ConfigError(
-            f"executor.devices: expected {each} different CUDA devices{of_host} (executor.size: {size}), got {list(given)}"
+            f"executor.devices: expected {each} different CUDA devices{of_host} (executor.size: "
+            f"{size}), got {list(given)}"
         )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     on_cpu = options.device == "cpu" or (options.device == "auto" and given is None and count == 0)
@@ -387,11 +399,11 @@ def rank_devices(options: TensorOptions) -> list[torch.device]:
     if max(indices) >= count:
         here = "" if options.hosts is None else " on each host"
         raise UnsupportedError(
-            f"executor.size: {each} ranks{here} need as many CUDA devices, and torch {torch.__version__} sees {count}"
+            f"executor.size: {each} ranks{here} need as many CUDA devices, and torch "
+            f"{torch.__version__} sees {count}"
         )
-    return [torch.device("cuda", index) for index in indices] * len(
-        hosts
-    )  # none is initialised: this process must use memory on rank 0's only
+    # none is initialised: this process must use memory on rank 0's only
+    return [torch.device("cuda", index) for index in indices] * len(hosts)
 
 
 def _all_joining(ranks: AllRanks) -> None:
@@ -440,7 +452,8 @@ def _late_in_step(ranks: AllRanks, step: int | None, seconds: float) -> str:
 
 
 def _in_words(devices: list[str], hosts: Sequence[str] | None) -> str:
-    """["cpu", "cpu"] -> "2 × cpu"; different ones are listed; with hosts, each host's after its address."""
+    """["cpu", "cpu"] -> "2 × cpu"; different ones are listed; with hosts, each host's after its
+    address."""
     if hosts is not None:
         each = len(devices) // len(hosts)
         return "; ".join(

@@ -13,9 +13,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-BYTES_A_CHAR = (
-    1024  # of stack for a character of text; chains of the shortest rules take less than half
-)
+# of stack for a character of text; chains of the shortest rules take less than half
+BYTES_A_CHAR = 1024
 LEAST_BYTES = 2**24
 _starting = threading.Lock()  # `threading.stack_size` is of all threads that are started
 

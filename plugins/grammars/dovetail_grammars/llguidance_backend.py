@@ -65,9 +65,8 @@ ESCAPES = 'nrbtf\\"'
 # Largest `multipleOf`: it needs a state per remainder, and 20 ms to compile; a million would take
 # ten seconds.
 MAX_MULTIPLE = 10_000
-MOST_ITEMS = (
-    20_000  # of the parser for one mask: an ambiguous grammar takes time that is quadratic in them
-)
+# of the parser for one mask: an ambiguous grammar takes time that is quadratic in them
+MOST_ITEMS = 20_000
 BLAMING_S = 0.5  # time limit for compiling parts of a schema separately to find the faulty one
 ANY_TEXT = "/(?s:.*)/"
 
@@ -254,9 +253,10 @@ def _exact(spec: GrammarSpec, schema: dict[str, Any], place: str = "#") -> Seque
 
 _COMBINING = frozenset({"$ref", "anyOf", "oneOf"})
 _BOUNDED = BOUNDS | {"multipleOf"}
+# keywords that contain no schemas
 _OF_VALUES = frozenset(
     {"type", "const", "enum", *_BOUNDED, "minLength", "maxLength", "pattern", "format"}
-)  # keywords that contain no schemas
+)
 
 
 def _refuse_rounded(spec: GrammarSpec, part: Subschema) -> None:
@@ -293,9 +293,8 @@ def _is_kept(value: float, *, excluded: bool = False) -> bool:
         return True
     if abs(value) <= 2**53 - excluded or (value == 2**63 - 1 and not excluded):
         return True
-    return (
-        not excluded and abs(value) < 2**63 and Decimal(repr(float(value))) == Decimal(value)
-    )  # the shortest digits of the double
+    # the shortest digits of the double
+    return not excluded and abs(value) < 2**63 and Decimal(repr(float(value))) == Decimal(value)
 
 
 def _as_read(value: float) -> float:
@@ -325,12 +324,13 @@ def _decimal(value: float) -> tuple[int, int] | None:
     )
 
 
+# written only as \u escapes, in JSON or by the library
 _UNWRITTEN: Ranges = [
     (0x00, 0x07),
     (0x0B, 0x0B),
     (0x0E, 0x1F),
     (0x7F, 0x7F),
-]  # written only as \u escapes, in JSON or by the library
+]
 
 
 def _refuse_unwritten(spec: GrammarSpec, part: Subschema) -> None:

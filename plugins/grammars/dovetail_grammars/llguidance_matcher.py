@@ -33,9 +33,8 @@ MOST_THREADS = 4  # by default: idle ones slow down the engine's thread
 MOST_LANES = 16
 # Of the automaton of a grammar's first lane; all others together have as many, which bounds memory
 MOST_STATES = 250_000
-MOVED_AT_MOST = (
-    256  # tokens of an answer that moves to another lane, whose matcher consumes all of them again
-)
+# tokens of an answer that moves to another lane, whose matcher consumes all of them again
+MOVED_AT_MOST = 256
 HEAD = '%llguidance {"no_forcing": true}\n'  # of each grammar, before the user's text
 _IN_PLAIN_WORDS = (  # the library's message -> its meaning to the author of a spec
     (
@@ -69,9 +68,8 @@ class Lanes:
     def __init__(self, make: Callable[[int], Any]) -> None:
         """`make(states)`: returns a new matcher whose automaton has at most `states` states."""
         self._make = make
-        self.firsts = [
-            make(MOST_STATES)
-        ]  # the matcher of each lane, to be copied. The list is replaced, never modified
+        # the matcher of each lane, to be copied. The list is replaced, never modified
+        self.firsts = [make(MOST_STATES)]
         self._thread: threading.Thread | None = None
         self._answers = 0
 
@@ -205,9 +203,8 @@ class LLMatcher(Failing):
         self.running = True  # no stop id has been accepted
         # Characters left in its string, if that determines which tokens of the string are allowed
         self.room: float | None = None
-        self.known: StringMask | None = (
-            None  # in a string with `room`: the library's mask of the rest's tokens
-        )
+        # in a string with `room`: the library's mask of the rest's tokens
+        self.known: StringMask | None = None
         self._tracker = grammar.tracker
         self._rest = self._whole
         if grammar.rest is not None and self._tracker is not None:
@@ -329,12 +326,10 @@ class Fill:
         self._most_lanes = min(MOST_LANES, 2 * self._threads)
         # Created when several masks are first filled at once, since its threads have a cost
         self._executor: Any = None
-        self._width = -(
-            -(context.vocab_size + (not context.stop_ids)) // 32
-        )  # of the library's masks: it adds a stop id if there is none
-        self._last_word = np.uint32(
-            (1 << ((context.vocab_size - 1) % 32 + 1)) - 1
-        )  # the bits that belong to the vocabulary
+        # of the library's masks: it adds a stop id if there is none
+        self._width = -(-(context.vocab_size + (not context.stop_ids)) // 32)
+        # the bits that belong to the vocabulary
+        self._last_word = np.uint32((1 << ((context.vocab_size - 1) % 32 + 1)) - 1)
 
     def __call__(self, matchers: Sequence[LLMatcher], words: UInt32) -> None:
         """Write the mask of each matcher to its row of words [m, ceil(vocab_size / 32)].
@@ -379,9 +374,8 @@ class Fill:
             self._executor = llguidance.LLExecutor(self._threads)
         for side, _ in sides:
             side.go_on()
-        by_lane = sorted(
-            [(id(side.first), line, side.inner) for side, line in sides]
-        )  # to reduce contention between threads
+        # to reduce contention between threads
+        by_lane = sorted([(id(side.first), line, side.inner) for side, line in sides])
         rows = [(inner, line) for _, line, inner in by_lane]
         self._executor.unsafe_compute_mask_ptr(
             rows, words.ctypes.data, words.strides[0], len(words)

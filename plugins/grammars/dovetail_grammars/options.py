@@ -11,8 +11,8 @@ class GrammarOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     whitespace: Literal["compact", "flexible"] = "compact"
-    """White space between JSON tokens. compact: none. flexible: up to 20 characters at each place, so
-    that no answer gets stuck in it."""
+    """White space between JSON tokens. compact: none. flexible: up to 20 characters at each place,
+    so that no answer gets stuck in it."""
 
     threads: Annotated[int, Field(ge=1, le=256)] | None = None
     """Number of threads that fill the masks of a step. null: up to four."""

@@ -75,9 +75,10 @@ class _Candidates:
         self.schemas = tuple(schemas)
         self.known = known
         self.longest = self._longest()
+        # if `longest` is known
         self.least = max(
             (schema.get("minLength", 0) for schema in self.of_type("string")), default=0
-        )  # if `longest` is known
+        )
         objects = self.of_type("object") if known else []
         self.names = {
             _spelled(name)
@@ -85,12 +86,10 @@ class _Candidates:
             for key in ("properties", "required")
             for name in schema.get(key, ())
         }
-        self.any_names = known and all(
-            _VALUES.isdisjoint(schema) for schema in objects
-        )  # other names are unconstrained, if any are allowed
-        self.within: dict[
-            bytes | None, _Candidates
-        ] = {}  # by property; None: all others, or an array's items
+        # other names are unconstrained, if any are allowed
+        self.any_names = known and all(_VALUES.isdisjoint(schema) for schema in objects)
+        # by property; None: all others, or an array's items
+        self.within: dict[bytes | None, _Candidates] = {}
 
     def of_type(self, name: str) -> list[Schema]:
         types = ((schema, schema.get("type", name)) for schema in self.schemas)
@@ -137,16 +136,14 @@ class Position:
     unfinished: int  # remaining bytes of an incomplete character; or _ESCAPED
     steps: dict[int, Step] = field(default_factory=dict)  # by token, computed on demand
     masks: list[StringMask] = field(default_factory=list)  # seen so far, latest first
-    stays: bool = field(
-        init=False
-    )  # tokens of whole characters without quotes or backslashes lead back to it
+    # tokens of whole characters without quotes or backslashes lead back to it
+    stays: bool = field(init=False)
     longest: float | None = field(init=False)
-    """Maximum number of characters of this string: `inf` if unlimited. None outside of strings, within
-    a character or an escape, if unknown, and if more than its length constrains the string, such as
-    a key that may become one of the schema's."""
-    least: int = field(
-        init=False
-    )  # minimum number of characters of this string, if `longest` is known
+    """Maximum number of characters of this string: `inf` if unlimited. None outside of strings,
+    within a character or an escape, if unknown, and if more than its length constrains the string,
+    such as a key that may become one of the schema's."""
+    # minimum number of characters of this string, if `longest` is known
+    least: int = field(init=False)
     within: bool = field(init=False)  # in an open container or string, so that the answer can't end
 
     def __post_init__(self) -> None:

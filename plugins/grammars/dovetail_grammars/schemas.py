@@ -54,9 +54,10 @@ UNSUPPORTED = frozenset(  # keywords that affect validity, and that the library 
     | {"unevaluatedItems", "unevaluatedProperties", "propertyNames"}
     | {"dependentRequired", "dependentSchemas", "dependencies", "not", "if", "then", "else"}
 )
+# supported by the library
 FORMATS = frozenset(
     {"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-)  # supported by the library
+)
 _STANDARD_FORMATS = FORMATS | {  # JSON Schema ignores any other
     *(
         "idn-email",

@@ -22,9 +22,8 @@ MAX_REASON = 300  # characters of a library's explanation
 
 Json = Any
 _FLAGS = ("at_least_one", "stop_after_first")
-NOT_SYNTAX = re.compile(
-    r'"(?:[^"\\\n]|\\.)*"|/(?![/*])(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*'
-)  # strings, regular expressions, comments
+# strings, regular expressions, comments
+NOT_SYNTAX = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?![/*])(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*')
 _SPECIAL_TOKEN = re.compile(r"<[^\s<>]*>")
 _ATTRIBUTE = re.compile(r"[\[,]\s*(stop|temperature|max_tokens)\b")
 

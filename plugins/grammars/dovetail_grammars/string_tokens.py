@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from dovetail.api.grammar import UInt32
 
 MOST_MASKS = 1024  # cached, by characters left; some 20 KB each with a large vocabulary
-_NOT_PLAIN = frozenset('"\\\x7f').union(
-    map(chr, range(0x20))
-)  # in a JSON string; the first two only after a backslash
+# in a JSON string; the first two only after a backslash
+_NOT_PLAIN = frozenset('"\\\x7f').union(map(chr, range(0x20)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

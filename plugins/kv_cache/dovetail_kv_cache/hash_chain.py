@@ -1,4 +1,5 @@
-"""`HashChain`: hashes of a request's full blocks, each of all tokens up to the block's end. `PrefixCache` finds blocks by them."""
+"""`HashChain`: hashes of a request's full blocks, each of all tokens up to the block's end.
+`PrefixCache` finds blocks by them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def make_digest(name: HashName) -> Digest:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Hashes of a chain, for reuse by a chain of another request with the same beginning. Doesn't keep the request."""
+    """Hashes of a chain, for reuse by a chain of another request with the same beginning. Doesn't
+    keep the request."""
 
     root: bytes
     prompt: NDArray[np.int32]  # [tokens]
@@ -45,13 +47,16 @@ class Beginning:
 
 
 class HashChain:
-    """Hashes of one request's full blocks, each computed once: `hashes[i]` covers tokens 0 … (i + 1) * block_size - 1. With several groups,
-    `block_size` is the greatest common divisor of their blocks.
+    """Hashes of one request's full blocks, each computed once: `hashes[i]` covers tokens 0 … (i +
+    1) * block_size - 1. With several groups, `block_size` is the greatest common divisor of their
+    blocks.
 
-    A block's hash covers its tokens and the previous hash, hence every token up to its end; the chain starts with a hash of the request's
-    `cache_keys`. Two prefixes with the same hash would share K and V that belong to one of them. By accident this has a probability of 1 in 10^20 for
-    a billion blocks with 128-bit hashes. Deliberately: no two texts with the same SHA-256 are known. XXH3 isn't designed to withstand attacks; its
-    seed is drawn for each cache, so that collisions can't be prepared. No decision depends on the values of hashes, so runs stay reproducible.
+    A block's hash covers its tokens and the previous hash, hence every token up to its end; the
+    chain starts with a hash of the request's `cache_keys`. Two prefixes with the same hash would
+    share K and V that belong to one of them. By accident this has a probability of 1 in 10^20 for a
+    billion blocks with 128-bit hashes. Deliberately: no two texts with the same SHA-256 are known.
+    XXH3 isn't designed to withstand attacks; its seed is drawn for each cache, so that collisions
+    can't be prepared. No decision depends on the values of hashes, so runs stay reproducible.
 
     `after`: tokens after the block that its hash covers, too, which must be known."""
 
@@ -65,7 +70,8 @@ class HashChain:
         like: Beginning | None = None,
         after: int = 0,
     ) -> None:
-        """Create a chain that copies the hashes of a common beginning from `like`, a chain with the same other arguments."""
+        """Create a chain that copies the hashes of a common beginning from `like`, a chain with the
+        same other arguments."""
         self.request = request
         self._block_size = block_size
         self._digest = digest
@@ -82,7 +88,8 @@ class HashChain:
         return Beginning(self._root, self.request.prompt_array, self.hashes)
 
     def extend(self, num_blocks: int) -> list[bytes]:
-        """Return the hashes of at least the first `num_blocks` blocks, which must be full of known tokens, as must be what comes after them."""
+        """Return the hashes of at least the first `num_blocks` blocks, which must be full of known
+        tokens, as must be what comes after them."""
         hashes = self.hashes
         if len(hashes) >= num_blocks:
             return hashes

@@ -1,15 +1,17 @@
-"""`BlockPool`: the state of each page and block: which block a page is part of, how many block tables hold a block, and whether a hash finds it.
+"""`BlockPool`: the state of each page and block: which block a page is part of, how many block
+tables hold a block, and whether a hash finds it.
 
-A block is named by its first page; `rest` holds its other pages. Blocks of one page, which most models have, have none.
+A block is named by its first page; `rest` holds its other pages. Blocks of one page, which most
+models have, have none.
 
 state       refs   hash      transitions
 empty        0     none      `take`: part of a held block
 held        ≥ 1    maybe     `publish`: also findable; last `release`: cached if it has a hash, otherwise its pages are empty
 cached       0     yes       `hold`: held; `take`, if too few pages are empty: its pages are empty
 
-Every operation takes the same short time, independent of the number of pages. A dict moves all its items whenever it has grown, or has been
-written to often enough; with the 70,000 blocks of a large GPU that takes some 10 ms, which delays all requests. Hence `BlockIndex` and
-`BlockQueue`.
+Every operation takes the same short time, independent of the number of pages. A dict moves all its
+items whenever it has grown, or has been written to often enough; with the 70,000 blocks of a large
+GPU that takes some 10 ms, which delays all requests. Hence `BlockIndex` and `BlockQueue`.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ PARTS = 256  # of a `BlockIndex`: one per value of a hash's first byte
 
 
 class BlockPool:
-    """Reference counts, the stack of empty pages, and the cached blocks of all groups, least recently used first.
+    """Reference counts, the stack of empty pages, and the cached blocks of all groups, least
+    recently used first.
 
-    Callers must take no more than `available`, and hold and release blocks by the group that they were taken for.
+    Callers must take no more than `available`, and hold and release blocks by the group that they
+    were taken for.
     """
 
     __slots__ = (
@@ -50,9 +54,8 @@ class BlockPool:
         self.rest: list[Pages] = [()] * size  # by block, its pages except the first
         self.block_of = BlockIndex()  # hash -> block
         self._hash_of = [NO_HASH] * size
-        self._empty = list(
-            range(size - 1, -1, -1)
-        )  # a stack: initially the lowest on top, later the most recently freed
+        # a stack: initially the lowest on top, later the most recently freed
+        self._empty = list(range(size - 1, -1, -1))
         self._cached = BlockQueue(size)
         self._held = [0] * len(widths)  # pages, by group
 
@@ -71,8 +74,8 @@ class BlockPool:
         )
 
     def take(self, count: int = 1, group: int = 0) -> list[int]:
-        """Return `count` new blocks of `group` with one holder each, made of empty pages; if there are too few, the least recently used blocks
-        are evicted first."""
+        """Return `count` new blocks of `group` with one holder each, made of empty pages; if there
+        are too few, the least recently used blocks are evicted first."""
         empty = self._empty
         width = self._widths[group]
         needed = count * width
@@ -107,7 +110,8 @@ class BlockPool:
         self._held[group] += gained * self._widths[group]
 
     def release(self, blocks: Iterable[int], group: int = 0) -> None:
-        """Remove one holder from each of `blocks`. Findable ones stay cached, those late in `blocks` longest."""
+        """Remove one holder from each of `blocks`. Findable ones stay cached, those late in
+        `blocks` longest."""
         refs = self.refs
         hash_of = self._hash_of
         cached = self._cached
@@ -147,7 +151,8 @@ class BlockPool:
             self._hash_of[block] = digest
 
     def replace(self, block: int, digest: bytes) -> None:
-        """Map `digest` to `block`, which is held, unless it maps to another block that is; a cached one becomes empty."""
+        """Map `digest` to `block`, which is held, unless it maps to another block that is; a cached
+        one becomes empty."""
         other = self.block_of.get(digest)
         if other is not None and other != block and self.refs[other] == 0:
             self.unpublish(other, digest)
@@ -185,13 +190,15 @@ class BlockPool:
         self._empty.append(block)
 
     def check(self, holders: Sequence[Mapping[int, int]]) -> None:
-        """Raise `DovetailError` if the state is inconsistent, or differs from `holders`: by group and block, the number of tables that hold it."""
+        """Raise `DovetailError` if the state is inconsistent, or differs from `holders`: by group
+        and block, the number of tables that hold it."""
         counted = {block: count for group in holders for block, count in group.items()}
         if counted != {block: count for block, count in enumerate(self.refs) if count} or len(
             counted
         ) != sum(map(len, holders)):
             raise DovetailError(
-                f"KV pool: the holders counted, {self.refs} by block, differ from those in tables, by group: {holders}"
+                f"KV pool: the holders counted, {self.refs} by block, differ from those in tables, "
+                f"by group: {holders}"
             )
         widths = {
             block: width
@@ -217,7 +224,8 @@ class BlockPool:
         ]
         if sorted(pages) != list(range(self._size)):
             raise DovetailError(
-                f"KV pool: pages lost or in two blocks: empty {sorted(empty)}, cached {sorted(cached)}, held {sorted(counted)}"
+                f"KV pool: pages lost or in two blocks: empty {sorted(empty)}, cached "
+                f"{sorted(cached)}, held {sorted(counted)}"
             )
         findable = {
             block: digest for block, digest in enumerate(self._hash_of) if digest != NO_HASH
@@ -286,8 +294,8 @@ class BlockIndex:
 
 
 class BlockQueue:
-    """Queue of blocks from 0 to `size` - 1, each at most once, in insertion order; any can be removed. A doubly linked list whose ends are an extra
-    entry that belongs to no block:
+    """Queue of blocks from 0 to `size` - 1, each at most once, in insertion order; any can be
+    removed. A doubly linked list whose ends are an extra entry that belongs to no block:
 
         entry   0   1   2   3 | end        oldest ─► 2, then 0
         next    e   ·   0   · |  2         "·": not in it

@@ -1,17 +1,21 @@
-"""KV-cache manager `prefix`: requests that begin with the same tokens share the blocks of this prefix.
+"""KV-cache manager `prefix`: requests that begin with the same tokens share the blocks of this
+prefix.
 
-A full block is found by a hash of all tokens up to its end (`HashChain`). Blocks without holders stay findable until the space is needed; then the
-least recently used is evicted first, whatever its cache group, and within a request the last block, since a prefix is useful without its end, but
-not the end without its beginning. All groups share one chain of hashes; each finds its own blocks by it. Hashed blocks are the idea of vLLM's
-automatic prefix caching; reuse by longest prefix is that of RadixAttention (SGLang, arXiv:2312.07104).
+A full block is found by a hash of all tokens up to its end (`HashChain`). Blocks without holders
+stay findable until the space is needed; then the least recently used is evicted first, whatever its
+cache group, and within a request the last block, since a prefix is useful without its end, but not
+the end without its beginning. All groups share one chain of hashes; each finds its own blocks by
+it. Hashed blocks are the idea of vLLM's automatic prefix caching; reuse by longest prefix is that
+of RadixAttention (SGLang, arXiv:2312.07104).
 
 If a layout says that K and V also depend on the next token (`reads_next`), hashes cover this too.
 
-If two requests compute the same block at the same time, only one of the two copies can be found; the other becomes empty when its holder
-releases it.
+If two requests compute the same block at the same time, only one of the two copies can be found;
+the other becomes empty when its holder releases it.
 
-Recurrent states: a request that prefills writes few checkpoints, at most one in a step: where its tokens part from those in the cache, so that the
-next request with this beginning starts there, and at the last block boundary of its known tokens, for the next turn of a conversation.
+Recurrent states: a request that prefills writes few checkpoints, at most one in a step: where its
+tokens part from those in the cache, so that the next request with this beginning starts there, and
+at the last block boundary of its known tokens, for the next turn of a conversation.
 """
 
 from __future__ import annotations
@@ -54,7 +58,8 @@ class PrefixOptions(BaseModel):
     reuse: bool = Field(True, description="Reuse K and V across requests, and after a preemption.")
     hash: HashName = Field(
         "xxh3",
-        description="Hash function of blocks: xxh3 is fast; sha256 prevents collisions that an untrusted user might construct.",
+        description="Hash function of blocks: xxh3 is fast; sha256 prevents collisions that an "
+        "untrusted user might construct.",
     )
 
 
@@ -105,29 +110,24 @@ class _Table:
     ) -> None:
         self.request = request
         self.blocks = blocks  # by group, append-only
-        self.released = (
-            released  # by group, how many of its first blocks are HOLEs or no longer held
-        )
+        # by group, how many of its first blocks are HOLEs or no longer held
+        self.released = released
         self.num_tokens = num_tokens  # requested
         self.room = room  # tokens that fit into its blocks
-        self.num_committed = self.num_found = (
-            num_found  # hashes; other requests computed the blocks of the first `num_found`
-        )
+        # hashes; other requests computed the blocks of the first `num_found`
+        self.num_committed = self.num_found = num_found
         self.parted = 0  # tokens: see `_Hit`
-        self.num_doubles = num_found  # hashes up to which it has computed blocks that were cached, and these were replaced
-        self.publishes = (
-            True  # False after a `reset` while it was running: its K and V are outdated
-        )
-        self.targets: tuple[
-            int, ...
-        ] = ()  # numbers of tokens worth a checkpoint, the most useful first
+        # hashes up to which it has computed blocks that were cached, and these were replaced
+        self.num_doubles = num_found
+        # False after a `reset` while it was running: its K and V are outdated
+        self.publishes = True
+        # numbers of tokens worth a checkpoint, the most useful first
+        self.targets: tuple[int, ...] = ()
         self.pending: _Pending | None = None  # the checkpoint that the next batch writes
-        self.checkpoints: dict[
-            int, int
-        ] = {}  # number of tokens -> block of the checkpoint that it wrote
-        self.replaces = (
-            False  # the checkpoint that it started from, by the one at the end of its own prompt
-        )
+        # number of tokens -> block of the checkpoint that it wrote
+        self.checkpoints: dict[int, int] = {}
+        # the checkpoint that it started from, by the one at the end of its own prompt
+        self.replaces = False
 
     def own(self, group: int) -> list[int]:
         """Return the blocks of `group` that the request holds."""
@@ -147,11 +147,14 @@ class _Pending(NamedTuple):
 
 
 class _Hit(NamedTuple):
-    """Result of a search: blocks by group, those that later tokens see of the first `tokens`; of states, the checkpoint. Mustn't be modified."""
+    """Result of a search: blocks by group, those that later tokens see of the first `tokens`; of
+    states, the checkpoint. Mustn't be modified."""
 
     tokens: int
     blocks: tuple[list[int], ...]
-    parted: int  # tokens that full attention alone finds, at least `tokens`: where the prompts of this request and of others part
+    # tokens that full attention alone finds, at least `tokens`: where the prompts of this request
+    # and of others part
+    parted: int
 
 
 class _Found(NamedTuple):
@@ -167,8 +170,9 @@ class _Found(NamedTuple):
 
 
 class PrefixCache(KVCacheManager):
-    """The manager. Growing by one block, `counts` and `available_pages` are O(1); `lookup` is O(blocks found), `free` O(blocks held). A request's
-    tokens are hashed once: on its first lookup or commit, then block by block as it generates; the hashes are kept until `free`. Hashes of a
+    """The manager. Growing by one block, `counts` and `available_pages` are O(1); `lookup` is
+    O(blocks found), `free` O(blocks held). A request's tokens are hashed once: on its first lookup
+    or commit, then block by block as it generates; the hashes are kept until `free`. Hashes of a
     beginning shared with the previous request aren't recomputed."""
 
     capabilities = KVCapabilities(reuse=True, fork=True, trim=True, groups=True, states=True)
@@ -196,20 +200,17 @@ class PrefixCache(KVCacheManager):
         self._pool = BlockPool(context.num_pages, self._widths)
         self._tables: dict[str, _Table] = {}  # request id -> its table
         self._chains: dict[str, HashChain] = {}
-        self._latest: Beginning | None = (
-            None  # beginning of the newest chain, for reuse by the next request
-        )
+        # beginning of the newest chain, for reuse by the next request
+        self._latest: Beginning | None = None
         self._nothing = Allocation(((),) * len(specs))
         self._no_hit = _Hit(0, tuple([] for _ in specs), 0)
         self._found = _Found([], 0, -1, self._no_hit)
         self._copies: list[PageCopy] = []
         self._pending: dict[bytes, _Pending] = {}  # by the checkpoint's key
-        self._doubling: list[
-            _Table
-        ] = []  # those that compute again what is cached, for lack of a checkpoint
-        self._ends = [NO_HASH] * (
-            context.num_pages if self._recurrent else 0
-        )  # by block, its key if a request ended there and none went on from it
+        # those that compute again what is cached, for lack of a checkpoint
+        self._doubling: list[_Table] = []
+        # by block, its key if a request ended there and none went on from it
+        self._ends = [NO_HASH] * (context.num_pages if self._recurrent else 0)
 
     def lookup(self, request: Request) -> int:
         return self._hit(request).tokens
@@ -321,7 +322,8 @@ class PrefixCache(KVCacheManager):
             blocks = source.blocks[index][unseen[index] : full]
             self._pool.hold(blocks, index)
             if partial[index]:
-                # If the parent's block gets a new owner before the copy runs, the owner still writes after it: copies precede the batch.
+                # If the parent's block gets a new owner before the copy runs, the owner still
+                # writes after it: copies precede the batch.
                 blocks += self._pool.take(1, index)
                 copied = zip(
                     self._pool.pages(source.blocks[index][full]),
@@ -423,7 +425,8 @@ class PrefixCache(KVCacheManager):
         for key, pending in self._pending.items():
             if pending.table.pending is not pending or key in self._pool.block_of:
                 raise DovetailError(
-                    f"KV cache: a checkpoint of request {pending.table.request.id!r} is pending, and written or forgotten, too"
+                    f"KV cache: a checkpoint of request {pending.table.request.id!r} is pending, "
+                    f"and written or forgotten, too"
                 )
             holders[-1][pending.block] += 1
         self._pool.check(holders)
@@ -435,12 +438,10 @@ class PrefixCache(KVCacheManager):
         if self._first_cost(hit, num_tokens, {}) > self._pool.available:
             return None
         for group, found in zip(self._paged, hit.blocks, strict=False):
-            self._pool.hold(
-                found, group.number
-            )  # of all groups first, so that `take` doesn't evict them
-        live, is_first = (
-            self._take_state(request, hit) if self._recurrent else ([], False)
-        )  # before K and V: see there
+            # of all groups first, so that `take` doesn't evict them
+            self._pool.hold(found, group.number)
+        # before K and V: see there
+        live, is_first = self._take_state(request, hit) if self._recurrent else ([], False)
         tokens = max(num_tokens, hit.tokens)
         tables = list[list[int]]()
         unseen = list[int]()
@@ -469,12 +470,13 @@ class PrefixCache(KVCacheManager):
     # States
 
     def _take_state(self, request: Request, hit: _Hit) -> tuple[list[int], bool]:
-        """Take a live state, and have the checkpoint of a hit copied to it. Returns the state in a list, and True if this is the first use of a
-        checkpoint at the end of a prompt.
+        """Take a live state, and have the checkpoint of a hit copied to it. Returns the state in a
+        list, and True if this is the first use of a checkpoint at the end of a prompt.
 
-        The checkpoint isn't held: its pages may get another owner even in this planning, who writes after the copy, since copies run in order and
-        before the batch. If `take` evicts it already here, then last, so that the live state is made of the same pages in the same order, and nothing
-        is copied. K and V, taken first, might evict it and leave some of its pages."""
+        The checkpoint isn't held: its pages may get another owner even in this planning, who writes
+        after the copy, since copies run in order and before the batch. If `take` evicts it already
+        here, then last, so that the live state is made of the same pages in the same order, and
+        nothing is copied. K and V, taken first, might evict it and leave some of its pages."""
         pool = self._pool
         group = len(self._paged)
         if not hit.tokens:
@@ -493,9 +495,10 @@ class PrefixCache(KVCacheManager):
         return live, is_first
 
     def _targets(self, request: Request, hit: _Hit) -> tuple[int, ...]:
-        """Return where a request that starts from `hit` should write checkpoints, the most useful first: if one step computes all of its tokens,
-        only that is written. Where prompts part, further ones will start, too. If a request ended there, though, and none has gone on from it,
-        this is its next turn, and the one after that starts from the end of this prompt."""
+        """Return where a request that starts from `hit` should write checkpoints, the most useful
+        first: if one step computes all of its tokens, only that is written. Where prompts part,
+        further ones will start, too. If a request ended there, though, and none has gone on from
+        it, this is its next turn, and the one after that starts from the end of this prompt."""
         last = (request.num_tokens - 1) // self._hit_tokens * self._hit_tokens
         targets = {hit.parted: None, last: None}
         if hit.parted > hit.tokens:
@@ -505,15 +508,17 @@ class PrefixCache(KVCacheManager):
         return tuple(tokens for tokens in targets if tokens > hit.tokens)
 
     def _goes_on(self, block: int | None, key: bytes) -> bool:
-        """Return True if a request or its prompt has ended with `block`, which `key` finds, and this is the first that goes on from there."""
+        """Return True if a request or its prompt has ended with `block`, which `key` finds, and
+        this is the first that goes on from there."""
         if block is None or self._ends[block] != key:
             return False
         self._ends[block] = NO_HASH
         return True
 
     def _request_checkpoint(self, table: _Table, hashes: list[bytes], full: int) -> None:
-        """Request a checkpoint at the first target among the hashes committed now, up to `full`, unless one is pending. To cause no preemption, it
-        takes pages only if one more K and V block of each group then remains available for every request."""
+        """Request a checkpoint at the first target among the hashes committed now, up to `full`,
+        unless one is pending. To cause no preemption, it takes pages only if one more K and V block
+        of each group then remains available for every request."""
         pool = self._pool
         group = len(self._paged)
         if table.pending is not None:
@@ -551,8 +556,9 @@ class PrefixCache(KVCacheManager):
             table.pending = None
 
     def _replace_doubles(self, table: _Table) -> bool:
-        """Let the blocks that a request has computed again be found instead of the cached ones, which would be evicted earlier. Called once their
-        step is submitted, since it can't be undone. Returns True if there will be more of them."""
+        """Let the blocks that a request has computed again be found instead of the cached ones,
+        which would be evicted earlier. Called once their step is submitted, since it can't be
+        undone. Returns True if there will be more of them."""
         if self._tables.get(table.request.id) is not table or not table.publishes:
             return False
         hashes = self._chains[table.request.id].hashes
@@ -570,8 +576,9 @@ class PrefixCache(KVCacheManager):
         return end < most
 
     def _leave(self, table: _Table, hashes: list[bytes]) -> None:
-        """Release the blocks of a request such that its tokens are evicted from the last to the first, and a checkpoint between those after it and
-        those before it, since one is useless without the other."""
+        """Release the blocks of a request such that its tokens are evicted from the last to the
+        first, and a checkpoint between those after it and those before it, since one is useless
+        without the other."""
         pool = self._pool
         states = len(self._paged)
         found = table.num_found * self._hash_tokens
@@ -606,8 +613,9 @@ class PrefixCache(KVCacheManager):
                 self._ends[last] = key
 
     def _refresh(self, table: _Table, chain: HashChain) -> None:
-        """Let the blocks that a window sees where prompts part be evicted after those of full attention. They were released long before, and
-        without them the whole prefix, which other requests will ask for, isn't found."""
+        """Let the blocks that a window sees where prompts part be evicted after those of full
+        attention. They were released long before, and without them the whole prefix, which other
+        requests will ask for, isn't found."""
         for group in self._groups:
             if group.spec.window is not None:
                 start = group.spec.first_visible_block(table.parted)
@@ -619,7 +627,8 @@ class PrefixCache(KVCacheManager):
                 )
 
     def _first_cost(self, hit: _Hit, num_tokens: int, leaving: Mapping[int, int]) -> int:
-        """Return the number of available pages that a request without blocks would take, after freeing the `leaving` holders (block -> count)."""
+        """Return the number of available pages that a request without blocks would take, after
+        freeing the `leaving` holders (block -> count)."""
         refs = self._pool.refs
         blocks = []
         for group, found in zip(self._paged, hit.blocks, strict=False):
@@ -648,7 +657,8 @@ class PrefixCache(KVCacheManager):
         return min([-(-num_tokens // size) * size for size in self._sizes])
 
     def _holders(self, tables: Iterable[_Table]) -> Mapping[int, int]:
-        """Return by block how many of `tables` hold it, with the checkpoints that `free` would drop."""
+        """Return by block how many of `tables` hold it, with the checkpoints that `free` would
+        drop."""
         holders = Counter[int]()
         for table in tables:
             holders.update(
@@ -674,8 +684,8 @@ class PrefixCache(KVCacheManager):
         )
 
     def _hit(self, request: Request) -> _Hit:
-        """Return the longest cached prefix of `request`, without its last known token. It is kept, since a lookup is often followed by an
-        admission, which searches again."""
+        """Return the longest cached prefix of `request`, without its last known token. It is kept,
+        since a lookup is often followed by an admission, which searches again."""
         if not self.options.reuse or request.params.prompt_logprobs is not None:
             return self._no_hit
         limit = (request.num_tokens - 1) // self._hit_tokens * self._hit_tokens
@@ -700,7 +710,8 @@ class PrefixCache(KVCacheManager):
         return _Hit(tokens, tuple(blocks), max(parted, tokens))
 
     def _find(self, group: _Group, hashes: list[bytes], tokens: int) -> tuple[int, list[int]]:
-        """Return the longest hit of at most `tokens` tokens that `group` accepts, and the blocks of it that later tokens see."""
+        """Return the longest hit of at most `tokens` tokens that `group` accepts, and the blocks of
+        it that later tokens see."""
         index = self._pool.block_of
         spec = group.spec
         found: list[int] = []
@@ -719,7 +730,9 @@ class PrefixCache(KVCacheManager):
             end -= 1
             if block is not None:
                 found.append(block)
-            else:  # no hit that ends after it, and sees it, is accepted; earlier ones don't see those found
+            else:
+                # no hit that ends after it, and sees it, is accepted; earlier ones don't see those
+                # found
                 tokens = end * spec.block_tokens // self._hit_tokens * self._hit_tokens
                 end = tokens // spec.block_tokens
                 found.clear()
@@ -756,7 +769,8 @@ class PrefixCache(KVCacheManager):
             if needed < min(released, end):
                 raise self._misuse(
                     parent,
-                    f"fork({num_tokens} tokens), which needs block {needed} of group {group.number}",
+                    f"fork({num_tokens} tokens), which needs block {needed} of group "
+                    f"{group.number}",
                     source,
                 )
         if (
@@ -764,7 +778,8 @@ class PrefixCache(KVCacheManager):
             or parent.prompt_token_ids[:num_tokens] != child.prompt_token_ids[:num_tokens]
         ):
             raise DovetailError(
-                f"KV cache: requests {parent.id!r} and {child.id!r} differ in their first {num_tokens} tokens or their cache_keys"
+                f"KV cache: requests {parent.id!r} and {child.id!r} differ in their first "
+                f"{num_tokens} tokens or their cache_keys"
             )
 
     def _misuse(self, request: Request, act: str, table: _Table | None = None) -> DovetailError:

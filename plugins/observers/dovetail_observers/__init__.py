@@ -14,7 +14,8 @@ def dovetail_components() -> list[ComponentSpec]:
             api="0.2",
             target="dovetail_observers.log:LogObserver",
             options="dovetail_observers.log:LogOptions",
-            summary="Logs a line every few seconds: requests, tokens per second, KV pool, preemptions",
+            summary="Logs a line every few seconds: requests, tokens per second, KV pool, "
+            "preemptions",
         ),
         ComponentSpec(
             kind="observer",

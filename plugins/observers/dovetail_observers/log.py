@@ -1,7 +1,8 @@
 """Observer `log`: writes a line about the engine's work to the logger "dovetail" every few seconds.
 
-It uses two clocks. Wall time decides *when a line is due*, so that a simulated hour doesn't flood a terminal. *Rates* use the times of events, which
-are on the engine's clock: in simulation, that of the simulated device.
+It uses two clocks. Wall time decides *when a line is due*, so that a simulated hour doesn't flood a
+terminal. *Rates* use the times of events, which are on the engine's clock: in simulation, that of
+the simulated device.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Tally:
 
     @property
     def drafts(self) -> str:
-        """Mean number of tokens that rows with drafts yielded, as a part of a line; empty if there were none."""
+        """Mean number of tokens that rows with drafts yielded, as a part of a line; empty if there
+        were none."""
         return (
             f", acceptance length {1 + self.accepted_drafts / self.draft_rows:.2f}"
             if self.draft_rows
@@ -82,7 +84,8 @@ class Tally:
 
 
 class LogObserver(Observer):
-    """Logs at level INFO: a line at the start, at most one every `every_s` while steps finish, and the totals at the end."""
+    """Logs at level INFO: a line at the start, at most one every `every_s` while steps finish, and
+    the totals at the end."""
 
     options: LogOptions
 
@@ -95,10 +98,11 @@ class LogObserver(Observer):
         super().__init__(options, context)
         self._wall = wall
         self._due = wall() + options.every_s
+        # counts since the last line, and since the start
         self._recent, self._total = (
             Tally(),
             Tally(),
-        )  # counts since the last line, and since the start
+        )
         self._last_step: StepFinished | None = None
         self._groups: tuple[str, ...] = ()  # names of the cache groups
 
@@ -137,7 +141,8 @@ class LogObserver(Observer):
             self._write(self._last_step)
         total = self._total
         logger.info(
-            "stopped%s: %d steps, %d prefill and %d decode tokens, prefix hits %.0f%%, %d preemptions%s",
+            "stopped%s: %d steps, %d prefill and %d decode tokens, prefix hits %.0f%%, %d "
+            "preemptions%s",
             f" by {type(event.error).__name__}: {event.error}" if event.error else "",
             total.steps,
             total.prefill_tokens,
@@ -157,7 +162,8 @@ class LogObserver(Observer):
         )
         groups = ", ".join(f"{name} {share * held:.1f}%" for name, held in by_group)
         logger.info(
-            "running %d, waiting %d | prefill %.0f tok/s, decode %.0f tok/s%s | KV %.1f%% used%s, prefix hits %.0f%% | %d preemptions",
+            "running %d, waiting %d | prefill %.0f tok/s, decode %.0f tok/s%s | KV %.1f%% used%s, "
+            "prefix hits %.0f%% | %d preemptions",
             step.running,
             step.waiting,
             recent.per_second(recent.prefill_tokens),

@@ -1,6 +1,8 @@
-"""Exports an OpenTelemetry span for each request, with one for each of its phases, as `dovetail serve` does.
+"""Exports an OpenTelemetry span for each request, with one for each of its phases, as
+`dovetail serve` does.
 
-`trace_headers` of a request (`traceparent`, `tracestate`) name the trace that its span belongs to.
+`trace_headers` of a request (`traceparent`, `tracestate`) name the trace that its span belongs
+to.
 """
 
 from __future__ import annotations

@@ -5,9 +5,11 @@
     requests   lane 000   | request 17                          | request 31 ...
                           | queued | prefill | decode | preempted | ...    phases of the request above
 
-The format is Chrome's JSON trace events ("Trace Event Format", Google, 2016), as an array with few events per line: begins (ph B) and ends (E)
-of requests and phases, complete events (X), instants (i), counters (C) and names (M). Times are whole microseconds of the engine's clock. Slices of
-a lane must nest, so a lane holds one request at a time. The work per step depends on neither the number of running nor of waiting requests.
+The format is Chrome's JSON trace events ("Trace Event Format", Google, 2016), as an array with few
+events per line: begins (ph B) and ends (E) of requests and phases, complete events (X), instants
+(i), counters (C) and names (M). Times are whole microseconds of the engine's clock. Slices of a
+lane must nest, so a lane holds one request at a time. The work per step depends on neither the
+number of running nor of waiting requests.
 """
 
 from __future__ import annotations
@@ -75,11 +77,12 @@ class PerfettoOptions(BaseModel):
 
 
 class TraceFile:
-    """A JSON array of events. Only whole lines are written, so the file of a killed process lacks only its closing bracket and the buffer."""
+    """A JSON array of events. Only whole lines are written, so the file of a killed process lacks
+    only its closing bracket and the buffer."""
 
     def __init__(self, path: Path, wall: Callable[[], float]) -> None:
-        """Create or overwrite the file. Raises `OSError` or `ValueError` if it can't be written, `BlockingIOError` if another `TraceFile` is open
-        on it, in this process or another."""
+        """Create or overwrite the file. Raises `OSError` or `ValueError` if it can't be written,
+        `BlockingIOError` if another `TraceFile` is open on it, in this process or another."""
         if path.exists() and not path.is_file():  # a FIFO would block until it is read
             raise ValueError("not a regular file")
         self.size = 0  # bytes, buffered ones included
@@ -102,8 +105,8 @@ class TraceFile:
             self.flush()
 
     def flush(self) -> None:
-        """Pass the buffer to the operating system. Raises `OSError` if that fails, as on a full disk: the buffer is lost, and the file ends after a
-        whole event."""
+        """Pass the buffer to the operating system. Raises `OSError` if that fails, as on a full
+        disk: the buffer is lost, and the file ends after a whole event."""
         data = memoryview(bytes(self._buffer))
         kept = self.size - len(self._buffer)
         self._buffer.clear()
@@ -118,7 +121,8 @@ class TraceFile:
             raise
 
     def close(self, line: bytes = b"") -> None:
-        """Append the last events and the closing bracket, and close the file. Raises as `flush` does, with the file still open."""
+        """Append the last events and the closing bracket, and close the file. Raises as `flush`
+        does, with the file still open."""
         self._append(line + b"\n]\n")
         self.flush()
         self._file.close()
@@ -145,7 +149,8 @@ class Life:
 
 
 class PerfettoObserver(Observer):
-    """Writes events as they come. If that fails, or the file is full, the trace ends with a warning; the engine isn't affected."""
+    """Writes events as they come. If that fails, or the file is full, the trace ends with a
+    warning; the engine isn't affected."""
 
     options: PerfettoOptions
 
@@ -164,9 +169,8 @@ class PerfettoObserver(Observer):
         self._device_us = 0  # end of the last step
         self._lives: dict[Request, Life] = {}
         self._prefilling: dict[Request, Life] = {}
-        self._free: list[
-            tuple[int, int]
-        ] = []  # a heap of free lanes, each after the time of its last end
+        # a heap of free lanes, each after the time of its last end
+        self._free: list[tuple[int, int]] = []
         self._lanes = 0
         self._copied = False  # the last step had copies
 
@@ -182,7 +186,10 @@ class PerfettoObserver(Observer):
             raise self._no_file(
                 f"can't be written: {getattr(error, 'strerror', None) or error}"
             ) from None
-        label = f"scheduler {event.scheduler}, kv_cache {event.kv_cache}, {event.num_blocks} blocks of {event.block_size}, executor {event.executor}"
+        label = (
+            f"scheduler {event.scheduler}, kv_cache {event.kv_cache}, {event.num_blocks} "
+            f"blocks of {event.block_size}, executor {event.executor}"
+        )
         self._write(
             _meta("process_labels", ENGINE, 0, labels=label),
             _meta("thread_name", ENGINE, DEVICE, name="device"),
@@ -347,7 +354,8 @@ class PerfettoObserver(Observer):
         return self._lanes
 
     def _write(self, *events: Event) -> None:
-        """Write events, all of them or none: if the file is full, the trace ends. No-op once it has ended."""
+        """Write events, all of them or none: if the file is full, the trace ends. No-op once it has
+        ended."""
         if (file := self._file) is None:
             return
         line = _line(events)
@@ -403,13 +411,14 @@ class PerfettoObserver(Observer):
 
 
 def _line(events: Sequence[Event]) -> bytes:
-    """Return the events in JSON, after a comma: encoded in one call, which takes half the time of one each. Unpaired surrogates, which Perfetto
-    doesn't read, become "?"."""
+    """Return the events in JSON, after a comma: encoded in one call, which takes half the time of
+    one each. Unpaired surrogates, which Perfetto doesn't read, become "?"."""
     return f",\n{_encode(events)[1:-1]}".encode("utf-8", "replace")
 
 
 def _counted(names: Sequence[str]) -> str:
-    """Return names in their order, neighbours that are the same as one: "draft_first, draft_next x3, decode"."""
+    """Return names in their order, neighbours that are the same as one: "draft_first, draft_next
+    x3, decode"."""
     runs = [(name, len(list(same))) for name, same in groupby(names)]
     return ", ".join(name if count == 1 else f"{name} x{count}" for name, count in runs)
 

@@ -1,7 +1,9 @@
-"""Observer `prometheus`: serves an engine's metrics to Prometheus at `http://host:port/metrics`, without a server, until the engine stops.
+"""Observer `prometheus`: serves an engine's metrics to Prometheus at `http://host:port/metrics`,
+without a server, until the engine stops.
 
-Metrics that the server also has share its names and buckets; docs/serving/metrics.md lists both. A request is counted when it ends, and inter-token
-latencies are missing: the server sees tokens, an observer only steps.
+Metrics that the server also has share its names and buckets; docs/serving/metrics.md lists both. A
+request is counted when it ends, and inter-token latencies are missing: the server sees tokens, an
+observer only steps.
 """
 
 from __future__ import annotations
@@ -132,7 +134,8 @@ class PrometheusObserver(Observer):
             self._server, self._thread = start_http_server(self.options.port, host, self.registry)
         except OSError as error:
             raise ConfigError(
-                f"observer prometheus: can't listen on {host}:{self.options.port}: {error}; choose another host or port"
+                f"observer prometheus: can't listen on {host}:{self.options.port}: {error}; choose "
+                f"another host or port"
             ) from error
         self.port = self._server.server_port
         self._figures.started(event)
@@ -154,7 +157,8 @@ class PrometheusObserver(Observer):
 
 
 class Figures:
-    """The metrics and their updates by events. Updated in the engine's thread, read by scraping threads."""
+    """The metrics and their updates by events. Updated in the engine's thread, read by scraping
+    threads."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         def counter(name: str, documentation: str, *labels: str) -> Counter:

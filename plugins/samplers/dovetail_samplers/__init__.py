@@ -14,6 +14,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         name="default",
         target="dovetail_samplers.default:DefaultSampler",
         api="0.5",
-        summary="greedy, temperature, top-k, top-p, min-p, penalties, bans, logprobs; reproducible by seed",
+        summary="greedy, temperature, top-k, top-p, min-p, penalties, bans, logprobs; reproducible "
+        "by seed",
         requires=("torch>=2.11",),
     )

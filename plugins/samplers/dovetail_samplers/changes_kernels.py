@@ -1,17 +1,21 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Rules and penalties on a GPU: logits are copied to float32 memory, and those with rules, or of tokens in the history, are changed there.
+"""Rules and penalties on a GPU: logits are copied to float32 memory, and those with rules, or of
+tokens in the history, are changed there.
 
-Two kernels. `_widen` copies, tile by tile. `_change` takes a row a program, and looks at single logits alone: those of its rules, and of the tokens
-that it has seen. A row's lines take turns, since they share its scratch memory. There is no state but the history. A token that was seen several
-times must be changed once, by how often it was generated, so tokens are counted in the very places of their logits:
+Two kernels. `_widen` copies, tile by tile. `_change` takes a row a program, and looks at single
+logits alone: those of its rules, and of the tokens that it has seen. A row's lines take turns,
+since they share its scratch memory. There is no state but the history. A token that was seen
+several times must be changed once, by how often it was generated, so tokens are counted in the very
+places of their logits:
 
     every seen token     swaps its logit for MARK: the first one gets the logit, keeps it, and will change it
     every generated one  adds 1
     those that keep one  read the count above MARK, and write the changed logit
 
-That costs a few dozen bytes a token, where attention has just read some thousands. Twins: `rules.apply` and `penalties`, to the bit: so divisions are
-exact, and no product is fused with a sum.
+That costs a few dozen bytes a token, where attention has just read some thousands. Twins:
+`rules.apply` and `penalties`, to the bit: so divisions are exact, and no product is fused with a
+sum.
 """
 
 from __future__ import annotations
@@ -99,9 +103,8 @@ def _change(
     place = tl.program_id(0).to(tl.int64)
     n = tl.num_programs(0)
     row = tl.load(rows + place)
-    others = (
-        tl.load(rows + place - 1, mask=place > 0, other=-1) == row
-    )  # another program takes all lines of the row
+    # another program takes all lines of the row
+    others = tl.load(rows + place - 1, mask=place > 0, other=-1) == row
     if (row >= max_rows) | others:
         return
     record = ints + row * WORDS
@@ -252,18 +255,16 @@ def _ban(
         holds = tl.where(
             is_word, tl.load(missed + i - num_stops, mask=is_word, other=1) == 0, inside & too_few
         )
-        new = (
-            tl.load(before + i, mask=inside, other=0).to(tl.float32, bitcast=True) + NEVER
-        )  # NaN stays
+        # NaN stays
+        new = tl.load(before + i, mask=inside, other=0).to(tl.float32, bitcast=True) + NEVER
         place = changed.to(tl.pointer_type(tl.int32), bitcast=True) + tl.load(
             banned + i, mask=inside, other=0
         )
         old = tl.atomic_xchg(place, new.to(tl.int32, bitcast=True), mask=holds).to(
             tl.float32, bitcast=True
         )
-        num_finite -= tl.sum(
-            (holds & (new == NEVER) & (old != NEVER)).to(tl.int32), 0
-        )  # a token may be banned twice
+        # a token may be banned twice
+        num_finite -= tl.sum((holds & (new == NEVER) & (old != NEVER)).to(tl.int32), 0)
     tl.debug_barrier()
     if num_finite == 0:
         for start in range(0, count, CHUNK):
@@ -322,9 +323,11 @@ def change(
     changed: torch.Tensor,
     kept: torch.Tensor,
 ) -> torch.Tensor:
-    """logits [n, vocab] of any float dtype, and lines [n], of rows of `records` [max_rows + 1, 12] int32 (`device_changes`) and of the history -> the
-    same with rules and penalties, the first n rows of `changed` [n or more, vocab] float32. `kept` [max_rows + 1, width] int32, as wide as the
-    history, is overwritten. The last record's row is padding: what it gets is undefined. Only enqueues work."""
+    """logits [n, vocab] of any float dtype, and lines [n], of rows of `records` [max_rows + 1, 12]
+    int32 (`device_changes`) and of the history -> the same with rules and penalties, the first n
+    rows of `changed` [n or more, vocab] float32. `kept` [max_rows + 1, width] int32, as wide as the
+    history, is overwritten. The last record's row is padding: what it gets is undefined. Only
+    enqueues work."""
     n, vocab = logits.shape
     if n == 0:
         return changed[:0]

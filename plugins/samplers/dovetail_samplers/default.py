@@ -1,11 +1,14 @@
-"""Sampler `default`. Each row takes only the steps it needs: greedy rows an argmax, rows with a temperature a race against noise over the
-vocabulary, rows with top-k or top-p a race over the remaining tokens.
+"""Sampler `default`. Each row takes only the steps it needs: greedy rows an argmax, rows with a
+temperature a race against noise over the vocabulary, rows with top-k or top-p a race over the
+remaining tokens.
 
-Drawing a token with probability p_i is a race: the token with the largest p_i / e_i wins, with e_i independent exponential noise. Since noise
-depends on the vocabulary id (`noise`), it can be computed only for the tokens that take part, with the same winner.
+Drawing a token with probability p_i is a race: the token with the largest p_i / e_i wins, with e_i
+independent exponential noise. Since noise depends on the vocabulary id (`noise`), it can be
+computed only for the tokens that take part, with the same winner.
 
-A line's result is a function of its logits, its row's parameters and its history: lines share kernels, not numbers. On a GPU with Triton, all lines
-are changed by `changes_kernels` and drawn by `fused` at once; the other steps below are for all other devices.
+A line's result is a function of its logits, its row's parameters and its history: lines share
+kernels, not numbers. On a GPU with Triton, all lines are changed by `changes_kernels` and drawn by
+`fused` at once; the other steps below are for all other devices.
 """
 
 from __future__ import annotations
@@ -45,9 +48,9 @@ from dovetail_samplers.noise import exponentials, stream_keys
 from dovetail_samplers.table import DeviceRows, Needs, RowTable
 
 Rows = NDArray[np.int64]  # row indices, or indices in the batch, on the host
-AT_ONCE = (
-    2**24
-)  # logits, or history tokens, that rules and penalties process at once: each needs some 30 bytes of temporary memory
+# logits, or history tokens, that rules and penalties process at once: each needs some 30 bytes of
+# temporary memory
+AT_ONCE = 2**24
 UNCAPTURABLE = ~int(Needs.RANDOM | Needs.FILTERS)
 CAPTURED_LOGPROBS = 20  # most likely tokens; with more, a step is sampled outside of graphs
 CPU_CHUNK = 2**17  # logits processed at once on the CPU, to fit its cache
@@ -84,7 +87,8 @@ class DefaultSampler(Sampler):
                 self._changes.send(self._table, rows)
 
     def capture_for(self, host_rows: Rows) -> Capture | None:
-        """Return `TOKENS` for rows that need only temperature and filters, and `FULL` for others, unless one asks for many log-probabilities."""
+        """Return `TOKENS` for rows that need only temperature and filters, and `FULL` for others,
+        unless one asks for many log-probabilities."""
         if not int(np.bitwise_or.reduce(self._table.needs[host_rows])) & UNCAPTURABLE:
             return Capture.TOKENS
         few = int(self._table.logprobs[host_rows].max()) <= CAPTURED_LOGPROBS
@@ -137,7 +141,8 @@ class DefaultSampler(Sampler):
     def _drawn_by_kernels(
         self, logits: torch.Tensor, lines: Lines, union: Needs, process: Process | None
     ) -> torch.Tensor | None:
-        """Return token ids [n] int64, or None without kernels, or if logits must be changed and those kernels are unavailable."""
+        """Return token ids [n] int64, or None without kernels, or if logits must be changed and
+        those kernels are unavailable."""
         if self._changes is None:
             return None
         if not union & Needs.CHANGED_LOGITS and process is None:
@@ -149,7 +154,8 @@ class DefaultSampler(Sampler):
     def _draw_changed(
         self, changes: DeviceChanges, logits: torch.Tensor, lines: Lines, process: Process | None
     ) -> torch.Tensor:
-        """logits [n, vocab], unchanged, and lines [n] -> token ids [n] int64. May raise `KernelUnavailable`."""
+        """logits [n, vocab], unchanged, and lines [n] -> token ids [n] int64. May raise
+        `KernelUnavailable`."""
         drawn = []
         for start in range(0, max(1, len(logits)), changes.most):
             own = Lines(*(values[start : start + changes.most] for values in lines))
@@ -164,7 +170,8 @@ class DefaultSampler(Sampler):
     def _change_logits(
         self, logits: torch.Tensor, lines: Lines, host_rows: Rows, needs: NDArray[np.uint8]
     ) -> None:
-        """Apply rules and penalties in place to the lines of rows that have them. logits [n, vocab] float32."""
+        """Apply rules and penalties in place to the lines of rows that have them. logits [n, vocab]
+        float32."""
         most = max(1, AT_ONCE // max(self.context.history.token_ids.shape[1], logits.shape[1]))
         changes = {
             Needs.RULES: self._apply_rules,
@@ -212,9 +219,8 @@ class DefaultSampler(Sampler):
             return first_argmax(logits)
         history = self.context.history
         positions = (history.lengths(lines) - history.prompt_lens[lines.rows]).to(torch.int64)
-        keys = stream_keys(
-            self._table.send(self._table.seed_states, host_rows), positions
-        )  # [n, 2]
+        # [n, 2]
+        keys = stream_keys(self._table.send(self._table.seed_states, host_rows), positions)
         token_ids = torch.empty(len(needs), dtype=torch.int64, device=self._device)
         most = max(1, CPU_CHUNK // logits.shape[1]) if on_cpu(logits) else len(needs)
         for way, indices in _alike(needs, most):
@@ -225,7 +231,8 @@ class DefaultSampler(Sampler):
         return token_ids
 
     def _index(self, indices: Rows) -> torch.Tensor | slice:
-        """Return an index that selects these ascending indices of a batch: a slice, which avoids a copy, if they are contiguous."""
+        """Return an index that selects these ascending indices of a batch: a slice, which avoids a
+        copy, if they are contiguous."""
         first = int(indices[0])
         last = int(indices[-1])
         if last - first + 1 == len(indices):
@@ -235,7 +242,8 @@ class DefaultSampler(Sampler):
     def _draw_alike(
         self, way: Needs, logits: torch.Tensor, keys: torch.Tensor, host_rows: Rows
     ) -> torch.Tensor:
-        """Draw rows with the same way of drawing: logits [n, vocab], keys [n, 2] -> token ids [n]."""
+        """Draw rows with the same way of drawing: logits [n, vocab], keys [n, 2] -> token ids
+        [n]."""
         if not way & Needs.RANDOM:
             return first_argmax(logits)
         scores = self._scores(logits, host_rows)
@@ -246,11 +254,11 @@ class DefaultSampler(Sampler):
         return self._race_of_few(weights.mul_(kept), kept, keys)
 
     def _scores(self, logits: torch.Tensor, host_rows: Rows) -> torch.Tensor:
-        """Return [n, vocab] float32: (logits - the row's largest) / temperature. The largest is finite at any temperature, and none is NaN."""
+        """Return [n, vocab] float32: (logits - the row's largest) / temperature. The largest is
+        finite at any temperature, and none is NaN."""
         logits = logits.to(torch.float32)
-        largest = logits.amax(-1, keepdim=True).clamp_(
-            min=torch.finfo(torch.float32).min
-        )  # for rows of -inf: a finite value to subtract
+        # for rows of -inf: a finite value to subtract
+        largest = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
         return (logits - largest).div_(
             self._table.send(self._table.temperature, host_rows)[:, None]
         )
@@ -289,7 +297,8 @@ class DefaultSampler(Sampler):
     def _race_of_few(
         self, weights: torch.Tensor, kept: torch.Tensor, keys: torch.Tensor
     ) -> torch.Tensor:
-        """The same, for weights that are 0 where `kept` is: on the CPU, noise is computed only for kept tokens."""
+        """The same, for weights that are 0 where `kept` is: on the CPU, noise is computed only for
+        kept tokens."""
         if not on_cpu(weights):
             return self._race(weights, keys)
         indices = np.flatnonzero(kept.numpy())
@@ -305,7 +314,8 @@ class DefaultSampler(Sampler):
 
 
 def _alike(needs: NDArray[np.uint8], most: int) -> Iterator[tuple[Needs, Rows]]:
-    """Return the indices [n] in the batch, grouped by their way of drawing, at most `most` per group."""
+    """Return the indices [n] in the batch, grouped by their way of drawing, at most `most` per
+    group."""
     ways = needs & int(Needs.RANDOM | Needs.FILTERS)
     for way in np.unique(ways):
         for indices in _cut(np.flatnonzero(ways == way), most):

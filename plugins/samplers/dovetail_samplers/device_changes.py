@@ -1,4 +1,5 @@
-"""`DeviceChanges`: biases, bans and penalties of rows on the device, to change logits without the host. Needs Triton kernels."""
+"""`DeviceChanges`: biases, bans and penalties of rows on the device, to change logits without the
+host. Needs Triton kernels."""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ RECORD = np.dtype(
     ]
 )
 NONE = np.array([(0, 0, -1, 0, 0, 0, 0, 1, 0, 0, -1)], RECORD)
-AT_ONCE = (
-    1 << 26
-)  # changed logits of 4 bytes; further lines are processed afterwards, in the same memory
+# changed logits of 4 bytes; further lines are processed afterwards, in the same memory
+AT_ONCE = 1 << 26
 
 
 class DeviceChanges:
-    """Records of `max_rows` rows plus one for padding, and memory for changed logits. Tensors keep their addresses."""
+    """Records of `max_rows` rows plus one for padding, and memory for changed logits. Tensors keep
+    their addresses."""
 
     def __init__(self, max_rows: int, context: SamplerContext) -> None:
         self._history, device, vocab_size = (
@@ -42,18 +43,17 @@ class DeviceChanges:
             torch.device(context.device),
             context.vocab_size,
         )
-        self._records = torch.from_numpy(_words(NONE.repeat(max_rows + 1))).to(
-            device
-        )  # [max_rows + 1, 12] int32
+        # [max_rows + 1, 12] int32
+        self._records = torch.from_numpy(_words(NONE.repeat(max_rows + 1))).to(device)
         self.asked_logprobs = self._records[:, RECORD.itemsize // 4 - 1]  # [max_rows + 1]
-        self.most = max(
-            1, min(max_rows * (1 + context.max_drafts), AT_ONCE // vocab_size)
-        )  # lines at once
+        # lines at once
+        self.most = max(1, min(max_rows * (1 + context.max_drafts), AT_ONCE // vocab_size))
         self._changed = torch.empty((self.most, vocab_size), dtype=torch.float32, device=device)
         self._kept = torch.empty_like(self._history.token_ids)
 
     def send(self, table: RowTable, rows: NDArray[np.int64]) -> None:
-        """Set these rows' parameters, without synchronizing. The table keeps the packed rules as long as the row."""
+        """Set these rows' parameters, without synchronizing. The table keeps the packed rules as
+        long as the row."""
         records = NONE.repeat(len(rows))
         for record, row in zip(records, rows.tolist(), strict=True):
             if (rules := table.rules.get(row)) is not None:
@@ -73,7 +73,8 @@ class DeviceChanges:
         self._records.index_copy_(0, *all_to_device([rows, _words(records)], self._records.device))
 
     def change(self, logits: torch.Tensor, lines: Lines) -> torch.Tensor:
-        """logits [n, vocab], n <= `most`, and lines [n] -> [n, vocab] float32, which the next call overwrites."""
+        """logits [n, vocab], n <= `most`, and lines [n] -> [n, vocab] float32, which the next call
+        overwrites."""
         from dovetail_samplers import changes_kernels
 
         return changes_kernels.change(

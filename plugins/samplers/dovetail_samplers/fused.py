@@ -1,8 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Draws a token for each row on a GPU, with any parameters: logits are read once, without sorting or synchronizing with the host.
+"""Draws a token for each row on a GPU, with any parameters: logits are read once, without sorting
+or synchronizing with the host.
 
-Two kernels. `_survey` goes over tiles of the vocabulary, all at once; `_choose` makes each row's choice of what that left:
+Two kernels. `_survey` goes over tiles of the vocabulary, all at once; `_choose` makes each row's
+choice of what that left:
 
     row is        a tile leaves                        the choice
     greedy        its largest logit                    the tile with the largest is read again, and the token found there
@@ -10,16 +12,19 @@ Two kernels. `_survey` goes over tiles of the vocabulary, all at once; `_choose`
     filtered      that, the sum of its weights, and    the groups whose largest may be kept are read again (with top-k k of them, so some
                   the largest of each GROUP of ids     thousand logits); where the row ends is searched there, and the race run there
 
-A filter's end is searched as the largest value whose equals and betters count k (top-k) or weigh p (top-p): floats are turned to integers in the
-same order, and each round cuts the range of integers to a fifth. The largest of groups are searched first, which bounds it from below. Only
-a filter that keeps most of a flat distribution reads the whole row in each round.
+A filter's end is searched as the largest value whose equals and betters count k (top-k) or weigh p
+(top-p): floats are turned to integers in the same order, and each round cuts the range of integers
+to a fifth. The largest of groups are searched first, which bounds it from below. Only a filter that
+keeps most of a flat distribution reads the whole row in each round.
 
-A race is won by the smallest time, noise / weight; the noise is `noise`'s. Weights are of the logits less the largest that the program knows, so
-that they neither overflow nor vanish where it matters. Twin: `table.draw_plain`.
+A race is won by the smallest time, noise / weight; the noise is `noise`'s. Weights are of the
+logits less the largest that the program knows, so that they neither overflow nor vanish where it
+matters. Twin: `table.draw_plain`.
 
-`_survey` is bound by instructions: some 33 a random row's logit, 20 of them for the noise. So no tile looks for the id of what it found, which
-costs more than reading one tile a row again; and powers and logarithms are of 2, each one instruction. The factor that this leaves in the
-noise changes no race.
+`_survey` is bound by instructions: some 33 a random row's logit, 20 of them for the noise. So no
+tile looks for the id of what it found, which costs more than reading one tile a row again; and
+powers and logarithms are of 2, each one instruction. The factor that this leaves in the noise
+changes no race.
 """
 
 from __future__ import annotations
@@ -109,9 +114,11 @@ def noise_bits(first, second, hashes):
 
 @triton.jit
 def exponentials(first, second, hashes):
-    """`noise.exponentials` divided by ln 2, -log2(1 - u), relative error below 2e-6: float32 like `hashes`.
+    """`noise.exponentials` divided by ln 2, -log2(1 - u), relative error below 2e-6: float32 like
+    `hashes`.
 
-    The logarithm's error, and that of 1 - u, are absolute: small u, which decide most races, go without.
+    The logarithm's error, and that of 1 - u, are absolute: small u, which decide most races, go
+    without.
     """
     u = HALF_STEP + STEP * noise_bits(first, second, hashes).to(tl.float32)
     small = (((SERIES_3 * u + SERIES_2) * u + SERIES_1) * u + SERIES_0) * u
@@ -120,7 +127,8 @@ def exponentials(first, second, hashes):
 
 @triton.jit
 def _log2(x):
-    """Return log2 of positive x within 2^-22, in one instruction, where `tl.log2`, which gets the last bits right, takes 25."""
+    """Return log2 of positive x within 2^-22, in one instruction, where `tl.log2`, which gets the
+    last bits right, takes 25."""
     return tl.log2(x) if INTERPRETED else libdevice.fast_log2f(x)
 
 
@@ -145,7 +153,9 @@ def _survey(
     prompt_lens,
     hashes,
     tops,  # [n, width]: each tile's largest logit
-    found,  # [n, width]: its race's winning time, or the sum of its weights, where the weight of its largest logit is 1
+    # [n, width]: its race's winning time, or the sum of its weights, where the weight of its
+    # largest logit is 1
+    found,
     group_tops,  # [n, groups]
     each,  # rows of a program
     n,
@@ -204,19 +214,22 @@ def _survey(
 
 @triton.jit
 def _times(x, top, sharpness, key_1, key_2, hashes):
-    """Each logit's time in the race, multiplied by the weight that `top` has; infinite for a logit of -inf, 0 for one of +inf. `top` is finite."""
+    """Each logit's time in the race, multiplied by the weight that `top` has; infinite for a logit
+    of -inf, 0 for one of +inf. `top` is finite."""
     return exponentials(key_1, key_2, hashes) * tl.exp2((top - x) * sharpness)
 
 
 @triton.jit
 def _weights(x, top, sharpness):
-    """Each logit's weight, relative to that of `top`, which is the largest or, if that is infinite, `_finite`."""
+    """Each logit's weight, relative to that of `top`, which is the largest or, if that is infinite,
+    `_finite`."""
     return tl.exp2(tl.minimum((x - top) * sharpness, 0.0))
 
 
 @triton.jit
 def _finite(top):
-    """Return the largest logit, or the finite number next to it: a difference of infinities would be NaN, which wins no race on a GPU."""
+    """Return the largest logit, or the finite number next to it: a difference of infinities would
+    be NaN, which wins no race on a GPU."""
     return tl.minimum(tl.maximum(top, LEAST), MOST)
 
 
@@ -310,9 +323,8 @@ def _choose(
                 tl.load(hashes + token, mask=token < vocab, other=0),
             )
         token = chosen * TILE + tl.argmin(times, 0)
-    tl.store(
-        token_ids + place, tl.minimum(token, vocab - 1).to(tl.int64)
-    )  # NaN may win at an invalid index
+    # NaN may win at an invalid index
+    tl.store(token_ids + place, tl.minimum(token, vocab - 1).to(tl.int64))
 
 
 @triton.jit
@@ -473,8 +485,9 @@ def _order(x, SPARE: tl.constexpr):
 def _read(
     values, hits, start, count, limit, GROUP: tl.constexpr, CHUNK: tl.constexpr, SPARE: tl.constexpr
 ):
-    """Places start, … of what lies in the first `count` groups of the list `hits` (GROUP 0: of `values` themselves): index, value, the value's
-    place in the order, and whether it exists. An index is below `limit`."""
+    """Places start, … of what lies in the first `count` groups of the list `hits` (GROUP 0: of
+    `values` themselves): index, value, the value's place in the order, and whether it exists. An
+    index is below `limit`."""
     place = start + tl.arange(0, CHUNK)
     if GROUP == 0:
         index = place
@@ -504,8 +517,9 @@ def _reaching(
     PIVOTS: tl.constexpr,
     SPARE: tl.constexpr,
 ):
-    """The largest place in the order, above `low`, such that those at it or above it reach `target`: their number does, or (WEIGHED) their weight.
-    `low` if there is none. What is searched: see `_read`."""
+    """The largest place in the order, above `low`, such that those at it or above it reach
+    `target`: their number does, or (WEIGHED) their weight. `low` if there is none. What is
+    searched: see `_read`."""
     width = highest.to(tl.int64) - low + 1
     while width > 1:
         step = (width + PIVOTS) // (PIVOTS + 1)
@@ -516,9 +530,8 @@ def _reaching(
             _, x, key, inside = _read(values, hits, start, count, limit, GROUP, CHUNK, SPARE)
             amount = _weights(x, top, sharpness) if WEIGHED else inside.to(tl.float32)
             sums += tl.sum(tl.where(key[:, None] >= clipped[None, :], amount[:, None], 0.0), 0)
-        passed = tl.sum(
-            ((sums >= target) & (pivots <= highest)).to(tl.int64), 0
-        )  # the lowest so many
+        # the lowest so many
+        passed = tl.sum(((sums >= target) & (pivots <= highest)).to(tl.int64), 0)
         low += passed * step
         width = tl.minimum(step, width - passed * step)
     return low
@@ -528,8 +541,8 @@ def _reaching(
 def _list_hits(
     group_tops, hits, groups, bound, least, top, sharpness, CHUNK: tl.constexpr, SPARE: tl.constexpr
 ):
-    """Write the groups whose largest is at least at `bound`, with a weight of at least `least`, to `hits`, in ascending order; return their
-    number."""
+    """Write the groups whose largest is at least at `bound`, with a weight of at least `least`, to
+    `hits`, in ascending order; return their number."""
     count = tl.full((), 0, tl.int32)
     for start in range(0, groups, CHUNK):
         group, x, key, inside = _read(group_tops, hits, start, groups, groups, 0, CHUNK, SPARE)
@@ -554,7 +567,8 @@ def _above(
     CHUNK: tl.constexpr,
     SPARE: tl.constexpr,
 ):
-    """Return how many tokens are above `end` in the order, their total weight, and the weight of one token at `end`."""
+    """Return how many tokens are above `end` in the order, their total weight, and the weight of
+    one token at `end`."""
     number = tl.full((), 0, tl.int32)
     mass = tl.full((), 0.0, tl.float32)
     weight = tl.full((), 0.0, tl.float32)
@@ -578,8 +592,9 @@ def draw(
     hashes: torch.Tensor,
     sizes: Sizes = SIZES,
 ) -> torch.Tensor:
-    """logits [n, vocab] float32, float16 or bfloat16; lines [n], with rows of `records` [max_rows + 1, 6] int32 (`table`) and of the history ->
-    token ids [n] int64. The last record's row is padding: its token is 0. Only enqueues work; the scratch memory is torch's."""
+    """logits [n, vocab] float32, float16 or bfloat16; lines [n], with rows of `records` [max_rows +
+    1, 6] int32 (`table`) and of the history -> token ids [n] int64. The last record's row is
+    padding: its token is 0. Only enqueues work; the scratch memory is torch's."""
     n, vocab = logits.shape
     token_ids = torch.empty(n, dtype=torch.int64, device=logits.device)
     if n == 0:

@@ -1,11 +1,15 @@
-"""Counter-based noise: a number for each (seed, output position, vocabulary id), computed only from these.
+"""Counter-based noise: a number for each (seed, output position, vocabulary id), computed only from
+these.
 
-There is no generator and no state, so a request's noise doesn't depend on its row, on the batch or on preemptions, and every rank computes
-the same. Integers only until the last step: the bits are the same on every device.
+There is no generator and no state, so a request's noise doesn't depend on its row, on the batch or
+on preemptions, and every rank computes the same. Integers only until the last step: the bits are
+the same on every device.
 
-Seed and position are mixed to two 32-bit keys a row as SplitMix64 does (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number
-Generators", OOPSLA 2014). Each vocabulary id is hashed once for all; its hash and the keys go through three rounds of multiply and xor-shift,
-with the constants of Wellons' `triple32`, found by search for the least bias (https://nullprogram.com/blog/2018/07/31/, public domain).
+Seed and position are mixed to two 32-bit keys a row as SplitMix64 does (Steele, Lea, Flood: "Fast
+Splittable Pseudorandom Number Generators", OOPSLA 2014). Each vocabulary id is hashed once for all;
+its hash and the keys go through three rounds of multiply and xor-shift, with the constants of
+Wellons' `triple32`, found by search for the least bias (https://nullprogram.com/blog/2018/07/31/,
+public domain).
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ BELOW_ONE = 1 - 2.0**-24  # float32 rounds the largest u up to this, never to 1
 
 
 def seed_state(seed: int) -> int:
-    """A request's seed (any integer; 64 bits count), mixed so that neighbouring seeds have unrelated streams. A signed 64-bit integer."""
+    """A request's seed (any integer; 64 bits count), mixed so that neighbouring seeds have
+    unrelated streams. A signed 64-bit integer."""
     x = (seed + GOLDEN) & MASK_64
     x = ((x ^ (x >> 30)) * MIX_64[0]) & MASK_64
     x = ((x ^ (x >> 27)) * MIX_64[1]) & MASK_64
@@ -38,7 +43,8 @@ def seed_state(seed: int) -> int:
 
 
 def stream_keys(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """From `seed_state`s [n] int64 and output positions [n] int64, return the two keys [n, 2] int32 of each row in this step."""
+    """From `seed_state`s [n] int64 and output positions [n] int64, return the two keys [n, 2] int32
+    of each row in this step."""
     x = torch.add(states, positions, alpha=SIGNED_64[2])  # [n] int64, wraps around
     x = (x ^ _shift_64(x, 30)) * SIGNED_64[0]
     x = (x ^ _shift_64(x, 27)) * SIGNED_64[1]
@@ -62,16 +68,18 @@ def id_hashes(vocab_size: int) -> torch.Tensor:
 
 
 def noise_bits(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
-    """From keys [n, 2] int32 and the `id_hashes` of the ids that take part, [ids] or [n, ids] int32, return [n, ids] int32 in [0, 2**31).
+    """From keys [n, 2] int32 and the `id_hashes` of the ids that take part, [ids] or [n, ids]
+    int32, return [n, ids] int32 in [0, 2**31).
 
-    For a fixed hash each step but the last is a bijection of 32 bits, and the last (whose shift repeats the sign) takes two numbers to one:
-    over random keys the bits are exactly uniform.
+    For a fixed hash each step but the last is a bijection of 32 bits, and the last (whose shift
+    repeats the sign) takes two numbers to one: over random keys the bits are exactly uniform.
     """
     return _noise_bits(keys, hashes)[0]
 
 
 def _noise_bits(keys: torch.Tensor, hashes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bits, and a scratch tensor of their shape: on the CPU, allocating memory costs as much as the arithmetic."""
+    """Return the bits, and a scratch tensor of their shape: on the CPU, allocating memory costs as
+    much as the arithmetic."""
     x = torch.bitwise_xor(hashes, keys[:, :1])  # [n, ids] int32
     torch.add(keys[:, 1:], x, alpha=SIGNED_32[0], out=x)
     shifted = torch.empty_like(x)
@@ -85,8 +93,9 @@ def _noise_bits(keys: torch.Tensor, hashes: torch.Tensor) -> tuple[torch.Tensor,
 def exponentials(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
     """Exponential noise, rate 1, in (0, 16.7): [n, ids] float32, for the arguments of `noise_bits`.
 
-    e = -log(1 - u) with u = (bits + 0.5) / 2**31. The small e decide who wins a race, so they keep float32's relative precision: the logarithm
-    sees 1 - u rounded to w, and what rounding lost is added back (near 1 the logarithm's slope is 1; where it isn't, nothing is lost).
+    e = -log(1 - u) with u = (bits + 0.5) / 2**31. The small e decide who wins a race, so they keep
+    float32's relative precision: the logarithm sees 1 - u rounded to w, and what rounding lost is
+    added back (near 1 the logarithm's slope is 1; where it isn't, nothing is lost).
     """
     bits, free = _noise_bits(keys, hashes)
     one = torch.ones((), device=keys.device)

@@ -1,4 +1,5 @@
-"""Repetition, presence and frequency penalties, from the tokens that a row has seen. Works on the device, without a loop over tokens."""
+"""Repetition, presence and frequency penalties, from the tokens that a row has seen. Works on the
+device, without a loop over tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def seen(history: RowHistory, lines: Lines) -> Seen:
 
 
 def repetition(logits: torch.Tensor, seen: Seen, penalty: torch.Tensor) -> None:
-    """Divide positive logits of the tokens in prompt and output by penalty [n] float32, multiply negative ones (arXiv:1909.05858, section 4.1).
+    """Divide positive logits of the tokens in prompt and output by penalty [n] float32, multiply
+    negative ones (arXiv:1909.05858, section 4.1).
 
     Changes logits [n, vocab]. A token seen twice is written twice, with the same value.
     """
@@ -47,8 +49,10 @@ def repetition(logits: torch.Tensor, seen: Seen, penalty: torch.Tensor) -> None:
 def presence_and_frequency(
     logits: torch.Tensor, seen: Seen, presence: torch.Tensor, frequency: torch.Tensor
 ) -> None:
-    """Subtract presence [n] from the logit of each generated token, and frequency [n] times its count. Changes logits [n, vocab]."""
+    """Subtract presence [n] from the logit of each generated token, and frequency [n] times its
+    count. Changes logits [n, vocab]."""
+    # integers: exact in any order
     counts = torch.zeros_like(logits).scatter_add_(
         1, seen.token_ids, seen.generated.to(logits.dtype)
-    )  # integers: exact in any order
+    )
     logits -= counts * frequency[:, None] + counts.clamp(max=1) * presence[:, None]

@@ -1,11 +1,13 @@
 """Rules that change logits: logit_bias, allowed_token_ids, bad words, and stop tokens before
 min_tokens.
 
-A row's rules are packed into one tensor when it starts (`RowRules`). Bias and allowed ids are applied first, then the bans (bad words, stop
-tokens). Something can always be sampled: if the bans exclude all allowed tokens, they are lifted in that step; if the model gives every allowed
-token -inf, they are equally likely.
+A row's rules are packed into one tensor when it starts (`RowRules`). Bias and allowed ids are
+applied first, then the bans (bad words, stop tokens). Something can always be sampled: if the bans
+exclude all allowed tokens, they are lifted in that step; if the model gives every allowed token
+-inf, they are equally likely.
 
-`apply` is for all devices; on a GPU with Triton `changes_kernels` does the same, and is tested against it.
+`apply` is for all devices; on a GPU with Triton `changes_kernels` does the same, and is tested
+against it.
 """
 
 from __future__ import annotations
@@ -139,7 +141,8 @@ def _add_biases(logits: torch.Tensor, rules: list[RowRules]) -> None:
 
 
 def _keep_allowed(logits: torch.Tensor, rules: list[RowRules]) -> None:
-    """Set all other logits to -inf; an allowed one is at least LEAST, so that a row always has one that isn't -inf."""
+    """Set all other logits to -inf; an allowed one is at least LEAST, so that a row always has one
+    that isn't -inf."""
     allowed = [(i, r.allowed) for i, r in enumerate(rules) if r.num_allowed >= 0]
     if allowed:
         where = _joined(allowed)
@@ -154,13 +157,13 @@ def _ban(logits: torch.Tensor, rules: list[RowRules], history: RowHistory, lines
         return
     index, ids = _joined([(i, r.banned) for i, r in bans])
     lengths = history.lengths(lines)
+    # integers would synchronize
     active = torch.cat(
         [_active(r, history, lines.rows[i : i + 1], lengths[i : i + 1]) for i, r in bans]
-    )  # integers would synchronize
+    )
     before = logits[index, ids]
-    logits.index_put_(
-        (index, ids), torch.where(active, NEVER, 0.0), accumulate=True
-    )  # a token may be banned twice
+    # a token may be banned twice
+    logits.index_put_((index, ids), torch.where(active, NEVER, 0.0), accumulate=True)
     nothing_left = logits.amax(-1) == NEVER  # [n]
     logits[index, ids] = torch.where(nothing_left[index], before, logits[index, ids])
 

@@ -1,10 +1,11 @@
 """`RowTable`: sampling parameters of all rows on the host. `Needs`: what they require of a step.
 
-They change only when rows start and end, and the host must know a step's paths (`Needs`), so the table is numpy; the values that a step's rows need
-are sent with the step.
+They change only when rows start and end, and the host must know a step's paths (`Needs`), so the
+table is numpy; the values that a step's rows need are sent with the step.
 
-`DeviceRows`: parameters of all rows on the device, and drawing tokens from these and the logits, without the host. This can be recorded in a CUDA
-graph. On a GPU `fused` draws; `draw_plain` is the same in plain torch.
+`DeviceRows`: parameters of all rows on the device, and drawing tokens from these and the logits,
+without the host. This can be recorded in a CUDA graph. On a GPU `fused` draws; `draw_plain` is the
+same in plain torch.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from dovetail_samplers.filters import LEAST, cut_top_k, first_argmax, retained, 
 from dovetail_samplers.noise import exponentials, id_hashes, seed_state, stream_keys
 from dovetail_samplers.rules import RowRules
 
+# outside, float32 would be 0 or infinite
 TEMPERATURES = (
     float(np.finfo(np.float32).tiny),
     float(np.finfo(np.float32).max),
-)  # outside, float32 would be 0 or infinite
+)
 NO_TOP_P = np.inf  # 1 would drop the last tokens due to rounding
 RECORD = np.dtype(
     [
@@ -189,7 +191,8 @@ def _words(records: NDArray[Any]) -> NDArray[np.int32]:
 def draw_plain(
     logits: torch.Tensor, lines: Lines, of: Parameters, history: RowHistory, hashes: torch.Tensor
 ) -> torch.Tensor:
-    """Every row takes every step; unneeded ones are no-ops: without a filter all tokens are kept, and a greedy row's race is ignored."""
+    """Every row takes every step; unneeded ones are no-ops: without a filter all tokens are kept,
+    and a greedy row's race is ignored."""
     positions = (history.lengths(lines) - history.prompt_lens[lines.rows]).to(torch.int64)
     wide = logits.to(torch.float32)
     random = of.temperature > 0

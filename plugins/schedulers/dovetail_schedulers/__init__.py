@@ -39,7 +39,8 @@ _POLICIES = (
         "slo",
         "SLO",
         True,
-        "By first-token deadline, within a bound on inter-token latency; rejects requests that would be late",
+        "By first-token deadline, within a bound on inter-token latency; rejects requests that "
+        "would be late",
     ),
     ("prefix_batch", "PrefixBatch", True, "Batches waiting requests by common prefix"),
 )

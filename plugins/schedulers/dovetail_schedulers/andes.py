@@ -1,5 +1,5 @@
-"""Serves answers at reading speed: Liu et al., Andes: Defining and Enhancing Quality-of-Experience in LLM-Based Text Streaming Services
-(arXiv:2404.16283)."""
+"""Serves answers at reading speed: Liu et al., Andes: Defining and Enhancing Quality-of-Experience
+in LLM-Based Text Streaming Services (arXiv:2404.16283)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class AndesOptions(BaseModel, extra="forbid", frozen=True):
     ahead_s: float = Field(
         2.0,
         ge=0,
-        description="A request this far ahead of its reader pauses while others wait; one due sooner than this is urgent.",
+        description="A request this far ahead of its reader pauses while others wait; one due "
+        "sooner than this is urgent.",
     )
     max_preemptions: int = Field(
         1, ge=0, description="Number of preemptions after which a request is never paused again."
@@ -33,11 +34,13 @@ class AndesOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class Andes(Scheduler):
-    """Policy in which a request is due when its reader will have read all its tokens. While others wait, requests far ahead of their readers pause,
-    and lose their blocks, furthest ahead first, to requests that are due soon. Otherwise like `fcfs`, with waiting requests in the order in which
+    """Policy in which a request is due when its reader will have read all its tokens. While others
+    wait, requests far ahead of their readers pause, and lose their blocks, furthest ahead first, to
+    requests that are due soon. Otherwise like `fcfs`, with waiting requests in the order in which
     they are due.
 
-    The paper weighs the gain of each request by its context; here a pause always gains, and the limit on preemptions is per request.
+    The paper weighs the gain of each request by its context; here a pause always gains, and the
+    limit on preemptions is per request.
     """
 
     claims = Claims(starves=True, idles=True)

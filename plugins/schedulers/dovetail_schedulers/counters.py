@@ -1,6 +1,8 @@
-"""Virtual token counters: the service that each client has received, for policies that share an engine fairly.
+"""Virtual token counters: the service that each client has received, for policies that share an
+engine fairly.
 
-Sheng et al., Fairness in Serving Large Language Models (OSDI '24, arXiv:2401.00588), algorithm 2.
+Sheng et al., Fairness in Serving Large Language Models (OSDI '24, arXiv:2401.00588), algorithm
+2.
 """
 
 from __future__ import annotations
@@ -33,12 +35,14 @@ class CounterOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class Turns:
-    """Order in which clients take turns; here by arrival, without state. The policy reports all request events to it."""
+    """Order in which clients take turns; here by arrival, without state. The policy reports all
+    request events to it."""
 
     def arrived(self, request: Request) -> None: ...
 
     def in_turn(self, waiting: Iterable[Request]) -> Iterator[Request]:
-        """Yield the waiting requests, given in order of arrival, in the order in which they should be admitted."""
+        """Yield the waiting requests, given in order of arrival, in the order in which they should
+        be admitted."""
         return iter(waiting)
 
     def admitted(self, request: Request) -> None: ...
@@ -52,21 +56,23 @@ class Turns:
 
 
 class Counters(Turns):
-    """Turns by the least-served client. `lift`: a client that had nothing waiting starts at the smallest counter of those that have, so that idle
-    time earns no credit.
+    """Turns by the least-served client. `lift`: a client that had nothing waiting starts at the
+    smallest counter of those that have, so that idle time earns no credit.
 
-    Clients are forgotten occasionally if that changes no decision: a client has no request, and either its counter is 0, like a new one, or counters
-    are lifted and its own is at most any that it could be lifted to. Those are the counters of clients with requests and of the last client admitted.
-    The smallest of them never decreases, since a client that joins is lifted to it. So counters are kept for clients with requests, for those served
-    more than one being served, for at most as many others, and some `LOOK_AFTER`. Without `lift`, every client ever served keeps its counter.
+    Clients are forgotten occasionally if that changes no decision: a client has no request, and
+    either its counter is 0, like a new one, or counters are lifted and its own is at most any that
+    it could be lifted to. Those are the counters of clients with requests and of the last client
+    admitted. The smallest of them never decreases, since a client that joins is lifted to it. So
+    counters are kept for clients with requests, for those served more than one being served, for at
+    most as many others, and some `LOOK_AFTER`. Without `lift`, every client ever served keeps its
+    counter.
     """
 
     def __init__(self, options: CounterOptions, *, lift: bool) -> None:
         self._options = options
         self._lift = lift
-        self.served: defaultdict[str | None, float] = defaultdict(
-            float
-        )  # client -> weighted tokens
+        # client -> weighted tokens
+        self.served: defaultdict[str | None, float] = defaultdict(float)
         self._unfinished: Counter[str | None] = Counter()  # client -> number of its requests
         self._queued: set[str | None] = set()  # clients with requests waiting
         self._last_admitted: str | None = None  # client
@@ -83,8 +89,8 @@ class Counters(Turns):
             self._queued.add(request.client)
 
     def in_turn(self, waiting: Iterable[Request]) -> Iterator[Request]:
-        """Yield, one at a time, the longest-waiting request of the client that has been served least so far. Between two requests, only the client of
-        the previous one may be charged."""
+        """Yield, one at a time, the longest-waiting request of the client that has been served
+        least so far. Between two requests, only the client of the previous one may be charged."""
         queues: defaultdict[str | None, deque[tuple[int, Request]]] = defaultdict(deque)
         for place, request in enumerate(waiting):
             queues[request.client].append((place, request))
@@ -98,7 +104,8 @@ class Counters(Turns):
                 heappush(turns, (self.served[request.client], queue[0][0], queue))
 
     def admitted(self, request: Request) -> None:
-        """Charge the prompt once: recomputation after preemption is free, and so is the part that a sample of n > 1 shares with its siblings."""
+        """Charge the prompt once: recomputation after preemption is free, and so is the part that a
+        sample of n > 1 shares with its siblings."""
         self._last_admitted = request.client
         fresh = request.prompt_tokens - (request.cached_tokens if request.parent is not None else 0)
         self._charge(
@@ -119,9 +126,8 @@ class Counters(Turns):
         self._look_after -= 1
         if self._look_after <= 0:
             self._forget()
-            self._look_after = max(
-                LOOK_AFTER, len(self.served)
-            )  # so that the cost per request doesn't grow with the number of clients
+            # so that the cost per request doesn't grow with the number of clients
+            self._look_after = max(LOOK_AFTER, len(self.served))
 
     def _forget(self) -> None:
         present = {*self._unfinished, *self._queued, self._last_admitted}

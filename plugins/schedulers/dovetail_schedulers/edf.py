@@ -1,4 +1,5 @@
-"""Earliest deadline first (Liu and Layland, JACM 1973); requests whose deadline can't be met are rejected, as in Clockwork (OSDI '20)."""
+"""Earliest deadline first (Liu and Layland, JACM 1973); requests whose deadline can't be met are
+rejected, as in Clockwork (OSDI '20)."""
 
 from __future__ import annotations
 
@@ -18,18 +19,20 @@ class EDFOptions(BaseModel, extra="forbid", frozen=True):
 
     assume: Literal["shortest", "longest"] = Field(
         "shortest",
-        description="Output length if there is no prediction: one more token, so that only requests certain to be late are rejected; or max_tokens.",
+        description="Output length if there is no prediction: one more token, so that only "
+        "requests certain to be late are rejected; or max_tokens.",
     )
     warmup_steps: int = Field(
         20,
         ge=0,
-        description="Number of steps before estimates are trusted; until then only late requests are rejected.",
+        description="Number of steps before estimates are trusted; until then only late requests "
+        "are rejected.",
     )
 
 
 class EDF(Scheduler):
-    """Earliest deadline first. Requests without a deadline come last, by arrival. A request is hopeless if it would miss its deadline even on an
-    otherwise idle device."""
+    """Earliest deadline first. Requests without a deadline come last, by arrival. A request is
+    hopeless if it would miss its deadline even on an otherwise idle device."""
 
     claims = Claims(order="deadline", starves=True, rejects=True)
     options: EDFOptions
@@ -50,11 +53,12 @@ class EDF(Scheduler):
         """Return the requests that would be late even on an otherwise idle device."""
         trusted = step.index >= self.options.warmup_steps
         decode_s = step.estimate_s(decodes=1) if trusted else 0.0
+        # per token
         prefill_s = (
             step.estimate_s(prefill_tokens=self.context.max_tokens) / self.context.max_tokens
             if trusted
             else 0.0
-        )  # per token
+        )
 
         def late(request: Request, deadline: float) -> bool:
             if (

@@ -1,4 +1,5 @@
-"""First come, first served: continuous batching (Orca, OSDI '22) with chunked prefills (Sarathi-Serve, OSDI '24)."""
+"""First come, first served: continuous batching (Orca, OSDI '22) with chunked prefills
+(Sarathi-Serve, OSDI '24)."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from dovetail.api.scheduler import Claims, Scheduler, Step
 class FCFS(Scheduler):
     """Serves decodes, then prefills in progress, then new requests, each by arrival.
 
-    A running request that lacks memory preempts the youngest ones. Once any request is refused, no later one is served: small requests must not
-    overtake a large one."""
+    A running request that lacks memory preempts the youngest ones. Once any request is refused, no
+    later one is served: small requests must not overtake a large one."""
 
     claims = Claims(order="arrival")
 

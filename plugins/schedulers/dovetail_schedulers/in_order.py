@@ -10,8 +10,8 @@ from dovetail.request import Request
 
 
 def run_on(step: Step, requests: Iterable[Request]) -> bool:
-    """Grant to each of `requests`, which are running; if one lacks memory, the youngest of all running requests are preempted. Returns False if one
-    was refused."""
+    """Grant to each of `requests`, which are running; if one lacks memory, the youngest of all
+    running requests are preempted. Returns False if one was refused."""
     refused = [
         step.grant(request, evict=reversed(step.running)).refused
         for request in step.grant_each(requests)
@@ -22,10 +22,12 @@ def run_on(step: Step, requests: Iterable[Request]) -> bool:
 def grant_in_order(
     step: Step, order: Sequence[Request], evict: Callable[[Request], Iterable[Request]]
 ) -> None:
-    """Grant to all requests in `order` (running and waiting), most important first; requests in `evict(request)` may be preempted for `request`.
+    """Grant to all requests in `order` (running and waiting), most important first; requests in
+    `evict(request)` may be preempted for `request`.
 
-    Each decode gets its token, however long the prefills before it are. Once a prefill lacks memory or a seat, no later request is admitted, or small
-    ones would overtake large ones forever; nor is any request after one that was evicted in this step, which can't use the memory it freed.
+    Each decode gets its token, however long the prefills before it are. Once a prefill lacks memory
+    or a seat, no later request is admitted, or small ones would overtake large ones forever; nor is
+    any request after one that was evicted in this step, which can't use the memory it freed.
     """
     decoding = set(step.decoding)
     running = set(step.running)

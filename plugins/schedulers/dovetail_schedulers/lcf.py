@@ -1,4 +1,5 @@
-"""Least counter first: a baseline of Sheng et al., Fairness in Serving Large Language Models (OSDI '24, arXiv:2401.00588), section 5."""
+"""Least counter first: a baseline of Sheng et al., Fairness in Serving Large Language Models (OSDI
+'24, arXiv:2401.00588), section 5."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ class LCFOptions(CounterOptions, frozen=True):
 
 
 class LCF(VTC):
-    """Like `vtc` without lifting of counters: a client that was idle returns with credit, and precedes all others until it is used up.
+    """Like `vtc` without lifting of counters: a client that was idle returns with credit, and
+    precedes all others until it is used up.
 
-    So no client that was ever served can be forgotten, which takes some 100 bytes plus its name for each. Use it if there are few clients.
+    So no client that was ever served can be forgotten, which takes some 100 bytes plus its name for
+    each. Use it if there are few clients.
     """
 
     claims = Claims(starves=True)

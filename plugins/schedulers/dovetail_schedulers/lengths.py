@@ -6,7 +6,8 @@ from dovetail.request import Request
 
 
 def expected_tokens(request: Request) -> int:
-    """Return the expected number of tokens of the whole answer: at most the allowed number, more than generated so far."""
+    """Return the expected number of tokens of the whole answer: at most the allowed number, more
+    than generated so far."""
     guess = (
         request.max_tokens
         if request.predicted_tokens is None

@@ -1,5 +1,5 @@
-"""Admission as in LightLLM and S-LoRA (Sheng et al., S-LoRA, MLSys '24, arXiv:2311.03285), the engine in the experiments of the VTC paper (OSDI
-'24)."""
+"""Admission as in LightLLM and S-LoRA (Sheng et al., S-LoRA, MLSys '24, arXiv:2311.03285), the
+engine in the experiments of the VTC paper (OSDI '24)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class LightLLMOptions(CounterOptions, frozen=True):
 
 
 class LightLLM(Scheduler):
-    """Policy that runs only decodes for `every` steps; then it admits as many whole prompts as fit, and computes only these. A prompt fits if the
-    pool can hold the batch's peak; the first always fits. With overlap, blocks become free a step later than assumed, so that memory may still be
+    """Policy that runs only decodes for `every` steps; then it admits as many whole prompts as fit,
+    and computes only these. A prompt fits if the pool can hold the batch's peak; the first always
+    fits. With overlap, blocks become free a step later than assumed, so that memory may still be
     short; then the youngest are preempted."""
 
     claims = Claims(order="arrival", idles=True, stalls=True, paced=False)
@@ -59,9 +60,8 @@ class LightLLM(Scheduler):
 
     def schedule(self, step: Step) -> None:
         budget = step.tokens_left
-        run_on(
-            step, [request for request in step.running if request.prefill_left]
-        )  # a prompt longer than a step's budget
+        # a prompt longer than a step's budget
+        run_on(step, [request for request in step.running if request.prefill_left])
         if step.tokens_left == budget and (self._decoded >= self.options.every or not step.running):
             self._admit(step, step.waiting)
         self._decoded = 0 if step.tokens_left < budget else self._decoded + 1

@@ -1,4 +1,5 @@
-"""Longest prefix match first: cache-aware admission as in SGLang (Zheng et al., arXiv:2312.07104, section 3)."""
+"""Longest prefix match first: cache-aware admission as in SGLang (Zheng et al., arXiv:2312.07104,
+section 3)."""
 
 from __future__ import annotations
 
@@ -20,13 +21,14 @@ class LPMOptions(BaseModel, extra="forbid", frozen=True):
     patience_s: float = Field(
         10.0,
         ge=0,
-        description="Seconds after which waiting requests go first, by arrival, regardless of the cache.",
+        description="Seconds after which waiting requests go first, by arrival, regardless of the "
+        "cache.",
     )
 
 
 class LPM(Scheduler):
-    """Admits the waiting requests with the longest cached prefix first, before it is evicted. Admitted requests keep running; if memory is short, the
-    youngest are preempted."""
+    """Admits the waiting requests with the longest cached prefix first, before it is evicted.
+    Admitted requests keep running; if memory is short, the youngest are preempted."""
 
     options: LPMOptions
 

@@ -1,4 +1,5 @@
-"""Short answers first, without knowing lengths: the skip-join multi-level feedback queue of FastServe (Wu et al., arXiv:2305.05920)."""
+"""Short answers first, without knowing lengths: the skip-join multi-level feedback queue of
+FastServe (Wu et al., arXiv:2305.05920)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ class MLFQOptions(BaseModel, extra="forbid", frozen=True):
     quantum: int = Field(
         64,
         ge=1,
-        description="Tokens that a request may generate in the first level before it drops to the next.",
+        description="Tokens that a request may generate in the first level before it drops to the "
+        "next.",
     )
     growth: int = Field(4, ge=2, description="Factor between the quanta of successive levels.")
     starve_s: float = Field(
@@ -27,9 +29,11 @@ class MLFQOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class MLFQ(Scheduler):
-    """A request joins the first level whose quantum is at least its prompt's length, and drops as it generates. Lower levels get the remaining seats
-    and tokens of a step; otherwise they pause but keep their blocks, unless memory is short: then the lowest are preempted first. A waiting request
-    preempts only lower levels; otherwise two requests of one level would evict each other in turns."""
+    """A request joins the first level whose quantum is at least its prompt's length, and drops as
+    it generates. Lower levels get the remaining seats and tokens of a step; otherwise they pause
+    but keep their blocks, unless memory is short: then the lowest are preempted first. A waiting
+    request preempts only lower levels; otherwise two requests of one level would evict each other
+    in turns."""
 
     options: MLFQOptions
 

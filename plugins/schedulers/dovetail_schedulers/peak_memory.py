@@ -9,24 +9,28 @@ from typing import NamedTuple
 from dovetail.api.scheduler import Step
 from dovetail.request import Request
 
-FAR = 5040  # blocks after a request's end over which its growth is measured; a multiple of 1 to 10, since some groups' blocks are that much larger
+# blocks after a request's end over which its growth is measured; a multiple of 1 to 10, since some
+# groups' blocks are that much larger
+FAR = 5040
 
 
 class Size(NamedTuple):
-    """Size of one request, in tokens of the pool: a block is as many as `SchedulerContext.block_size`."""
+    """Size of one request, in tokens of the pool: a block is as many as
+    `SchedulerContext.block_size`."""
 
     held: float  # now
     left: int  # still to be generated
-    growth: float = (
-        1  # of `held` with each of them; less than 1 if some layers' blocks leave a sliding window
-    )
+    # of `held` with each of them; less than 1 if some layers' blocks leave a sliding window
+    growth: float = 1
 
 
 def size_of(step: Step, request: Request, tokens: int, left: int, block_size: int) -> Size:
-    """Return the size of a request that has `tokens` tokens and will generate `left` more. A partial last block counts as full.
+    """Return the size of a request that has `tokens` tokens and will generate `left` more. A
+    partial last block counts as full.
 
-    Sliding windows fill up, then hold no more: the size on the way is that at the end, less the growth from there on for each token left. So it is
-    exact once all windows are full, and larger than needed before (where groups differ in their block size, up to a block of each).
+    Sliding windows fill up, then hold no more: the size on the way is that at the end, less the
+    growth from there on for each token left. So it is exact once all windows are full, and larger
+    than needed before (where groups differ in their block size, up to a block of each).
     """
     end = tokens + left
     last = (end - 1) // block_size * block_size + 1  # tokens at which its last block is begun
@@ -38,8 +42,9 @@ def size_of(step: Step, request: Request, tokens: int, left: int, block_size: in
 def peak_tokens(sizes: Iterable[Size]) -> float:
     """Return the tokens held at the peak, if all requests keep running at one token a step.
 
-    Memory peaks when a request ends. Sorted by tokens left, descending, only the first i are still running when the i-th ends: then they hold their
-    present tokens, plus their growth times the number of tokens that the i-th has left.
+    Memory peaks when a request ends. Sorted by tokens left, descending, only the first i are still
+    running when the i-th ends: then they hold their present tokens, plus their growth times the
+    number of tokens that the i-th has left.
     """
     ordered = sorted(sizes, key=lambda size: -size.left)
     held = accumulate(size.held for size in ordered)

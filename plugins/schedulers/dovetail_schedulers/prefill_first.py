@@ -1,5 +1,6 @@
-"""Prompts before decodes: vLLM's original scheduler (Kwon et al., PagedAttention, SOSP '23, arXiv:2309.06180, section 4.5; given as algorithm 2 of
-Sarathi-Serve, OSDI '24, arXiv:2403.02310)."""
+"""Prompts before decodes: vLLM's original scheduler (Kwon et al., PagedAttention, SOSP '23,
+arXiv:2309.06180, section 4.5; given as algorithm 2 of Sarathi-Serve, OSDI '24,
+arXiv:2403.02310)."""
 
 from __future__ import annotations
 
@@ -16,13 +17,15 @@ class PrefillFirstOptions(BaseModel, extra="forbid", frozen=True):
         0.01,
         ge=0,
         lt=1,
-        description="Share of all blocks that admissions leave free for the answers of running requests.",
+        description="Share of all blocks that admissions leave free for the answers of running "
+        "requests.",
     )
 
 
 class PrefillFirst(Scheduler):
-    """Each step computes either whole prompts, first come, first served, or, if none can start, one token of each answer: never both. If memory is
-    short, the youngest are preempted and recomputed later. A prompt longer than a step's budget fills several steps of its own."""
+    """Each step computes either whole prompts, first come, first served, or, if none can start, one
+    token of each answer: never both. If memory is short, the youngest are preempted and recomputed
+    later. A prompt longer than a step's budget fills several steps of its own."""
 
     claims = Claims(order="arrival", idles=True, stalls=True, paced=False)
     options: PrefillFirstOptions
@@ -35,9 +38,8 @@ class PrefillFirst(Scheduler):
         """Grant prompts; return True if there were any."""
         budget = step.tokens_left
         spare = self.options.watermark * self.context.total_blocks if step.running else 0
-        free_seqs = self.context.max_seqs - len(
-            step.running
-        )  # decoding requests count, too, although they run in other steps
+        # decoding requests count, too, although they run in other steps
+        free_seqs = self.context.max_seqs - len(step.running)
         run_on(step, [request for request in step.running if request.prefill_left])
         for request in step.waiting[: max(0, free_seqs)]:
             if step.free_blocks - step.cost(request).blocks < spare or not step.grant(

@@ -1,5 +1,6 @@
-"""Schedules requests with a common prefix together, so that it is computed once and evicted after the last: BatchLLM (Zheng et al.,
-arXiv:2412.03594), with its global grouping applied to the waiting requests."""
+"""Schedules requests with a common prefix together, so that it is computed once and evicted after
+the last: BatchLLM (Zheng et al., arXiv:2412.03594), with its global grouping applied to the waiting
+requests."""
 
 from __future__ import annotations
 
@@ -23,13 +24,15 @@ class PrefixBatchOptions(BaseModel, extra="forbid", frozen=True):
     patience_s: float = Field(
         10.0,
         ge=0,
-        description="Seconds after which waiting requests go first, by arrival, regardless of their group.",
+        description="Seconds after which waiting requests go first, by arrival, regardless of "
+        "their group.",
     )
 
 
 class PrefixBatch(Scheduler):
-    """Admits waiting requests group by group: first the group with the longest cached prefix, and among groups without one, the group that will share
-    most. Admitted requests keep running; if memory is short, the youngest are preempted."""
+    """Admits waiting requests group by group: first the group with the longest cached prefix, and
+    among groups without one, the group that will share most. Admitted requests keep running; if
+    memory is short, the youngest are preempted."""
 
     options: PrefixBatchOptions
 
@@ -50,7 +53,8 @@ class PrefixBatch(Scheduler):
                 break
 
     def _groups(self, step: Step, requests: Sequence[Request]) -> list[list[Request]]:
-        """Return `requests` by group, both in order of arrival. A new request joins the group whose first member shares the most tokens."""
+        """Return `requests` by group, both in order of arrival. A new request joins the group whose
+        first member shares the most tokens."""
         groups: dict[int, list[Request]] = {}
         for request in requests:
             if request not in self._group:
@@ -68,7 +72,8 @@ class PrefixBatch(Scheduler):
         return list(groups.values())
 
     def _rank(self, step: Step, group: Sequence[Request]) -> tuple[bool, float, int]:
-        """Return the sort key of a group: long-waiting ones first, by arrival; then by cached tokens, then by tokens to be shared."""
+        """Return the sort key of a group: long-waiting ones first, by arrival; then by cached
+        tokens, then by tokens to be shared."""
         if group[0].arrival_time <= step.now - self.options.patience_s:
             return False, group[0].arrival_time, 0
         shared = step.shared_tokens(group[0], group[-1]) if len(group) > 1 else 0

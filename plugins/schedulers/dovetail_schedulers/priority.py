@@ -1,4 +1,5 @@
-"""Most important request first, with aging: waiting makes a request more important (Silberschatz et al., Operating System Concepts)."""
+"""Most important request first, with aging: waiting makes a request more important (Silberschatz et
+al., Operating System Concepts)."""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ class PriorityOptions(BaseModel, extra="forbid", frozen=True):
         None,
         gt=0,
         allow_inf_nan=False,
-        description="Seconds of waiting worth one level of priority, so that no request starves; null: no aging.",
+        description="Seconds of waiting worth one level of priority, so that no request starves; "
+        "null: no aging.",
     )
 
 
 class Priority(Scheduler):
-    """Serves smaller `request.priority` first, then by arrival. All requests age at the same rate, so their order is fixed: no two evict each other
-    in turns."""
+    """Serves smaller `request.priority` first, then by arrival. All requests age at the same rate,
+    so their order is fixed: no two evict each other in turns."""
 
     claims = Claims(order="priority", starves=True)
     options: PriorityOptions
@@ -36,8 +38,7 @@ class Priority(Scheduler):
 
     def schedule(self, step: Step) -> None:
         order = sorted((*step.running, *step.waiting), key=attrgetter("arrival_time"))
-        aging_s = (
-            self.options.aging_s or math.inf
-        )  # all age at the same rate, so only arrival matters
+        # all age at the same rate, so only arrival matters
+        aging_s = self.options.aging_s or math.inf
         order.sort(key=lambda request: request.priority + request.arrival_time / aging_s)
         grant_in_order(step, order, lambda request: reversed(order))

@@ -1,4 +1,5 @@
-"""Limits requests per minute and client: the baseline RPM of Fairness in Serving Large Language Models (OSDI '24, arXiv:2401.00588)."""
+"""Limits requests per minute and client: the baseline RPM of Fairness in Serving Large Language
+Models (OSDI '24, arXiv:2401.00588)."""
 
 from __future__ import annotations
 
@@ -30,10 +31,12 @@ class RPMOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class RPM(Scheduler):
-    """Serves accepted requests first come, first served; if memory is short, the youngest are preempted.
+    """Serves accepted requests first come, first served; if memory is short, the youngest are
+    preempted.
 
-    Clients are forgotten occasionally, once their requests are outside of every window that may still matter, which changes no decision: times are
-    kept for the clients accepted during the last two windows, for at most as many others, and some `LOOK_AFTER`.
+    Clients are forgotten occasionally, once their requests are outside of every window that may
+    still matter, which changes no decision: times are kept for the clients accepted during the last
+    two windows, for at most as many others, and some `LOOK_AFTER`.
     """
 
     claims = Claims(order="arrival", rejects=True)
@@ -44,20 +47,17 @@ class RPM(Scheduler):
         if options.over == "defer":
             self.claims = Claims(idles=True, starves=True)
         self._let_in: set[Request] = set()
-        self._ends: dict[
-            str | None, list[float]
-        ] = {}  # client -> times at which its accepted requests stop counting, ascending
-        self._planned = (
-            -math.inf
-        )  # time of the last planning: later requests arrive later, unless backdated
+        # client -> times at which its accepted requests stop counting, ascending
+        self._ends: dict[str | None, list[float]] = {}
+        # time of the last planning: later requests arrive later, unless backdated
+        self._planned = -math.inf
         self._look_after = LOOK_AFTER  # requests still to accept before the next cleanup
 
     def schedule(self, step: Step) -> None:
         waiting = step.waiting
         all_ran = run_on(step, step.running)
-        crowded = not all_ran or len(step.waiting) > len(
-            waiting
-        )  # requests that lack memory or were preempted go first
+        # requests that lack memory or were preempted go first
+        crowded = not all_ran or len(step.waiting) > len(waiting)
         for request in [
             request
             for request in waiting
@@ -68,12 +68,12 @@ class RPM(Scheduler):
         self._planned = step.now
 
     def _lets_in(self, step: Step, request: Request) -> bool:
-        """Return True, and count the request, if its client is below the limit in the window that ends at its arrival (with `over: defer`, now)."""
+        """Return True, and count the request, if its client is below the limit in the window that
+        ends at its arrival (with `over: defer`, now)."""
         defer = self.options.over == "defer"
         window_s = self.options.window_s
-        earliest = (
-            step.now if defer else self._planned - window_s
-        )  # no window ends earlier, even for a request backdated that far
+        # no window ends earlier, even for a request backdated that far
+        earliest = step.now if defer else self._planned - window_s
         time = max(request.arrival_time, earliest)
         ends = self._ends.setdefault(request.client, [])
         del ends[: bisect_right(ends, earliest)]
@@ -90,12 +90,14 @@ class RPM(Scheduler):
         else:
             step.reject(
                 request,
-                f"its client {request.client!r} sent more than {self.options.limit} requests in {window_s:g} s",
+                f"its client {request.client!r} sent more than {self.options.limit} requests in "
+                f"{window_s:g} s",
             )
         return False
 
     def _forget_before(self, earliest: float) -> None:
-        """Forget clients; called for each accepted request. Runs so rarely that the cost per request doesn't grow with the number of clients."""
+        """Forget clients; called for each accepted request. Runs so rarely that the cost per
+        request doesn't grow with the number of clients."""
         self._look_after -= 1
         if self._look_after <= 0:
             self._ends = {

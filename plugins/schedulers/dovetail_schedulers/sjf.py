@@ -1,5 +1,6 @@
-"""Shortest job first, by predicted length: Qiu et al., Efficient Interactive LLM Serving with Proxy Model-based Sequence Length Prediction
-(arXiv:2404.08509), called SSJF there; the rule is Smith's (Naval Research Logistics Quarterly, 1956)."""
+"""Shortest job first, by predicted length: Qiu et al., Efficient Interactive LLM Serving with Proxy
+Model-based Sequence Length Prediction (arXiv:2404.08509), called SSJF there; the rule is Smith's
+(Naval Research Logistics Quarterly, 1956)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from dovetail_schedulers.lengths import expected_tokens
 
 
 class SJF(Scheduler):
-    """Admits the shortest answer first, ties by arrival. Admitted requests keep running; if memory is short, the longest are preempted.
+    """Admits the shortest answer first, ties by arrival. Admitted requests keep running; if memory
+    is short, the longest are preempted.
 
     The length is `Request.predicted_tokens`, otherwise `max_tokens`.
     """

@@ -1,5 +1,6 @@
-"""Latency objectives: a deadline for the first token, and a bound on inter-token latency. Requests that would miss the first are rejected early, as
-in Mooncake (Qin et al., FAST '25, arXiv:2407.00079); the second caps the prompt tokens of a step, as in Sarathi-Serve (OSDI '24)."""
+"""Latency objectives: a deadline for the first token, and a bound on inter-token latency. Requests
+that would miss the first are rejected early, as in Mooncake (Qin et al., FAST '25,
+arXiv:2407.00079); the second caps the prompt tokens of a step, as in Sarathi-Serve (OSDI '24)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ LEAST = 256  # prompt tokens per step, so that prompts make progress however tig
 
 
 class SLOOptions(BaseModel, extra="forbid", frozen=True):
-    """Options of the scheduler `slo`. The first two are defaults for requests without `ttft_deadline` and `tbt_s`; null: no objective."""
+    """Options of the scheduler `slo`. The first two are defaults for requests without
+    `ttft_deadline` and `tbt_s`; null: no objective."""
 
     ttft_s: PositiveFloat | None = Field(
         2.0, description="Seconds after arrival by which the first token is due."
@@ -27,14 +29,16 @@ class SLOOptions(BaseModel, extra="forbid", frozen=True):
     )
     late: Literal["reject", "last"] = Field(
         "reject",
-        description="Reject requests that would miss their first token's deadline, or serve them last.",
+        description="Reject requests that would miss their first token's deadline, or serve them "
+        "last.",
     )
 
 
 class SLO(Scheduler):
-    """Serves all decodes, then prompts by the deadline of their first token, with as many tokens as the tightest bound on inter-token latency allows.
-    If memory is short, the youngest are preempted. While `Step.fit` is uncertain, steps get few prompt tokens, and only requests whose deadline has
-    passed count as late."""
+    """Serves all decodes, then prompts by the deadline of their first token, with as many tokens as
+    the tightest bound on inter-token latency allows. If memory is short, the youngest are
+    preempted. While `Step.fit` is uncertain, steps get few prompt tokens, and only requests whose
+    deadline has passed count as late."""
 
     claims = Claims(idles=True, starves=True, rejects=True, paced=False)
     options: SLOOptions
@@ -44,9 +48,8 @@ class SLO(Scheduler):
         self.claims = Claims(
             idles=True, starves=True, rejects=options.late == "reject", paced=False
         )
-        self._uncached: dict[
-            Request, int
-        ] = {}  # prompt tokens to compute, as of when the request was first seen
+        # prompt tokens to compute, as of when the request was first seen
+        self._uncached: dict[Request, int] = {}
 
     def schedule(self, step: Step) -> None:
         run_on(step, step.decoding)
@@ -73,7 +76,8 @@ class SLO(Scheduler):
                 admits = admits and grant.refused in (None, Refusal.NOT_NOW)
 
     def _prompt_tokens(self, step: Step, sure: float) -> tuple[int, float]:
-        """Return the number of prompt tokens that this step may compute besides the decodes, and the seconds per token if all steps are like it."""
+        """Return the number of prompt tokens that this step may compute besides the decodes, and
+        the seconds per token if all steps are like it."""
         decoding = step.decoding
         budget = max(1, step.tokens_left)
         context = sum(request.num_tokens for request in step.decoding)
@@ -95,8 +99,8 @@ class SLO(Scheduler):
     def _late(
         self, step: Step, order: Sequence[Request], token_s: float, sure: float
     ) -> Iterator[Request]:
-        """Yield the requests whose first token is expected too late, after the steps in flight and all earlier prompts that aren't late
-        themselves."""
+        """Yield the requests whose first token is expected too late, after the steps in flight and
+        all earlier prompts that aren't late themselves."""
         ready_s = step.in_flight_until - step.now
         for request in order:
             tokens = self._uncached.get(request) or self._uncached.setdefault(

@@ -1,5 +1,6 @@
-"""Shortest remaining time first (Schrage, Operations Research, 1968) by predicted length, with the limited preemption of Shahout et al., Don't Stop
-Me Now: Embedding Based Scheduling for LLMs (TRAIL, ICLR '25, arXiv:2410.01035)."""
+"""Shortest remaining time first (Schrage, Operations Research, 1968) by predicted length, with the
+limited preemption of Shahout et al., Don't Stop Me Now: Embedding Based Scheduling for LLMs (TRAIL,
+ICLR '25, arXiv:2410.01035)."""
 
 from __future__ import annotations
 
@@ -18,15 +19,17 @@ class SRPTOptions(BaseModel, extra="forbid", frozen=True):
         0.8,
         ge=0,
         le=1,
-        description="Share of the expected answer after which a request precedes all others, since it holds many blocks by then.",
+        description="Share of the expected answer after which a request precedes all others, since "
+        "it holds many blocks by then.",
     )
 
 
 class SRPT(Scheduler):
-    """Serves the request with the fewest tokens left to generate first, ties by arrival; the last are preempted if memory is short.
+    """Serves the request with the fewest tokens left to generate first, ties by arrival; the last
+    are preempted if memory is short.
 
-    The length is `Request.predicted_tokens`, otherwise `max_tokens`. Waiting requests keep their rank and running ones only rise, so no two evict
-    each other in turns.
+    The length is `Request.predicted_tokens`, otherwise `max_tokens`. Waiting requests keep their
+    rank and running ones only rise, so no two evict each other in turns.
     """
 
     claims = Claims(starves=True)

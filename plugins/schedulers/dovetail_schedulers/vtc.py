@@ -1,4 +1,5 @@
-"""Fair shares per client: the virtual token counter of Sheng et al., Fairness in Serving Large Language Models (OSDI '24, arXiv:2401.00588)."""
+"""Fair shares per client: the virtual token counter of Sheng et al., Fairness in Serving Large
+Language Models (OSDI '24, arXiv:2401.00588)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ class VTCOptions(CounterOptions, frozen=True):
 
 
 class VTC(Scheduler):
-    """Admits requests of the client served least so far. Admitted requests keep running; if memory is short, the youngest are preempted."""
+    """Admits requests of the client served least so far. Admitted requests keep running; if memory
+    is short, the youngest are preempted."""
 
     options: CounterOptions
     lift = True

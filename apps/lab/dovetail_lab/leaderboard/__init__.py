@@ -1,1 +1,2 @@
-"""The leaderboard: every installed scheduler on fixed traces. `board` has the traces and runs, `results` keeps them, `standings` ranks."""
+"""The leaderboard: every installed scheduler on fixed traces. `board` has the traces and runs,
+`results` keeps them, `standings` ranks."""

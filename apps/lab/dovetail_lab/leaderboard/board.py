@@ -1,4 +1,5 @@
-"""The board: an engine and traces that never change under one `VERSION`, and the runs of schedulers on them."""
+"""The board: an engine and traces that never change under one `VERSION`, and the runs of schedulers
+on them."""
 
 from __future__ import annotations
 
@@ -22,9 +23,8 @@ from dovetail_lab.simulate import replay
 from dovetail_lab.traces import Trace, TraceRequest
 from dovetail_lab.workload_options import WorkloadOptions
 
-VERSION = (
-    1  # of engine and traces: raised with any change to the files in the folder of that number
-)
+# of engine and traces: raised with any change to the files in the folder of that number
+VERSION = 1
 TRACES = ("chat", "code", "agents", "overload")
 _FIELDS = (
     *(
@@ -46,7 +46,8 @@ PREDICTOR = "noisy(0.5)"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A scheduler on the board. `digest` changes with its module's source, the engine of the board and the version of Dovetail."""
+    """A scheduler on the board. `digest` changes with its module's source, the engine of the board
+    and the version of Dovetail."""
 
     name: str
     plugin: str
@@ -78,7 +79,8 @@ class BoardRun:
     seed: int
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> Figures | str:
-        """Return the figures, or the reason why the run failed: one policy's failure mustn't end other runs."""
+        """Return the figures, or the reason why the run failed: one policy's failure mustn't end
+        other runs."""
         trace = trace_of(self.trace, self.seed)
         try:
             result = replay(engine_of(self.scheduler), trace, seed=self.seed, progress=progress)
@@ -105,13 +107,15 @@ def trace_of(name: str, seed: int) -> Trace:
 
 @cache
 def fingerprint(name: str, seed: int) -> str:
-    """Return a hash of all requests of a trace: results for other requests aren't comparable, e.g. if random numbers are drawn differently."""
+    """Return a hash of all requests of a trace: results for other requests aren't comparable, e.g.
+    if random numbers are drawn differently."""
     rows = [tuple(getattr(request, field) for field in _FIELDS) for request in trace_of(name, seed)]
     return xxhash.xxh64_hexdigest(repr(rows).encode())
 
 
 def entries(only: Sequence[str] = ()) -> list[Entry]:
-    """Return the installed schedulers, by name; those of `only`, if given. Raises `ConfigError` for a name that isn't installed."""
+    """Return the installed schedulers, by name; those of `only`, if given. Raises `ConfigError` for
+    a name that isn't installed."""
     registry = Registry.discover()
     found = {}
     for component in registry.components("scheduler"):
@@ -142,8 +146,9 @@ def _digest(module: str) -> str:
 
 
 def in_time(request: TraceRequest, record: RequestRecord) -> bool:
-    """Return True if a reader never waited: every token came by its due time. The first is due at `ttft_deadline`, each other `tbt_s` after the one
-    before was due, and the last by `deadline`, too. A request that didn't complete wasn't in time."""
+    """Return True if a reader never waited: every token came by its due time. The first is due at
+    `ttft_deadline`, each other `tbt_s` after the one before was due, and the last by `deadline`,
+    too. A request that didn't complete wasn't in time."""
     if not record.completed:
         return False
     assert request.ttft_deadline is not None  # every request of the board has the three
@@ -156,7 +161,8 @@ def in_time(request: TraceRequest, record: RequestRecord) -> bool:
 
 
 def score(trace: Iterable[TraceRequest], records: Iterable[RequestRecord]) -> float:
-    """Return the share of requests in time, averaged over clients, so that one who sends much doesn't count for more."""
+    """Return the share of requests in time, averaged over clients, so that one who sends much
+    doesn't count for more."""
     of_client: dict[str | None, list[bool]] = {}
     for request, record in zip(trace, records, strict=True):
         of_client.setdefault(request.client, []).append(in_time(request, record))

@@ -1,4 +1,5 @@
-"""`Results`: the figures of finished runs in a file of JSON lines, appended after each run, so that a stopped leaderboard can be resumed."""
+"""`Results`: the figures of finished runs in a file of JSON lines, appended after each run, so that
+a stopped leaderboard can be resumed."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ FIGURES = frozenset(field.name for field in fields(Figures))
 
 
 class Results:
-    """The results in `folder`, which must exist. Runs of another board, another version of a scheduler, other requests or other figures are ignored.
+    """The results in `folder`, which must exist. Runs of another board, another version of a
+    scheduler, other requests or other figures are ignored.
 
-    Raises `ConfigError` unless each line is a JSON object. An incomplete last line, left by a killed process, is dropped.
+    Raises `ConfigError` unless each line is a JSON object. An incomplete last line, left by a
+    killed process, is dropped.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,7 +37,8 @@ class Results:
                 self._path.write_text(whole, encoding="utf-8")
         except (OSError, UnicodeError) as error:
             raise ConfigError(
-                f"{self._path}: can't be read or written: {getattr(error, 'strerror', None) or error}"
+                f"{self._path}: can't be read or written: "
+                f"{getattr(error, 'strerror', None) or error}"
             ) from None
         for number, line in enumerate(whole.splitlines(), 1):
             self._read(number, line)
@@ -46,7 +50,8 @@ class Results:
             row = None
         if not isinstance(row, dict):
             raise ConfigError(
-                f"{self._path}:{number}: no result of a leaderboard: move the file away, or choose another --out"
+                f"{self._path}:{number}: no result of a leaderboard: move the file away, or choose "
+                f"another --out"
             )
         figures = row.get("figures")
         if row.get("board") == VERSION and isinstance(figures, dict) and figures.keys() == FIGURES:

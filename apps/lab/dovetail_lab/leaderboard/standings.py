@@ -1,4 +1,5 @@
-"""Ranking: scores with intervals over seeds, and groups of schedulers that the runs can't tell apart."""
+"""Ranking: scores with intervals over seeds, and groups of schedulers that the runs can't tell
+apart."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A mean over seeds with its interval (Student's t), and the group: 1 is the best, and equal groups are ties."""
+    """A mean over seeds with its interval (Student's t), and the group: 1 is the best, and equal
+    groups are ties."""
 
     mean: float
     half: float
@@ -37,7 +39,8 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A scheduler's scores by trace, `ALL` first, and its other figures by trace, means over seeds."""
+    """A scheduler's scores by trace, `ALL` first, and its other figures by trace, means over
+    seeds."""
 
     entry: Entry
     scores: Mapping[str, Score]
@@ -45,7 +48,8 @@ class Standing:
 
 
 def rank(runs: Mapping[Entry, Mapping[str, Sequence[Figures]]]) -> list[Standing]:
-    """Return the standings, the best first. `runs[entry][trace]` has one run for each of two seeds or more, the same for all."""
+    """Return the standings, the best first. `runs[entry][trace]` has one run for each of two seeds
+    or more, the same for all."""
     by_entry = {
         entry: {trace: np.array([one.in_time for one in own]) for trace, own in of_trace.items()}
         for entry, of_trace in runs.items()
@@ -76,8 +80,9 @@ def _all_first(trace: str) -> bool:
 
 
 def groups(scores: Mapping[str, Floats]) -> dict[str, int]:
-    """Return each name's group. `scores[name]` is [seeds]. From the best mean down, a name is in the group of the best one that has none yet, unless
-    it is measurably worse: the interval of the paired differences over seeds excludes zero. The first such name begins the next group."""
+    """Return each name's group. `scores[name]` is [seeds]. From the best mean down, a name is in
+    the group of the best one that has none yet, unless it is measurably worse: the interval of the
+    paired differences over seeds excludes zero. The first such name begins the next group."""
     order = sorted(scores, key=lambda name: (-float(scores[name].mean()), name))
     found: dict[str, int] = {}
     group = 0

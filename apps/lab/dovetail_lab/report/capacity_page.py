@@ -30,7 +30,8 @@ def capacity_page(
     return Curves(
         title=f"{', '.join(found)} on {trace}: rates that meet {wanted}",
         command=command,
-        introduction=f"The trace's own rate is {own_rate:.4g} requests/s. Latencies count from arrival; requests never served miss every objective.",
+        introduction=f"The trace's own rate is {own_rate:.4g} requests/s. Latencies count from "
+        f"arrival; requests never served miss every objective.",
         answers=answers,
         cautions=cautions,
         engines=engines,
@@ -76,7 +77,10 @@ def _drawings(
         for name, of_engine in found.items()
         if of_engine.scale is not None
     }
-    how = "Hollow: the objective is missed. Vertical lines: the highest rate found at which all objectives are met."
+    how = (
+        "Hollow: the objective is missed. Vertical lines: the highest rate found at which all "
+        "objectives are met."
+    )
     asked = "The share of all requests sent; a dotted line is the required share."
     x_label = "requests/s that arrive"
     made = (

@@ -1,4 +1,5 @@
-"""Page and figures of `sweep` and `capacity`: latencies, and shares of requests within an objective, by arrival rate."""
+"""Page and figures of `sweep` and `capacity`: latencies, and shares of requests within an
+objective, by arrival rate."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One metric over the rate, with a curve per engine, by name. All panels of a figure have the same engines, in the same order."""
+    """One metric over the rate, with a curve per engine, by name. All panels of a figure have the
+    same engines, in the same order."""
 
     title: str
     curves: Mapping[str, Sequence[Point]]
@@ -75,7 +77,8 @@ class Curves:
 
 
 def write_curves(curves: Curves, out: Path) -> list[Path]:
-    """Write the page, its figures and its CSV into the new folder `out`, and return the files, the page first. Raises `ConfigError`."""
+    """Write the page, its figures and its CSV into the new folder `out`, and return the files, the
+    page first. Raises `ConfigError`."""
     return write_page(
         "curves.html.j2",
         curves.title,
@@ -96,7 +99,8 @@ def draw(
     panels: Sequence[Panel],
     answers: Mapping[str, float] | None = None,
 ) -> Drawing | None:
-    """Draw the panels; None if no curve has a point. `answers`: each engine's sustainable rate, marked in every panel."""
+    """Draw the panels; None if no curve has a point. `answers`: each engine's sustainable rate,
+    marked in every panel."""
     shown = list(panels[0].curves)[:STYLES] if panels else []
     panels = [
         panel

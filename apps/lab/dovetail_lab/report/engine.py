@@ -1,4 +1,5 @@
-"""`Engine`: a report's description of an engine. Doesn't import matplotlib, so worker processes can build it."""
+"""`Engine`: a report's description of an engine. Doesn't import matplotlib, so worker processes can
+build it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The report's figures. Each takes runs by policy name (one for each seed) and returns a `Drawing`, or None without data."""
+"""The report's figures. Each takes runs by policy name (one for each seed) and returns a `Drawing`,
+or None without data."""
 
 from __future__ import annotations
 
@@ -137,8 +138,8 @@ def over_time(runs: Runs) -> Drawing | None:
 def held_means(
     times: Floats, values: Floats, end: float, bins: int = BINS
 ) -> tuple[Floats, Floats]:
-    """Return the means over `bins` equal parts of [0, end] of a step function, initially 0 and `values[i]` from `times[i]` on; and the bins'
-    centers."""
+    """Return the means over `bins` equal parts of [0, end] of a step function, initially 0 and
+    `values[i]` from `times[i]` on; and the bins' centers."""
     edges = np.linspace(0, end, bins + 1)
     knots = np.concatenate([[0.0], times, [max(end, times[-1] if len(times) else 0.0)]])
     area = np.concatenate([[0.0], np.cumsum(np.concatenate([[0.0], values]) * np.diff(knots))])
@@ -146,7 +147,8 @@ def held_means(
 
 
 def work(runs: Runs) -> Drawing | None:
-    """Draw cumulative preemptions, recomputed tokens and cache hits, omitting those that didn't occur."""
+    """Draw cumulative preemptions, recomputed tokens and cache hits, omitting those that didn't
+    occur."""
     firsts = {name: of_policy[0] for name, of_policy in runs.items()}
     chosen = [
         column
@@ -178,7 +180,8 @@ def work(runs: Runs) -> Drawing | None:
     return Drawing(
         "work",
         "Preemption and prefix cache",
-        f"Cumulative, for the runs with seed {next(iter(firsts.values())).seed}. Cached tokens include those that "
+        f"Cumulative, for the runs with seed {next(iter(firsts.values())).seed}. Cached tokens "
+        f"include those that "
         "preempted requests find again when they resume.",
         figure,
     )
@@ -231,7 +234,8 @@ def clients(runs: Runs) -> Drawing | None:
 
 
 def service(runs: Runs) -> Drawing | None:
-    """Draw the service over time of the clients with most work; None for a trace with one client."""
+    """Draw the service over time of the clients with most work; None for a trace with one
+    client."""
     firsts = {name: of_policy[0] for name, of_policy in runs.items()}
     shares = _client_shares(next(iter(firsts.values())))
     if len(shares) < 2:
@@ -266,7 +270,8 @@ def service(runs: Runs) -> Drawing | None:
     return Drawing(
         "service",
         "Service of clients",
-        f"Input + 2 x output tokens a second, each request's spread from its first token to its last; means over {window_s:.3g} s, of the runs with "
+        f"Input + 2 x output tokens a second, each request's spread from its first token to its "
+        f"last; means over {window_s:.3g} s, of the runs with "
         f"seed {seed}{'' if len(shown) == len(shares) else f'; the {len(shown)} clients with most work of {len(shares)}'}.",
         figure,
     )

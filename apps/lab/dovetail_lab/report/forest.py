@@ -14,6 +14,7 @@ from dovetail_lab.step_error import Repeated
 
 _LEAST = 0.05  # an axis extends at least this far to either side
 _STEPS = (1, 2, 2.5, 5, 10)  # of ticks, times a power of ten
+# per cent, where changes are large
 _TICKS = (
     -99,
     -95,
@@ -31,13 +32,13 @@ _TICKS = (
     1_900,
     4_900,
     9_900,
-)  # per cent, where changes are large
+)
 _LARGE = 0.7  # |log(1 + change)| from which the axis is logarithmic: half, or double
 
 
 def forest(comparison: Comparison, repeated: Repeated | None = None) -> Drawing:
-    """Draw the changes with their intervals, and as ticks those at other step times. Positions are logarithms of ratios, so that half is as far to
-    the left as double to the right."""
+    """Draw the changes with their intervals, and as ticks those at other step times. Positions are
+    logarithms of ratios, so that half is as far to the left as double to the right."""
 
     def elsewhere(index: int, line: Line) -> list[Line]:
         return [] if repeated is None else [other for _, other in repeated.elsewhere(index, line)]
@@ -92,8 +93,10 @@ def forest(comparison: Comparison, repeated: Repeated | None = None) -> Drawing:
     return Drawing(
         "changes",
         "Changes",
-        f"With {level:g} % intervals, drawn as lines; hollow: no measurable difference, runs too short to tell, or no interval. For latencies, "
-        f"left is better.{ticks} The axis is logarithmic: half is as far from the center as double.",
+        f"With {level:g} % intervals, drawn as lines; hollow: no measurable difference, runs too "
+        f"short to tell, or no interval. For latencies, "
+        f"left is better.{ticks} The axis is logarithmic: half is as far from the center as "
+        f"double.",
         figure,
     )
 

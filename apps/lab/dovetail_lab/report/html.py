@@ -28,9 +28,11 @@ def write_page(
     tables: Mapping[str, str],
     **more: Any,
 ) -> list[Path]:
-    """Write a page, its figures as PNG and its `tables` (by file name) into the new folder `out`, and return the files, the page first.
+    """Write a page, its figures as PNG and its `tables` (by file name) into the new folder `out`,
+    and return the files, the page first.
 
-    Each figure is laid out once, for all formats. Raises `ConfigError` if a file can't be written.
+    Each figure is laid out once, for all formats. Raises `ConfigError` if a file can't be
+    written.
     """
     for drawing in drawings:
         lay_out(drawing.figure)
@@ -90,7 +92,8 @@ def _notes(engines: Sequence[Engine]) -> list[str]:
 
 
 def differences(settings: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Return each dotted key with different values between engines, with the value of each engine."""
+    """Return each dotted key with different values between engines, with the value of each
+    engine."""
     flat = [dict(_flat("", one)) for one in settings.values()]
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = [(key, [one.get(key, MISSING) for one in flat]) for key in keys]

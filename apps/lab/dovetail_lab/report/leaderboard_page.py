@@ -32,12 +32,14 @@ class Board:
 
 
 def score_text(score: Score) -> str:
-    """Return a score in per cent with its interval, and a star if it is in the first group: "87.1 ±2.0*"."""
+    """Return a score in per cent with its interval, and a star if it is in the first group: "87.1
+    ±2.0*"."""
     return f"{100 * score.mean:.1f} ±{100 * score.half:.1f}{'*' if score.group == 1 else ' '}"
 
 
 def write_leaderboard(board: Board, out: Path) -> list[Path]:
-    """Write page, figure and JSON into the folder `out` and return the files, the page first. Raises `ConfigError`."""
+    """Write page, figure and JSON into the folder `out` and return the files, the page first.
+    Raises `ConfigError`."""
     texts = specs()
     engine = Engine(
         "the board's files",
@@ -111,7 +113,10 @@ def _drawing(board: Board) -> Drawing:
         )
         panels[0].set_ylim(len(board.standings) - 0.4, -0.6)
         figure.supxlabel("requests in time, %", fontsize="medium")
-    caption = f"Means over {board.seeds} seeds with {100 * CONFIDENCE:g} % intervals. In colour: not measurably worse than the best."
+    caption = (
+        f"Means over {board.seeds} seeds with {100 * CONFIDENCE:g} % intervals. In colour: "
+        f"not measurably worse than the best."
+    )
     return Drawing("leaderboard", "Scores", caption, figure)
 
 

@@ -1,4 +1,5 @@
-"""`write_report`: write a report's page, figures (PNG) and tables (CSV). Output is deterministic."""
+"""`write_report`: write a report's page, figures (PNG) and tables (CSV). Output is
+deterministic."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Report:
 
 
 def write_report(report: Report, out: Path) -> list[Path]:
-    """Write the report into the new folder `out` and return its files, the page first. Raises `ConfigError` if that fails, or without runs."""
+    """Write the report into the new folder `out` and return its files, the page first. Raises
+    `ConfigError` if that fails, or without runs."""
     if not report.runs or not all(report.runs.values()):
         raise ConfigError("a report needs at least one run of each policy")
     drawings = _drawings(report)
@@ -150,7 +152,8 @@ def _latency_rows(
 def _counts(
     runs: Mapping[str, Sequence[RunResult]], measured: Mapping[str, Sequence[RunMetrics]]
 ) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Return the column titles, and a row per policy: counts are summed over seeds, rates and shares are averaged."""
+    """Return the column titles, and a row per policy: counts are summed over seeds, rates and
+    shares are averaged."""
 
     def total(figure: str) -> list[str]:
         return [

@@ -1,4 +1,5 @@
-"""`Drawing`, the style of a report's figures, and their export as PNG and SVG. SVGs take their colors from the page: light, dark or print."""
+"""`Drawing`, the style of a report's figures, and their export as PNG and SVG. SVGs take their
+colors from the page: light, dark or print."""
 
 from __future__ import annotations
 
@@ -16,14 +17,16 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-# Okabe and Ito 2008, "Color universal design", without yellow, which is too light on paper; distinguishable with all common kinds of color vision.
+# Okabe and Ito 2008, "Color universal design", without yellow, which is too light on paper;
+# distinguishable with all common kinds of color vision.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+# so that coinciding lines show through each other
 DASHES: tuple[Any, ...] = (
     "-",
     (0, (5, 2)),
     (0, (1.3, 2.2)),
     (0, (6, 2, 1.3, 2)),
-)  # so that coinciding lines show through each other
+)
 MARKERS = ("o", "s", "^", "D", "v", "P")
 STYLES = len(SERIES) * len(DASHES)  # number of distinct line styles
 INK = "#1c2126"
@@ -98,11 +101,11 @@ def color_of(index: int) -> str:
 
 
 def line_of(index: int) -> dict[str, Any]:
-    """Return the line style of the index-th policy, the same in every figure; `STYLES` policies have distinct ones. The first is a broad pale band
-    below the others, which have gaps: where curves coincide, each shows through the gaps of those above it."""
-    dash = (index + index // (2 * len(SERIES))) % len(
-        DASHES
-    )  # without the shift, six colors and four dashes would repeat after twelve
+    """Return the line style of the index-th policy, the same in every figure; `STYLES` policies
+    have distinct ones. The first is a broad pale band below the others, which have gaps: where
+    curves coincide, each shows through the gaps of those above it."""
+    # without the shift, six colors and four dashes would repeat after twelve
+    dash = (index + index // (2 * len(SERIES))) % len(DASHES)
     broad: dict[str, Any] = (
         {} if index else {"linewidth": 3.6, "alpha": 0.45, "solid_capstyle": "butt"}
     )
@@ -116,7 +119,8 @@ def line_of(index: int) -> dict[str, Any]:
 
 
 def dot_of(index: int) -> dict[str, Any]:
-    """Return the style of the index-th policy's dots. The first's are larger, so that they are visible below others."""
+    """Return the style of the index-th policy's dots. The first's are larger, so that they are
+    visible below others."""
     return {
         "color": color_of(index),
         "marker": MARKERS[index % len(MARKERS)],
@@ -133,7 +137,8 @@ def make(rows: int, columns: int, height_in: float, **options: Any) -> tuple[Fig
 
 
 def key_in(names: Sequence[str]) -> float:
-    """Return the height of the legend of `name_lines` in inches, for figures that may have many names."""
+    """Return the height of the legend of `name_lines` in inches, for figures that may have many
+    names."""
     return 0.17 * -(-len(names) // _key_columns(names)) if len(names) > 1 else 0.0
 
 
@@ -142,7 +147,8 @@ def _key_columns(names: Sequence[str]) -> int:
 
 
 def name_lines(figure: Figure, names: Sequence[str], *, dots: bool = False) -> None:
-    """Add a legend above a figure's panels, with each name in the color of its line; none for a single policy. `dots`: show dots, too."""
+    """Add a legend above a figure's panels, with each name in the color of its line; none for a
+    single policy. `dots`: show dots, too."""
     if len(names) > 1:
         lines = [
             Line2D([], [], **{**(dot_of(index) if dots else {}), **line_of(index)})
@@ -185,7 +191,8 @@ def png(figure: Figure) -> bytes:
 
 
 def svg(figure: Figure, prefix: str) -> str:
-    """Return an SVG to embed in a page: colors as CSS variables, all ids prefixed with `prefix`, and text as text."""
+    """Return an SVG to embed in a page: colors as CSS variables, all ids prefixed with `prefix`,
+    and text as text."""
     buffer = io.StringIO()
     with styled():
         figure.savefig(

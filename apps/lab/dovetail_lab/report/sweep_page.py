@@ -1,4 +1,5 @@
-"""Page of a sweep: a curve per combination of settings, over the arrival rate or a numeric setting."""
+"""Page of a sweep: a curve per combination of settings, over the arrival rate or a numeric
+setting."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from dovetail_lab.summary import title_of
 from dovetail_lab.sweep import ARRIVALS, RATE, GridResult
 
 _SHOWN = ("ttft_p99", "tpot_p99", "itl_p99", "e2e_mean")
-_NO_FIGURE = "There is no figure: no axis has two or more numeric values. --rates shows how latencies grow with the rate of arrivals."
+_NO_FIGURE = (
+    "There is no figure: no axis has two or more numeric values. --rates shows how "
+    "latencies grow with the rate of arrivals."
+)
 
 
 def sweep_page(
@@ -25,7 +29,8 @@ def sweep_page(
     command: str,
     files: Mapping[str, str],
 ) -> Curves:
-    """Create the page. `results`: one per point of the grid, means over `seeds`; `name`: the engine's."""
+    """Create the page. `results`: one per point of the grid, means over `seeds`; `name`: the
+    engine's."""
     axis = _axis(results)
     drawings = [] if axis is None else _drawings(name, results, axis, objectives, seeds)
     over = f", means over {seeds} seeds" if seeds > 1 else ""
@@ -33,7 +38,8 @@ def sweep_page(
     return Curves(
         title=f"{name} on {trace}",
         command=command,
-        introduction=f"{combinations} of {', '.join(results[0].point.values)}{over}. Latencies count from arrival. Settings are those of the first.",
+        introduction=f"{combinations} of {', '.join(results[0].point.values)}{over}. Latencies "
+        f"count from arrival. Settings are those of the first.",
         answers=(),
         cautions=(),
         engines=[results[0].engine],
@@ -45,7 +51,8 @@ def sweep_page(
 
 
 def _axis(results: Sequence[GridResult]) -> str | None:
-    """Return the horizontal axis: the rate, otherwise the first key with two or more numeric values."""
+    """Return the horizontal axis: the rate, otherwise the first key with two or more numeric
+    values."""
     for key in sorted(results[0].point.values, key=lambda key: key != RATE):
         values = {result.point.values[key] for result in results}
         if len(values) > 1 and all(map(_number, values)):
@@ -122,7 +129,8 @@ def _drawings(
 
 
 def _name(name: str, result: GridResult, axis: str) -> str:
-    """Return a curve's name: its settings without the axis, or the engine's name if there are none."""
+    """Return a curve's name: its settings without the axis, or the engine's name if there are
+    none."""
     return (
         ", ".join(f"{key}={value}" for key, value in result.point.values.items() if key != axis)
         or name

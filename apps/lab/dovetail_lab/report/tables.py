@@ -50,7 +50,8 @@ def requests(runs: Runs) -> str:
 
 
 def clients(runs: Runs) -> str:
-    """Return CSV with a line per client, policy and seed; `service` is input + 2 x output tokens of its completed requests."""
+    """Return CSV with a line per client, policy and seed; `service` is input + 2 x output tokens of
+    its completed requests."""
     header = (
         "policy",
         "seed",
@@ -171,7 +172,8 @@ def _stretches(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
 
 
 def comparison(found: Comparison, repeated: Repeated | None = None) -> str:
-    """Return CSV with a line per change; the last three columns are from the comparison at other step times."""
+    """Return CSV with a line per change; the last three columns are from the comparison at other
+    step times."""
     header = (
         "policy",
         "against",

@@ -1,4 +1,5 @@
-"""`load_trace`: read a trace file of any known format. The format is detected from the content, not from the file's name."""
+"""`load_trace`: read a trace file of any known format. The format is detected from the content, not
+from the file's name."""
 
 from __future__ import annotations
 
@@ -71,9 +72,10 @@ def load_trace(
 ) -> Trace:
     """Read a trace, gzipped or not, with or without a byte-order mark.
 
-    `format`: one of `FORMATS`; None detects it. `columns`: column map of an unknown CSV layout, from `tables.parse_columns`. `count_tokens`: a
-    tokenizer, for formats that hold text. Rows are sorted by arrival (stable), and a note counts those out of order; times
-    count from the first arrival. Raises `TraceError` with file, line, column and what was expected.
+    `format`: one of `FORMATS`; None detects it. `columns`: column map of an unknown CSV layout,
+    from `tables.parse_columns`. `count_tokens`: a tokenizer, for formats that hold text. Rows are
+    sorted by arrival (stable), and a note counts those out of order; times count from the first
+    arrival. Raises `TraceError` with file, line, column and what was expected.
     """
     source = read_source(path)
     reader = _reader(source, format, columns)
@@ -110,7 +112,8 @@ def _found_by_content(source: Source) -> Callable[[Source], Contents]:
         names = ", ".join(map(repr, header_of(source)))
         near = almost(header_of(source))
         raise source.error(
-            f"no known format has the columns {names}{near}; map them, such as arrival=ts:ms,prompt=in,output=out",
+            f"no known format has the columns {names}{near}; map them, such as "
+            f"arrival=ts:ms,prompt=in,output=out",
             1,
         )
     return partial(read_table, table=table)
@@ -161,7 +164,8 @@ def _in_order(source: Source, contents: Contents) -> Trace:
 
 
 def _starting_at(request: TraceRequest, start: float) -> TraceRequest:
-    """Return the request on a clock that starts at `start`, in whole microseconds: a finer difference of two epoch times is rounding noise."""
+    """Return the request on a clock that starts at `start`, in whole microseconds: a finer
+    difference of two epoch times is rounding noise."""
     moved = shifted(request, -start)
     last, first = (
         None if time is None else round(time, 6) for time in (moved.deadline, moved.ttft_deadline)
@@ -177,11 +181,13 @@ def _check_ids(source: Source, located: Sequence[Located]) -> None:
         for name in (request.id, request.client):
             if name and unicode_error(name):
                 raise source.error(
-                    f"expected ids and clients that are text, got half a surrogate pair in {name!r}",
+                    f"expected ids and clients that are text, got half a surrogate pair in "
+                    f"{name!r}",
                     line,
                 )
         if request.id and lines.setdefault(request.id, line) != line:
             raise source.error(
-                f"expected ids that differ, {request.id!r} is also in {source.row_is} {lines[request.id]}",
+                f"expected ids that differ, {request.id!r} is also in {source.row_is} "
+                f"{lines[request.id]}",
                 line,
             )

@@ -1,4 +1,5 @@
-"""JSON traces: Mooncake, ShareGPT, results of vLLM's `bench serve`, measurements of vLLM, and those of the VTC paper."""
+"""JSON traces: Mooncake, ShareGPT, results of vLLM's `bench serve`, measurements of vLLM, and those
+of the VTC paper."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ CountTokens = Callable[[str], int]
 
 
 def read_mooncake(source: Source) -> Contents:
-    """Read Mooncake's trace (Qin et al., FAST '25): equal hash ids are equal blocks of 512 tokens. Rows may belong to a `session_id` and wait for
-    others, as in the traces of agents that AIPerf and Dynamo replay."""
+    """Read Mooncake's trace (Qin et al., FAST '25): equal hash ids are equal blocks of 512 tokens.
+    Rows may belong to a `session_id` and wait for others, as in the traces of agents that AIPerf
+    and Dynamo replay."""
     located: list[Located] = []
     named: dict[str, TraceRequest] = {}  # requests above, by `request_id`
     latest: dict[str, TraceRequest] = {}  # the latest of each session
@@ -54,7 +56,8 @@ def _name(row: JsonObject, field: str) -> str | None:
 
 
 def _free_id(number: int, names: Set[str | None]) -> str:
-    """Return an id for an unnamed row: its number, after as many underscores as make it differ from all names."""
+    """Return an id for an unnamed row: its number, after as many underscores as make it differ from
+    all names."""
     id = str(number)
     while id in names:
         id = f"_{id}"
@@ -67,8 +70,8 @@ def _in_session(
     named: Mapping[str, TraceRequest],
     latest: Mapping[str, TraceRequest],
 ) -> TraceRequest:
-    """Return the request with its session, and the requests above that it waits for: those of `wait_for`, or without a `timestamp` the one before in
-    its session."""
+    """Return the request with its session, and the requests above that it waits for: those of
+    `wait_for`, or without a `timestamp` the one before in its session."""
     values = row.values
     session = _name(row, "session_id")
     after = values.get("wait_for") or []
@@ -124,7 +127,8 @@ def _mooncake(row: JsonObject) -> TraceRequest:
     blocks = -(-tokens // MOONCAKE_BLOCK)
     if not isinstance(ids, list) or len(ids) != blocks or not all(type(id) is int for id in ids):
         raise row.source.error(
-            f"expected {blocks} whole numbers, one for each {MOONCAKE_BLOCK} of {tokens} tokens, got {shown(ids)}",
+            f"expected {blocks} whole numbers, one for each {MOONCAKE_BLOCK} of {tokens} tokens, "
+            f"got {shown(ids)}",
             row.line,
             "hash_ids",
         )
@@ -136,8 +140,8 @@ def _mooncake(row: JsonObject) -> TraceRequest:
 
 
 def read_vllm_requests(source: Source) -> Contents:
-    """Read measurements of a running vLLM, one request per line. Its arrivals are wall-clock times, the others monotonic: the offset is chosen such
-    that the shortest queueing time is zero."""
+    """Read measurements of a running vLLM, one request per line. Its arrivals are wall-clock times,
+    the others monotonic: the offset is chosen such that the shortest queueing time is zero."""
     rows = list(json_rows(source))
     offset = min(row.seconds("queued_ts") - row.seconds("arrival_time") for row in rows)
 
@@ -163,13 +167,15 @@ def _in_order(row: JsonObject, arrival: float, scheduled: float, first: float, l
     if not arrival - 1e-6 <= scheduled <= first <= last:
         times = ", ".join(f"{time - arrival:.6f}" for time in (scheduled, first, last))
         raise row.source.error(
-            f"expected arrival <= scheduled <= first token <= last token, got {times} s after arrival",
+            f"expected arrival <= scheduled <= first token <= last token, got {times} s after "
+            f"arrival",
             row.line,
         )
 
 
 def read_vtc_measured(source: Source) -> Contents:
-    """Read measurements of the artifact of VTC (Sheng et al., OSDI '24). Aborted requests have no first token and are left out."""
+    """Read measurements of the artifact of VTC (Sheng et al., OSDI '24). Aborted requests have no
+    first token and are left out."""
     responses = _list(JsonObject(source, 1, json_of(source)), "result", "responses")
 
     def located() -> Iterator[Located]:
@@ -195,21 +201,24 @@ def read_vtc_measured(source: Source) -> Contents:
 
 
 def read_bench_serve(source: Source) -> Contents:
-    """Read a result of vLLM's `bench serve`. Individual requests require --save-detailed; older versions lack start times."""
+    """Read a result of vLLM's `bench serve`. Individual requests require --save-detailed; older
+    versions lack start times."""
     result = JsonObject(source, 1, json_of(source)).values
     missing = [
         name for name in ("input_lens", "output_lens") if not isinstance(result.get(name), list)
     ]
     if missing:
         raise source.error(
-            f"expected a list {missing[0]!r}: only a run of vLLM's bench serve with --save-detailed writes it"
+            f"expected a list {missing[0]!r}: only a run of vLLM's bench serve with "
+            f"--save-detailed writes it"
         )
     names = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "errors")
     columns = {name: result[name] for name in names if isinstance(result.get(name), list)}
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:
         raise source.error(
-            f"expected lists of equal length, got {', '.join(f'{name} {length}' for name, length in lengths.items())}"
+            f"expected lists of equal length, got "
+            f"{', '.join(f'{name} {length}' for name, length in lengths.items())}"
         )
     requests = [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
@@ -243,11 +252,12 @@ def count_words(text: str) -> int:
 
 
 def read_sharegpt(source: Source, count_tokens: CountTokens | None = None) -> Contents:
-    """Read conversations in the format of ShareGPT (`conversations` of `from` and `value`) or of chat APIs (`messages` of `role` and `content`), as
-    a list or one per line.
+    """Read conversations in the format of ShareGPT (`conversations` of `from` and `value`) or of
+    chat APIs (`messages` of `role` and `content`), as a list or one per line.
 
-    Each answer is a request with the whole conversation so far as its prompt, so the turns of a conversation share it. There are no times.
-    `count_tokens` returns a text's length; None counts words.
+    Each answer is a request with the whole conversation so far as its prompt, so the turns of a
+    conversation share it. There are no times. `count_tokens` returns a text's length; None counts
+    words.
     """
     conversations = (
         _items(source, json_of(source))
@@ -286,7 +296,8 @@ def _turn(row: JsonObject, turn: Any) -> tuple[bool, str]:
         if isinstance(speaker, str) and isinstance(text, str):
             return speaker in ("gpt", "assistant", "chatgpt", "bing", "bard", "model"), text
     raise row.source.error(
-        f"expected a turn with `from` and `value`, or `role` and `content`, as texts, got {shown(turn)}",
+        f"expected a turn with `from` and `value`, or `role` and `content`, as texts, got "
+        f"{shown(turn)}",
         row.line,
     )
 

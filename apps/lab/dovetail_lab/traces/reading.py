@@ -1,4 +1,5 @@
-"""Read text and validated fields from trace files. Errors name file, line, column and the expected value."""
+"""Read text and validated fields from trace files. Errors name file, line, column and the expected
+value."""
 
 from __future__ import annotations
 
@@ -17,9 +18,8 @@ from dovetail_lab.traces.request import TraceRequest
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _GZIP = b"\x1f\x8b"
-MOST_TOKENS = (
-    1 << 24
-)  # per request: more than any model supports, so that a unit error doesn't exhaust memory
+# per request: more than any model supports, so that a unit error doesn't exhaust memory
+MOST_TOKENS = 1 << 24
 
 
 class TraceError(DovetailError, ValueError):
@@ -37,7 +37,8 @@ class Source:
     def error(
         self, message: str, row: int | None = None, column: str | int | None = None
     ) -> TraceError:
-        """Return an error at a place. `row` counts from 1; `column` is a name, or a number if the format has no names."""
+        """Return an error at a place. `row` counts from 1; `column` is a name, or a number if the
+        format has no names."""
         place = (
             self.path
             if row is None
@@ -53,7 +54,8 @@ class Source:
 
 
 class Located(NamedTuple):
-    """A request and its line or item in the file. Times are on the file's own clock; an empty id means its number in the file."""
+    """A request and its line or item in the file. Times are on the file's own clock; an empty id
+    means its number in the file."""
 
     line: int
     request: TraceRequest
@@ -111,7 +113,8 @@ def _parse(source: Source, text: str, first_line: int) -> Any:
 
 
 class JsonObject:
-    """A JSON object of a trace. Fields are validated when they are read; `line` is its line, or its position in a list."""
+    """A JSON object of a trace. Fields are validated when they are read; `line` is its line, or its
+    position in a list."""
 
     def __init__(self, source: Source, line: int, values: Any) -> None:
         self.source = source
@@ -137,7 +140,8 @@ class JsonObject:
 
 
 def as_seconds(source: Source, line: int, column: str, value: Any, unit: str = "s") -> float:
-    """Return a time in seconds, from a number of `unit`s or an ISO 8601 date and time (UTC without a zone). Rejects negative times."""
+    """Return a time in seconds, from a number of `unit`s or an ISO 8601 date and time (UTC without
+    a zone). Rejects negative times."""
     try:
         if isinstance(value, str) and value[4:5] == value[7:8] == "-":
             seconds = _timestamp(value)

@@ -1,4 +1,5 @@
-"""A trace in memory: `Trace`, its `TraceRequest`s, and their measured times. Loaders create it, the simulation replays it."""
+"""A trace in memory: `Trace`, its `TraceRequest`s, and their measured times. Loaders create it, the
+simulation replays it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def stream_of(*name: str | int) -> int:
 
 
 class Span(NamedTuple):
-    """Tokens `start` to `start + tokens` of the endless text number `stream` (`dovetail_lab.token_ids`). Equal spans have equal ids."""
+    """Tokens `start` to `start + tokens` of the endless text number `stream`
+    (`dovetail_lab.token_ids`). Equal spans have equal ids."""
 
     stream: int  # 64 bits, of `stream_of`
     start: int
@@ -54,18 +56,18 @@ class TraceRequest:
     ttft_deadline: float | None = None  # of the first token
     tbt_s: float | None = None  # maximum seconds between two tokens
     grammar: bool = False  # constrained by a grammar; unspecified, since only its time is simulated
-    acceptance: float | None = (
-        None  # probability that a simulated draft is accepted; None: as the executor says
-    )
+    # probability that a simulated draft is accepted; None: as the executor says
+    acceptance: float | None = None
     session: str | None = None  # id of its conversation or agent
-    after: tuple[
-        str, ...
-    ] = ()  # earlier requests: it arrives `gap_s` after the last of them ended; `arrival_time` is the earliest possible
+    # earlier requests: it arrives `gap_s` after the last of them ended; `arrival_time` is the
+    # earliest possible
+    after: tuple[str, ...] = ()
     gap_s: float = 0.0  # reading, thinking, or running a tool
 
     @property
     def limit(self) -> int:
-        """`max_tokens` for the engine and policies: that of the trace, otherwise the true length."""
+        """`max_tokens` for the engine and policies: that of the trace, otherwise the true
+        length."""
         return self.output_tokens if self.max_tokens is None else self.max_tokens
 
 
@@ -73,12 +75,14 @@ class LengthUpdates(Protocol):
     """Predictions of lengths that are renewed while an answer is generated."""
 
     def after(self, request: TraceRequest, generated: int) -> int | None:
-        """Return a new `predicted_tokens` after that many generated tokens; None keeps the last one."""
+        """Return a new `predicted_tokens` after that many generated tokens; None keeps the last
+        one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival. `notes` describe changes to the file's rows (sorted, scaled, cut, ...), for the report."""
+    """Requests in order of arrival. `notes` describe changes to the file's rows (sorted, scaled,
+    cut, ...), for the report."""
 
     name: str
     source: str  # a path, or a synthetic workload's spec

@@ -49,7 +49,8 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Known layout: field -> column. `fails`: describes rows without an answer, which are then dropped; None rejects them."""
+    """Known layout: field -> column. `fails`: describes rows without an answer, which are then
+    dropped; None rejects them."""
 
     name: str
     columns: Mapping[str, Column]
@@ -88,13 +89,15 @@ TABLES = (
 
 
 def parse_columns(text: str) -> dict[str, Column]:
-    """Parse a column map such as `arrival=ts:ms,prompt=in,output=out`; the unit of times defaults to s. Raises `TraceError`."""
+    """Parse a column map such as `arrival=ts:ms,prompt=in,output=out`; the unit of times defaults
+    to s. Raises `TraceError`."""
     columns = {}
     for part in text.split(","):
         field, equals, column = (piece.strip() for piece in part.partition("="))
         if not equals or field not in FIELDS or not column:
             raise TraceError(
-                f"column map: expected field=column with a field of {', '.join(FIELDS)}, got {part.strip()!r}"
+                f"column map: expected field=column with a field of {', '.join(FIELDS)}, got "
+                f"{part.strip()!r}"
             )
         if field in columns:
             raise TraceError(f"column map: {field} is given twice")
@@ -105,7 +108,8 @@ def parse_columns(text: str) -> dict[str, Column]:
     for field in _REQUIRED:
         if field not in columns:
             raise TraceError(
-                f"column map: {field}=column is missing; every request needs {' and '.join(_REQUIRED)}"
+                f"column map: {field}=column is missing; every request needs "
+                f"{' and '.join(_REQUIRED)}"
             )
     return columns
 
@@ -173,7 +177,8 @@ def _located(source: Source, table: Table, header: list[str], lines: Any) -> Ite
 
 
 def _parser(source: Source, field: str, column: Column, least: int) -> Callable[[int, str], Any]:
-    """Return a function that turns (line, cell) into the field's value; an empty cell of an optional field is None."""
+    """Return a function that turns (line, cell) into the field's value; an empty cell of an
+    optional field is None."""
     if field == "arrival":
         return lambda line, cell: as_seconds(source, line, column.name, cell, column.unit)
     if field in _REQUIRED:

@@ -18,7 +18,8 @@ def _changed(trace: Trace, requests: Iterable[TraceRequest], note: str) -> Trace
 
 
 def scale_rate(trace: Trace, factor: float) -> Trace:
-    """Multiply the arrival rate by `factor`, keeping the pattern of gaps, the deadlines relative to arrival, and the requests in the window.
+    """Multiply the arrival rate by `factor`, keeping the pattern of gaps, the deadlines relative to
+    arrival, and the requests in the window.
 
     Measured times are dropped. Raises `TraceError` unless factor > 0.
     """
@@ -30,13 +31,15 @@ def scale_rate(trace: Trace, factor: float) -> Trace:
 
 
 def arriving_at(request: TraceRequest, time: float) -> TraceRequest:
-    """Return the request with another arrival time, the same relative deadlines, and without measured times."""
+    """Return the request with another arrival time, the same relative deadlines, and without
+    measured times."""
     return replace(shifted(request, time - request.arrival_time), arrival_time=time, measured=None)
 
 
 def slice_trace(trace: Trace, text: str) -> Trace:
-    """Return a part of the trace: `100:200` by index, or `60s:120s` by arrival; either end may be omitted, negative indices count from the end.
-    Times then count from the start of the slice; for a slice by index, that is its first arrival.
+    """Return a part of the trace: `100:200` by index, or `60s:120s` by arrival; either end may be
+    omitted, negative indices count from the end. Times then count from the start of the slice; for
+    a slice by index, that is its first arrival.
 
     Raises `TraceError` for another syntax, or an empty slice.
     """
@@ -59,7 +62,8 @@ def slice_trace(trace: Trace, text: str) -> Trace:
         ) from None
     if not chosen:
         raise TraceError(
-            f"the slice {text} of {trace.name} is empty: it has {len(trace)} requests in {trace.duration_s:g} s"
+            f"the slice {text} of {trace.name} is empty: it has {len(trace)} requests in "
+            f"{trace.duration_s:g} s"
         )
     return _changed(
         trace,
@@ -85,9 +89,11 @@ def shifted(request: TraceRequest, by: float) -> TraceRequest:
 
 
 def set_max_tokens(trace: Trace, value: str) -> Trace:
-    """Set the `max_tokens` that policies see: `trace` keeps the trace's own (the true length if it has none), a number applies to all.
+    """Set the `max_tokens` that policies see: `trace` keeps the trace's own (the true length if it
+    has none), a number applies to all.
 
-    An answer longer than that number is cut, as on a server; the note counts these. Raises `TraceError` for anything else.
+    An answer longer than that number is cut, as on a server; the note counts these. Raises
+    `TraceError` for anything else.
     """
     if value == "trace":
         return _changed(trace, trace, "policies see max_tokens as the trace has it")
@@ -108,7 +114,8 @@ def set_max_tokens(trace: Trace, value: str) -> Trace:
 
 
 def set_grammar_share(trace: Trace, share: float, seed: int = 0) -> Trace:
-    """Give that share of the requests a grammar, and none to the others. Requests with a grammar at a small share also have one at a larger.
+    """Give that share of the requests a grammar, and none to the others. Requests with a grammar at
+    a small share also have one at a larger.
 
     Raises `TraceError` unless 0 <= share <= 1.
     """
@@ -122,12 +129,14 @@ def set_grammar_share(trace: Trace, share: float, seed: int = 0) -> Trace:
     return _changed(
         trace,
         requests,
-        f"{count} of {len(trace)} requests were given a grammar (a share of {share:g}, seed {seed})",
+        f"{count} of {len(trace)} requests were given a grammar (a share of {share:g}, seed "
+        f"{seed})",
     )
 
 
 def set_window(trace: Trace, text: str) -> Trace:
-    """Set the measured part of a run: `60s:600s`. Either end may be omitted; the window then starts or ends with the arrivals.
+    """Set the measured part of a run: `60s:600s`. Either end may be omitted; the window then starts
+    or ends with the arrivals.
 
     Raises `TraceError` for another syntax, or if no request arrives in it.
     """
@@ -143,7 +152,8 @@ def set_window(trace: Trace, text: str) -> Trace:
     count = sum(begin <= request.arrival_time < end for request in trace)
     if not count:
         raise TraceError(
-            f"no request of {trace.name} arrives in the window {text}: arrivals end after {trace.duration_s:g} s"
+            f"no request of {trace.name} arrives in the window {text}: arrivals end after "
+            f"{trace.duration_s:g} s"
         )
     note = (
         f"measured from {begin:g} s to {end:g} s, in which {count} of {len(trace)} requests arrive"
@@ -162,5 +172,6 @@ def closed_loop_note(requests: Sequence[TraceRequest]) -> tuple[str, ...]:
 
 
 def has_grammar(request_id: str, share: float, name: str, seed: int) -> bool:
-    """Return True if a request belongs to that share of the trace or stream `name`; depends only on its id, not on other requests."""
+    """Return True if a request belongs to that share of the trace or stream `name`; depends only on
+    its id, not on other requests."""
     return stream_of("grammar", name, seed, request_id) < share * 2**64

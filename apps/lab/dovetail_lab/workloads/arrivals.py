@@ -17,7 +17,8 @@ MOST_ARRIVALS = 10_000_000  # more is probably a mistake, and would fill the mem
 
 
 class Arrivals(Value):
-    """Arrival process. `units` are expected numbers of arrivals; `times_at` maps them to times. Rates are arrivals per second."""
+    """Arrival process. `units` are expected numbers of arrivals; `times_at` maps them to times.
+    Rates are arrivals per second."""
 
     def gaps(self, rng: np.random.Generator, count: int) -> Times:
         """Return gaps between arrivals [count] with mean one; Poisson by default."""
@@ -28,9 +29,11 @@ class Arrivals(Value):
         raise NotImplementedError
 
     def times(self, rng: np.random.Generator, count: int | None, duration_s: float | None) -> Times:
-        """Return the first `count` arrivals, those before `duration_s`, or those within both limits. At least one must be given.
+        """Return the first `count` arrivals, those before `duration_s`, or those within both
+        limits. At least one must be given.
 
-        Rounded to microseconds, to hide the last bit of a machine's logarithm. Raises `TraceError` for more than `MOST_ARRIVALS`.
+        Rounded to microseconds, to hide the last bit of a machine's logarithm. Raises `TraceError`
+        for more than `MOST_ARRIVALS`.
         """
         chunk = 4096 if count is None else count
         far_too_many = (
@@ -43,7 +46,8 @@ class Arrivals(Value):
         while count is None and duration_s is not None and times[-1] < duration_s:
             if far_too_many or len(gaps) > MOST_ARRIVALS:
                 raise TraceError(
-                    f"more than {MOST_ARRIVALS:,} would arrive in {duration_s:g} s, the limit of a workload"
+                    f"more than {MOST_ARRIVALS:,} would arrive in {duration_s:g} s, the limit of a "
+                    f"workload"
                 )
             gaps = np.concatenate([gaps, self.gaps(rng, len(gaps))])
             times = self.times_at(np.cumsum(gaps))
@@ -65,7 +69,8 @@ class Poisson(Steady):
 
 
 class Gamma(Steady):
-    """Gamma-distributed gaps: cv is their standard deviation divided by their mean; 1 is Poisson, more is burstier."""
+    """Gamma-distributed gaps: cv is their standard deviation divided by their mean; 1 is Poisson,
+    more is burstier."""
 
     cv: PositiveFloat
 
@@ -82,7 +87,8 @@ class Constant(Steady):
 
 
 class OnOff(Arrivals):
-    """Alternates between Poisson for `on` seconds and nothing for `off` seconds, starting with on."""
+    """Alternates between Poisson for `on` seconds and nothing for `off` seconds, starting with
+    on."""
 
     rate: PositiveFloat
     on: PositiveFloat
@@ -94,7 +100,8 @@ class OnOff(Arrivals):
 
 
 class Ramp(Arrivals):
-    """Poisson with a rate that changes linearly from `start` to `end` over `over` seconds, and then stays constant."""
+    """Poisson with a rate that changes linearly from `start` to `end` over `over` seconds, and then
+    stays constant."""
 
     start: float = Field(ge=0)
     end: float = Field(ge=0)

@@ -1,4 +1,5 @@
-"""Generates a trace from a workload's spec: the same spec and seed give the same trace on any machine."""
+"""Generates a trace from a workload's spec: the same spec and seed give the same trace on any
+machine."""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ class _Chat(NamedTuple):
 def generate(
     spec: WorkloadSpec, seed: int = 0, *, name: str = "synthetic", source: str = ""
 ) -> Trace:
-    """Generate the requests of all streams, by arrival. Arrivals, lengths and clients have separate random generators, so that changing the rate
-    doesn't change lengths. Raises `TraceError` if there are no requests."""
+    """Generate the requests of all streams, by arrival. Arrivals, lengths and clients have separate
+    random generators, so that changing the rate doesn't change lengths. Raises `TraceError` if
+    there are no requests."""
     chats = [
         (chat, name) for name, stream in spec.streams.items() for chat in _chats(stream, name, seed)
     ]
@@ -62,8 +64,9 @@ def generate(
 
 
 def with_arrivals(trace: Trace, arrivals: Arrivals, seed: int = 0) -> Trace:
-    """Return the trace's requests with other arrival times; deadlines keep their distance from arrival. Requests that wait for others keep their gap.
-    Measured times are dropped, since they belong to the old arrivals."""
+    """Return the trace's requests with other arrival times; deadlines keep their distance from
+    arrival. Requests that wait for others keep their gap. Measured times are dropped, since they
+    belong to the old arrivals."""
     waiting = {request.id for request in trace if request.after}
     drawn = iter(
         arrivals.times(_rng(seed, "", "arrivals"), len(trace) - len(waiting), None).tolist()
@@ -178,8 +181,8 @@ def _clients(
 
 
 def _turns(chat: _Chat, stream: Stream, stream_name: str, seed: int) -> list[TraceRequest]:
-    """Return the requests of a chat. Each turn's prompt is the system prompt, the chat so far, and new tokens, so answers must be text of the chat,
-    too."""
+    """Return the requests of a chat. Each turn's prompt is the system prompt, the chat so far, and
+    new tokens, so answers must be text of the chat, too."""
     requests = []
     said = 0
     time = chat.arrival_time

@@ -14,7 +14,8 @@ from dovetail_lab.traces import load_trace
 
 
 class Distribution(Value):
-    """Distribution of numbers. The caller rounds the draws [count] and limits them to valid values."""
+    """Distribution of numbers. The caller rounds the draws [count] and limits them to valid
+    values."""
 
     def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
         raise NotImplementedError
@@ -59,7 +60,8 @@ class Lognormal(Distribution):
 
 
 class Empirical(Distribution):
-    """Lengths of a trace, drawn with replacement: `column` is prompt or output. For joint pairs, see `lengths` of a workload."""
+    """Lengths of a trace, drawn with replacement: `column` is prompt or output. For joint pairs,
+    see `lengths` of a workload."""
 
     path: str
     column: str = Field(pattern="^(prompt|output)$")

@@ -1,4 +1,5 @@
-"""`load_workload`: load a trace file of any known format, a YAML spec, or a spec, and apply `WorkloadOptions`."""
+"""`load_workload`: load a trace file of any known format, a YAML spec, or a spec, and apply
+`WorkloadOptions`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Spec of a synthetic workload: `arrivals=poisson(4) requests=1000 prompt=lognormal(900, 1.1) output=uniform(16, 512)`, or the same as YAML.
+"""Spec of a synthetic workload: `arrivals=poisson(4) requests=1000 prompt=lognormal(900, 1.1)
+output=uniform(16, 512)`, or the same as YAML.
 
-Several streams with separate settings are joined by semicolons: `chat: arrivals=… ; batch: arrivals=…`; their names are the names of their clients.
+Several streams with separate settings are joined by semicolons:
+`chat: arrivals=… ; batch: arrivals=…`; their names are the names of their clients.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ Lengths = Annotated[Distribution, BeforeValidator(_distribution)]
 
 
 class Stream(Value):
-    """One stream of requests. A chat of several turns is one arrival; each turn's prompt is the chat so far plus `prompt` new tokens."""
+    """One stream of requests. A chat of several turns is one arrival; each turn's prompt is the
+    chat so far plus `prompt` new tokens."""
 
     arrivals: Annotated[Arrivals, BeforeValidator(_arrivals)]
     requests: PositiveInt | None = Field(
@@ -80,7 +83,8 @@ class Stream(Value):
     )
     lengths: str | None = Field(
         default=None,
-        description="Trace to draw pairs of prompt and output lengths from, instead of `prompt` and `output`.",
+        description="Trace to draw pairs of prompt and output lengths from, instead of `prompt` "
+        "and `output`.",
     )
     prompt: Lengths | None = Field(default=None, description="New prompt tokens of a turn.")
     output: Lengths | None = Field(default=None, description="Tokens of an answer.")
@@ -90,7 +94,8 @@ class Stream(Value):
     turns: Lengths = Field(default=Fixed(value=1), description="Turns of a chat.")
     think: Lengths = Field(
         default=Fixed(value=30),
-        description="Seconds between the arrivals of successive turns; in a closed loop from an answer's end.",
+        description="Seconds between the arrivals of successive turns; in a closed loop from an "
+        "answer's end.",
     )
     closed_loop: bool = Field(
         default=False,
@@ -149,7 +154,8 @@ def parse_spec(text: str, name: str = "workload") -> WorkloadSpec:
         stream = named[1] if named else ""
         if stream in streams:
             raise TraceError(
-                f"{name}: two streams have {f'the name {stream}' if stream else 'no name'}; write `name: key=value …; name: key=value …`"
+                f"{name}: two streams have {f'the name {stream}' if stream else 'no name'}; write "
+                f"`name: key=value …; name: key=value …`"
             )
         streams[stream] = _pairs(part[named.end() if named else 0 :], name)
     return _spec(streams, name)
@@ -172,7 +178,8 @@ def _pairs(text: str, name: str) -> dict[str, str]:
 
 
 def parse_yaml_spec(text: str, name: str) -> WorkloadSpec:
-    """Parse the same keys and values as YAML: one stream, or a mapping of names to streams. Raises `TraceError`."""
+    """Parse the same keys and values as YAML: one stream, or a mapping of names to streams. Raises
+    `TraceError`."""
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -189,7 +196,8 @@ def _spec(streams: Mapping[Any, Any], name: str) -> WorkloadSpec:
     for stream, fields in streams.items():
         if not isinstance(fields, dict):
             raise TraceError(
-                f"{name}: {stream}: expected keys such as `arrivals: poisson(4)`, got {shown(fields)}"
+                f"{name}: {stream}: expected keys such as `arrivals: poisson(4)`, got "
+                f"{shown(fields)}"
             )
         try:
             made[str(stream)] = Stream(**{str(key): value for key, value in fields.items()})

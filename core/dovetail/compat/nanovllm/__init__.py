@@ -1,5 +1,5 @@
-"""nano-vllm's names, in the modules where its programs look for them: `from nanovllm import LLM` becomes
-`from dovetail.compat.nanovllm import LLM`."""
+"""nano-vllm's names, in the modules where its programs look for them: `from nanovllm import LLM`
+becomes `from dovetail.compat.nanovllm import LLM`."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ WHOLE_TEXT = {"skip_special_tokens": False, "include_stop_str_in_output": True}
 class SamplingParams(Settable, dovetail.SamplingParams):
     """`dovetail.SamplingParams` with nano-vllm's defaults and order of arguments.
 
-    The defaults of the model's `generation_config.json` don't apply, and texts contain special tokens, EOS included. `others`: fields
-    of `dovetail.SamplingParams`.
+    The defaults of the model's `generation_config.json` don't apply, and texts contain special
+    tokens, EOS included. `others`: fields of `dovetail.SamplingParams`.
     """
 
     __slots__ = ()
@@ -28,7 +28,8 @@ class SamplingParams(Settable, dovetail.SamplingParams):
         ignore_eos: bool = False,
         **others: Any,
     ) -> None:
-        """Raises `RequestError` for a wrong value. A `temperature` of 0 is greedy, which nano-vllm refuses."""
+        """Raises `RequestError` for a wrong value. A `temperature` of 0 is greedy, which nano-vllm
+        refuses."""
         check_names(others, self.__match_args__)
         fields = {**NEUTRAL, **WHOLE_TEXT, **others}
         super().__init__(

@@ -14,12 +14,16 @@ from dovetail.front.vllm_groups import TEXT_ONLY
 
 PACKAGE = "dovetail.compat.vllm"
 _PLUGIN = "write a plugin instead: see docs/plugins"
-_OBSERVER = "write an observer plugin, and add its name to observers; LLM.get_metrics() returns counters and gauges"
+_OBSERVER = (
+    "write an observer plugin, and add its name to observers; LLM.get_metrics() returns "
+    "counters and gauges"
+)
 _CONFIG = "configure the engine by the arguments of LLM()"
 INSTEAD = {  # the beginning of a module or name -> what to do instead
     "multimodal": TEXT_ONLY,
     "assets": TEXT_ONLY,
-    "PoolerConfig": "leave it out: set the task by encode(…, pooling_task=…), and the method by LLM(pooling={'method': …})",
+    "PoolerConfig": "leave it out: set the task by encode(…, pooling_task=…), and the method by "
+    "LLM(pooling={'method': …})",
     "ProfilerConfig": "observers=['perfetto'] writes a trace",
     "config.kv_transfer": "K and V can't be transferred between engines",
     "KVTransferConfig": "K and V can't be transferred between engines",
@@ -38,7 +42,8 @@ INSTEAD = {  # the beginning of a module or name -> what to do instead
     "distributed": "`close()` ends an engine and all its processes: leave it out",
     "v1.metrics": "LLM.get_metrics() returns counters and gauges",
     "renderers": "`generate` takes the text, or its token ids",
-    "LateChunkingParams": "encode(…, pooling_task='token_embed') returns a vector per token: average those of each chunk",
+    "LateChunkingParams": "encode(…, pooling_task='token_embed') returns a vector per token: "
+    "average those of each chunk",
     "benchmarks": "use `python -m bench` or `dovetail lab`",
     "platforms": "the executor chooses the device: leave it out",
     "transformers_utils": "transformers reads configs and tokenizers",

@@ -1,5 +1,6 @@
-"""`examine`: check each installed plugin in its own process, with a timeout, and report name collisions. `look_at_machine`: one sentence on the
-devices available to the ranks of the executor `tensor`."""
+"""`examine`: check each installed plugin in its own process, with a timeout, and report name
+collisions. `look_at_machine`: one sentence on the devices available to the ranks of the executor
+`tensor`."""
 
 from __future__ import annotations
 
@@ -39,8 +40,9 @@ def examine(
     time_limit_s: float = TIME_LIMIT_S,
     core_commands: Collection[str] = (),
 ) -> Diagnosis:
-    """Examine all third-party plugins, or those of the distribution `only`. Other plugins only declare what they offer, to find name collisions;
-    built-in ones do so in this process, as in every command. `time_limit_s`: timeout per plugin, as `OwnTime` counts. Plugins denied by
+    """Examine all third-party plugins, or those of the distribution `only`. Other plugins only
+    declare what they offer, to find name collisions; built-in ones do so in this process, as in
+    every command. `time_limit_s`: timeout per plugin, as `OwnTime` counts. Plugins denied by
     `DOVETAIL_PLUGINS` aren't imported. `core_commands`: names reserved for Dovetail's own commands.
 
     Raises `PluginError` if `only` isn't installed.
@@ -91,9 +93,8 @@ class _Report:
 
     origin: PluginOrigin
     findings: list[Finding] = field(default_factory=list)
-    offers: list[tuple[str, str, str]] = field(
-        default_factory=list
-    )  # as `probe.offers_of` yields them
+    # as `probe.offers_of` yields them
+    offers: list[tuple[str, str, str]] = field(default_factory=list)
 
 
 def _ask(plugin: FoundPlugin) -> _Report:
@@ -111,9 +112,8 @@ def _examine_one(plugin: FoundPlugin, level: probe.Level, time_limit_s: float) -
         report.touch()
         command = [sys.executable, "-P", "-m", probe.__name__, plugin.origin.id, str(report), level]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        environment["PYDANTIC_DISABLE_PLUGINS"] = (
-            "__all__"  # it would read all entry points, and fail on malformed ones
-        )
+        # it would read all entry points, and fail on malformed ones
+        environment["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
         with output.open("wb") as sink:
             code = run_within(
                 command,
@@ -170,10 +170,14 @@ def _unfinished(
     module: str, phase: str, code: int | None, said: str, time_limit_s: float
 ) -> Problem:
     if code is None:
-        remedy = f"python -X faulthandler -c 'import {module}' and Ctrl-C show where it waits; --time-limit gives it longer"
+        remedy = (
+            f"python -X faulthandler -c 'import {module}' and Ctrl-C show where it waits; "
+            f"--time-limit gives it longer"
+        )
         return (
             "hangs",
-            f"{phase} took longer than {time_limit_s:g} s, not counting time when others had the CPU{said}",
+            f"{phase} took longer than {time_limit_s:g} s, not counting time when others had the "
+            f"CPU{said}",
             remedy,
         )
     if code < 0:
@@ -228,7 +232,8 @@ def _collision(
         else "neither is used unless it is named in full"
     )
     remedy = {
-        "architecture": f"to use this one, write `model: {{path: …, component: {full}}}` in engine.yaml",
+        "architecture": f"to use this one, write `model: {{path: …, component: {full}}}` in "
+        f"engine.yaml",
         "quantization": f"to use this one, write `quantization: {full}` in engine.yaml",
     }
     yield Finding(
@@ -246,7 +251,8 @@ def _check_installed(only: str, found: Sequence[FoundPlugin]) -> None:
         known = sorted({plugin.origin.distribution for plugin in found})
         hint = did_you_mean(only, known)
         raise PluginError(
-            f"no distribution {only!r} is installed{hint}; with plugins there are {', '.join(known) or 'none'}"
+            f"no distribution {only!r} is installed{hint}; with plugins there are "
+            f"{', '.join(known) or 'none'}"
         ) from None
 
 
@@ -259,14 +265,18 @@ def _nothing_there(
     if told or any(plugin.origin.distribution == only for plugin in found):
         return
     origin = PluginOrigin(only, "?", metadata.version(only))
-    remedy = f'add [project.entry-points."{ENTRY_POINT_GROUP}"] to its pyproject.toml, with a line like name = "package", and reinstall it'
+    remedy = (
+        f'add [project.entry-points."{ENTRY_POINT_GROUP}"] to its pyproject.toml, with a line '
+        f'like name = "package", and reinstall it'
+    )
     yield Finding(
         origin, "no-plugin", f"it has no entry point in the group {ENTRY_POINT_GROUP}", remedy
     )
 
 
 def look_at_machine(time_limit_s: float) -> str | None:
-    """Return the sentence; None if torch isn't installed. A separate process queries the devices, since that imports torch and starts the driver."""
+    """Return the sentence; None if torch isn't installed. A separate process queries the devices,
+    since that imports torch and starts the driver."""
     if find_spec("torch") is None:
         return None
     with TemporaryFile() as told:
@@ -281,16 +291,23 @@ def look_at_machine(time_limit_s: float) -> str | None:
 
 
 def in_words(gpus: list[str], peers: bool, backends: list[str]) -> str:
-    """Return the sentence for CUDA devices with these names, with or without peer access, and these torch.distributed backends."""
+    """Return the sentence for CUDA devices with these names, with or without peer access, and these
+    torch.distributed backends."""
     if not gpus:
-        return f"no CUDA device; ranks of the executor tensor are processes on the CPU, {_sums('gloo', backends)}"
+        return (
+            f"no CUDA device; ranks of the executor tensor are processes on the CPU, "
+            f"{_sums('gloo', backends)}"
+        )
     names = ", ".join(dict.fromkeys(gpus))
     if len(gpus) == 1:
         return f"1 CUDA device ({names}): one rank, so the executor tensor has nothing to split"
     reach = (
         "which can read each other's memory" if peers else "which can't read each other's memory"
     )
-    return f"{len(gpus)} CUDA devices ({names}), {reach}; as many ranks of the executor tensor, {_sums('nccl', backends)}"
+    return (
+        f"{len(gpus)} CUDA devices ({names}), {reach}; as many ranks of the executor tensor, "
+        f"{_sums('nccl', backends)}"
+    )
 
 
 def _sums(backend: str, backends: list[str]) -> str:

@@ -1,5 +1,5 @@
-"""Problems visible in installed metadata: leftovers, duplicates, and sources that moved or changed. Imports nothing. `Finding` and `Diagnosis` are
-the doctor's report, of this and other problems."""
+"""Problems visible in installed metadata: leftovers, duplicates, and sources that moved or changed.
+Imports nothing. `Finding` and `Diagnosis` are the doctor's report, of this and other problems."""
 
 from __future__ import annotations
 
@@ -59,14 +59,16 @@ PROBLEMS: dict[str, Severity] = {
     "offered-twice": "error",
 }
 SHOWN = 3  # files named in a message
+# problems that keep a component from being found
 HIDING = (
     "source-moved",
     "entry-points-stale",
     "wrong-group",
-)  # problems that keep a component from being found
+)
 _STRANGER: Problem = (
     "wrong-dovetail",
-    f"a distribution called {NAMESPACE} is installed: an older Dovetail or another project, whose modules may have replaced Dovetail's",
+    f"a distribution called {NAMESPACE} is installed: an older Dovetail or another project, whose "
+    f"modules may have replaced Dovetail's",
     f"pip uninstall {NAMESPACE} {DISTRIBUTION}, then install {DISTRIBUTION} again",
 )
 
@@ -87,7 +89,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The plugins examined, the findings, and the plugins skipped because `DOVETAIL_PLUGINS` denies them."""
+    """The plugins examined, the findings, and the plugins skipped because `DOVETAIL_PLUGINS` denies
+    them."""
 
     examined: tuple[PluginOrigin, ...]
     findings: tuple[Finding, ...]
@@ -98,7 +101,8 @@ class Diagnosis:
 
 
 def metadata_findings(only: str | None = None) -> list[Finding]:
-    """Return findings on all distributions with plugins, also in a misspelt entry-point group, or on the distribution `only` (a normalized name)."""
+    """Return findings on all distributions with plugins, also in a misspelt entry-point group, or
+    on the distribution `only` (a normalized name)."""
     findings = [
         Finding(
             failure.origin,
@@ -128,7 +132,10 @@ def hidden_plugins() -> list[Finding]:
 def _twice(copies: list[metadata.Distribution]) -> Iterator[Problem]:
     if len(copies) > 1:
         places = ", ".join(f"{copy.version} in {_home(copy)}" for copy in copies)
-        remedy = f"pip uninstall {copies[0].name} until it finds nothing more, delete what is left of these, and install it once"
+        remedy = (
+            f"pip uninstall {copies[0].name} until it finds nothing more, delete what is left "
+            f"of these, and install it once"
+        )
         yield (
             "metadata-twice",
             f"it is installed {len(copies)} times: {places}; the first counts",
@@ -137,9 +144,8 @@ def _twice(copies: list[metadata.Distribution]) -> Iterator[Problem]:
 
 
 def _files_gone(copies: list[metadata.Distribution]) -> Iterator[Problem]:
-    record = csv.reader(
-        (copies[0].read_text("RECORD") or "").splitlines()
-    )  # `files` leaves out what isn't there, from Python 3.12 on
+    # `files` leaves out what isn't there, from Python 3.12 on
+    record = csv.reader((copies[0].read_text("RECORD") or "").splitlines())
     gone = [
         row[0]
         for row in record
@@ -149,7 +155,10 @@ def _files_gone(copies: list[metadata.Distribution]) -> Iterator[Problem]:
         named = ", ".join(gone[:SHOWN]) + (
             f" and {len(gone) - SHOWN} more" if len(gone) > SHOWN else ""
         )
-        remedy = f"pip install --force-reinstall --no-deps {copies[0].name}, or pip uninstall {copies[0].name}"
+        remedy = (
+            f"pip install --force-reinstall --no-deps {copies[0].name}, or pip uninstall "
+            f"{copies[0].name}"
+        )
         yield "files-gone", f"its metadata lists files that aren't there: {named}", remedy
 
 
@@ -172,7 +181,10 @@ def _entry_points_stale(copies: list[metadata.Distribution]) -> Iterator[Problem
         point.name: point.value for point in copies[0].entry_points.select(group=ENTRY_POINT_GROUP)
     }
     if installed != wanted:
-        what = f"{source / 'pyproject.toml'} has the entry points {_shown(wanted)}, installed are {_shown(installed)}"
+        what = (
+            f"{source / 'pyproject.toml'} has the entry points {_shown(wanted)}, installed are "
+            f"{_shown(installed)}"
+        )
         yield (
             "entry-points-stale",
             what,
@@ -191,7 +203,8 @@ def _wrong_group(copies: list[metadata.Distribution]) -> Iterator[Problem]:
 
 
 def _is_misspelt(group: str) -> bool:
-    """Return True if a group of entry points was meant to be Dovetail's; many projects have one that ends in ".plugins"."""
+    """Return True if a group of entry points was meant to be Dovetail's; many projects have one
+    that ends in ".plugins"."""
     likeness = SequenceMatcher(None, group.replace("_", "."), ENTRY_POINT_GROUP).ratio()
     return group != ENTRY_POINT_GROUP and likeness >= (
         0.6 if group.startswith("dovetail") else 0.85
@@ -211,14 +224,18 @@ def _dependency_missing(copies: list[metadata.Distribution]) -> Iterator[Problem
 
 
 def _wrong_dovetail(copies: list[metadata.Distribution]) -> Iterator[Problem]:
-    """Yield a problem for a dependency on `dovetail`, the module's name, which on the package index is another project."""
+    """Yield a problem for a dependency on `dovetail`, the module's name, which on the package index
+    is another project."""
     wrong = [Requirement(text) for text in copies[0].requires or () if _is_wrong_dovetail(text)]
     if wrong:
         wanted = [
             (f"[{','.join(sorted(one.extras))}]" if one.extras else "") + str(one.specifier)
             for one in wrong
         ]
-        what = f"it depends on {', '.join(NAMESPACE + part for part in wanted)}; the index's {NAMESPACE} is another project, which pip would install"
+        what = (
+            f"it depends on {', '.join(NAMESPACE + part for part in wanted)}; the index's "
+            f"{NAMESPACE} is another project, which pip would install"
+        )
         right = " and ".join(f'"{DISTRIBUTION}{part}"' for part in wanted)
         yield "wrong-dovetail", what, f"write {right} in its pyproject.toml, and install it again"
 
@@ -242,7 +259,8 @@ _CHECKS = (
 
 
 def _installed(only: str | None) -> dict[str, list[metadata.Distribution]]:
-    """Return the distributions with plugins, or a misspelt group, by normalized name; each with all copies in the order of `sys.path`."""
+    """Return the distributions with plugins, or a misspelt group, by normalized name; each with all
+    copies in the order of `sys.path`."""
     found: dict[str, dict[str, metadata.Distribution]] = {}
     for distribution in metadata.distributions():
         try:
@@ -263,7 +281,8 @@ def _installed(only: str | None) -> dict[str, list[metadata.Distribution]]:
 def _without_leftovers_of_builds(
     copies: list[metadata.Distribution],
 ) -> list[metadata.Distribution]:
-    """Drop the egg-info that `pip install -e` leaves in the source folder, which is on `sys.path` and would count as a second copy."""
+    """Drop the egg-info that `pip install -e` leaves in the source folder, which is on `sys.path`
+    and would count as a second copy."""
     sources = [
         source.resolve() for copy in copies if (source := _editable_source(copy)) is not None
     ]
@@ -285,7 +304,8 @@ def _home(distribution: metadata.Distribution) -> str:
 
 
 def _editable_source(distribution: metadata.Distribution) -> Path | None:
-    """Return the folder that an editable installation points to (PEP 610); None for any other installation."""
+    """Return the folder that an editable installation points to (PEP 610); None for any other
+    installation."""
     try:
         origin = json.loads(distribution.read_text("direct_url.json") or "{}")
         if not origin.get("dir_info", {}).get("editable"):
@@ -296,7 +316,8 @@ def _editable_source(distribution: metadata.Distribution) -> Path | None:
 
 
 def _entry_points_of_source(source: Path) -> dict[str, str] | None:
-    """Return the entry points in the project's pyproject.toml; None if it has none, or can't be read."""
+    """Return the entry points in the project's pyproject.toml; None if it has none, or can't be
+    read."""
     try:
         project: Any = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))[
             "project"

@@ -1,7 +1,7 @@
 """Load one plugin and write a report: `python -m dovetail.registry.doctor.probe ID REPORT LEVEL`.
 
-It runs in its own process, since the plugin may exit, hang or flood its output. The report is a file of JSON lines, flushed one by one: the
-phase that begins, a problem, offers, or the end.
+It runs in its own process, since the plugin may exit, hang or flood its output. The report is a
+file of JSON lines, flushed one by one: the phase that begins, a problem, offers, or the end.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dovetail.registry.plugin import FoundPlugin, LoadedPlugin, PluginFailure
 from dovetail.registry.requirements import missing_requirements, pip_line
 from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent
 
-Level = Literal[
-    "declare", "use"
-]  # whether to import only the declarations, or also all that is declared
+# whether to import only the declarations, or also all that is declared
+Level = Literal["declare", "use"]
 
 HEAVY = ("torch", "transformers", "triton")
 HOOKS = tuple(name for name in dir(hookspecs) if name.startswith("dovetail_"))
 
 
 def main() -> NoReturn:
-    """Run the probe and exit immediately, without waiting for a plugin's threads or exit handlers."""
+    """Run the probe and exit immediately, without waiting for a plugin's threads or exit
+    handlers."""
     plugin_id, report, level = sys.argv[1:]
     limit_files()
     with Path(report).open("a", encoding="utf-8", buffering=1) as file:
@@ -77,7 +77,10 @@ def _while_declaring(
             and any(one in vars(sys.modules[name]) for one in heavy)
         )
         where = f", in {', '.join(guilty)}" if guilty else ""
-        remedy = "import it in the module that a ComponentSpec's target names, which is loaded when it is used"
+        remedy = (
+            "import it in the module that a ComponentSpec's target names, which is loaded "
+            "when it is used"
+        )
         yield "imports-torch", f"it imports {' and '.join(heavy)} while it declares{where}", remedy
     if result.output:
         yield (
@@ -120,7 +123,8 @@ def _of_failure(found: FoundPlugin, failure: PluginFailure) -> Problem:
     return (
         "declaration-wrong",
         failure.reason,
-        "see the fields of ComponentSpec, CommandSpec and BundledModel in the reference of dovetail.api.component",
+        "see the fields of ComponentSpec, CommandSpec and BundledModel in the reference of "
+        "dovetail.api.component",
     )
 
 
@@ -159,7 +163,10 @@ def _of_failed_import(found: FoundPlugin, error: BaseException, text: str) -> Pr
 
 
 def _remedy_for_nowhere(found: FoundPlugin) -> str:
-    return f"correct the entry point in pyproject.toml, see that the wheel holds the module, and reinstall {found.origin.distribution}"
+    return (
+        f"correct the entry point in pyproject.toml, see that the wheel holds the module, and "
+        f"reinstall {found.origin.distribution}"
+    )
 
 
 def _nearest_hook(text: str) -> str:
@@ -178,7 +185,8 @@ def _nearest_hook(text: str) -> str:
 
 
 def _unmarked_hooks(module: Any) -> Iterator[Problem]:
-    """Yield a problem for each function that is named (almost) like a hook and isn't marked as one, in a module that has marked hooks."""
+    """Yield a problem for each function that is named (almost) like a hook and isn't marked as one,
+    in a module that has marked hooks."""
     for name, value in vars(module).items() if module is not None else ():
         if (
             not callable(value)
@@ -201,7 +209,8 @@ def _unmarked_hooks(module: Any) -> Iterator[Problem]:
 
 
 def offers_of(plugin: LoadedPlugin) -> Iterator[tuple[str, str, str]]:
-    """Yield (what, name, short name of the declaration) of each offer that can collide with another plugin's."""
+    """Yield (what, name, short name of the declaration) of each offer that can collide with another
+    plugin's."""
     yield from ((what, name, name) for what, name in plugin.offers())
     yield from (
         ("architecture", name, spec.name)
@@ -240,7 +249,8 @@ def _of_component(component: ResolvedComponent) -> Iterator[Problem]:
         yield (
             "api-mismatch",
             mismatch,
-            f'what changed is in docs/plugins/versions.md, under "{component.spec.kind} {API_VERSIONS[component.spec.kind]}"',
+            f'what changed is in docs/plugins/versions.md, under "{component.spec.kind} '
+            f'{API_VERSIONS[component.spec.kind]}"',
         )
         return
     if component.changes:
@@ -248,7 +258,8 @@ def _of_component(component: ResolvedComponent) -> Iterator[Problem]:
         last = component.changes[-1].after
         yield (
             "api-older",
-            f"{component} is written for {component.spec.kind} api {component.spec.api}; this Dovetail has {last} and runs it {runs}",
+            f"{component} is written for {component.spec.kind} api {component.spec.api}; this "
+            f"Dovetail has {last} and runs it {runs}",
             "; then ".join(f"for {change.after}: {change.upgrade}" for change in component.changes)
             + f'; then declare api="{last}"',
         )

@@ -1,5 +1,6 @@
-"""Processes in which a plugin's code runs, for the doctor and for `dovetail.testing`: running one, limiting its files, reading its output, and
-`OwnTime`, its elapsed time without the time it waited for a CPU, so that timeouts hold on a busy machine."""
+"""Processes in which a plugin's code runs, for the doctor and for `dovetail.testing`: running one,
+limiting its files, reading its output, and `OwnTime`, its elapsed time without the time it waited
+for a CPU, so that timeouts hold on a busy machine."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ LAST_BYTES = 4_000
 
 
 class OwnTime:
-    """Elapsed seconds of a process and its descendants since `restart`, less the longest time that one of their threads was runnable but not running.
-    Sleeping and waiting count in full. Needs Linux (/proc/*/task/*/schedstat); elsewhere wall time counts."""
+    """Elapsed seconds of a process and its descendants since `restart`, less the longest time that
+    one of their threads was runnable but not running. Sleeping and waiting count in full. Needs
+    Linux (/proc/*/task/*/schedstat); elsewhere wall time counts."""
 
     def __init__(self, process: int) -> None:
         """Start counting for the process with this id."""
@@ -61,7 +63,8 @@ def wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:
 
 
 def waits(process: int) -> Iterator[tuple[str, int]]:
-    """Yield each thread of a process and its descendants, with the nanoseconds it has waited for a CPU."""
+    """Yield each thread of a process and its descendants, with the nanoseconds it has waited for a
+    CPU."""
     try:
         threads = os.listdir(f"/proc/{process}/task")
     except OSError:  # it has ended, or this isn't Linux
@@ -78,8 +81,8 @@ def waits(process: int) -> Iterator[tuple[str, int]]:
 
 
 def limit_files() -> None:
-    """Limit the files of this process and its children to `LARGEST_FILE`, so that endless output raises OSError before the disk is full; disable
-    core dumps."""
+    """Limit the files of this process and its children to `LARGEST_FILE`, so that endless output
+    raises OSError before the disk is full; disable core dumps."""
     with suppress(ImportError):  # not on a Unix
         import resource
 
@@ -89,8 +92,9 @@ def limit_files() -> None:
 
 
 def run_within(command: Sequence[str], limit_s: float, **popen: Any) -> int | None:
-    """Run a command and return its exit code; None if it needed more than `limit_s`, as `OwnTime` counts. `popen`: arguments of `subprocess.Popen`.
-    Nothing of it is left running: with `start_new_session` the processes that it has started are killed too."""
+    """Run a command and return its exit code; None if it needed more than `limit_s`, as `OwnTime`
+    counts. `popen`: arguments of `subprocess.Popen`. Nothing of it is left running: with
+    `start_new_session` the processes that it has started are killed too."""
     process = subprocess.Popen(command, **{"stdin": subprocess.DEVNULL, **popen})
     try:
         return process.returncode if wait(process, limit_s) else None
@@ -109,7 +113,8 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def event(line: str) -> dict[str, Any]:
-    """Parse one line of a report; {} if it isn't a JSON object, since a plugin can write to any open file."""
+    """Parse one line of a report; {} if it isn't a JSON object, since a plugin can write to any
+    open file."""
     with suppress(ValueError):
         told = json.loads(line)
         if isinstance(told, dict):

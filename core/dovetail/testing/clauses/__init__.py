@@ -1,4 +1,5 @@
-"""Clauses of the contracts and the checks that verify them: a module per kind, sentence by sentence of `dovetail.api.<kind>`.
+"""Clauses of the contracts and the checks that verify them: a module per kind, sentence by sentence
+of `dovetail.api.<kind>`.
 
     CLAUSES = {
         "AttentionLayer.write": held("values", "write_first"),         # every sentence of this docstring
@@ -8,8 +9,9 @@
         },
     }
 
-A place is a class, a method or a field (for its comment); "module" is the file's own docstring. A class's mark also applies to its fields, unless
-they have one. `"*"` is the default of a place or file. `tools/clauses.py` generates the page docs/plugins/clauses.md from this, and a test requires
+A place is a class, a method or a field (for its comment); "module" is the file's own docstring. A
+class's mark also applies to its fields, unless they have one. `"*"` is the default of a place or
+file. `tools/clauses.py` generates the page docs/plugins/clauses.md from this, and a test requires
 that every sentence is marked."""
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ Subject = Kind | Literal["component"]  # a file of `dovetail.api`; the last is f
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How a sentence is verified. `checks`: names of checks of the kind (or "hygiene.…"). `why`: the reason why it, or a part of it, isn't checked.
-    Neither: it requires nothing of the component, but describes the core or defines a term."""
+    """How a sentence is verified. `checks`: names of checks of the kind (or "hygiene.…"). `why`:
+    the reason why it, or a part of it, isn't checked. Neither: it requires nothing of the
+    component, but describes the core or defines a term."""
 
     checks: tuple[str, ...] = ()
     why: str = ""
@@ -63,8 +66,8 @@ class Clause:
 
 
 def clauses_of(kind: Subject) -> list[Clause]:
-    """Return every sentence of a contract with its mark, in source order. Raises `ValueError` for a sentence without a mark, and for unused
-    marks."""
+    """Return every sentence of a contract with its mark, in source order. Raises `ValueError` for a
+    sentence without a mark, and for unused marks."""
     module = import_module(f"dovetail.api.{kind}")
     marks: Marks = import_module(f"{__name__}.{kind}").CLAUSES
     unused = {
@@ -96,7 +99,8 @@ def _mark_of(marks: Marks, place: str, text: str) -> tuple[str, str, Mark]:
 
 
 def sentences(source: str) -> Iterator[tuple[str, str]]:
-    """Yield (place, sentence) of the docstrings of a file's public classes, methods and fields, and of the comments beside fields without one."""
+    """Yield (place, sentence) of the docstrings of a file's public classes, methods and fields, and
+    of the comments beside fields without one."""
     tree = ast.parse(source)
     lines = source.splitlines()
     yield from _split("module", ast.get_docstring(tree))

@@ -126,7 +126,8 @@ CLAUSES: Marks = {
         "Fill the buffers": held("replan", "again"),
         "On a GPU": held(
             "graph",
-            but="an allocation or a wait that changes no value isn't detected; not tested without a GPU",
+            but="an allocation or a wait that changes no value isn't detected; not tested without "
+            "a GPU",
         ),
     },
 }

@@ -122,7 +122,8 @@ CLAUSES: Marks = {
             "results",
             "failed_row",
             "pooled_failed",
-            but="detecting NaN isn't required of rows that sample, only that no other row is reported",
+            but="detecting NaN isn't required of rows that sample, only that no other row is "
+            "reported",
         ),
     },
     "Executor": TOLD,

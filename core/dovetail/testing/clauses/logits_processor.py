@@ -15,7 +15,8 @@ CLAUSES: Marks = {
         "`cuda_graph`": held(
             "replayed",
             "graph",
-            but="without a GPU no graph is captured; a recording of the operations is replayed on the CPU",
+            but="without a GPU no graph is captured; a recording of the operations is replayed on "
+            "the CPU",
         ),
         "Without it": TOLD,
         "*": held("hygiene.capabilities"),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dovetail.testing.clauses import TOLD, Marks, held, unchecked
 
-HEADS = "the suite's models generate; what checkpoints of other kinds pool, the engine's own tests compare with transformers"
+HEADS = (
+    "the suite's models generate; what checkpoints of other kinds pool, the engine's own tests "
+    "compare with transformers"
+)
 
 CLAUSES: Marks = {
     "module": {"no global context": held("side_by_side"), "*": TOLD},
@@ -73,7 +76,8 @@ CLAUSES: Marks = {
         "config_fields",
         "unknown_fields",
         "rope_types",
-        but="seven unknown fields, three unknown rope types, and one to three values of each known field are tested",
+        but="seven unknown fields, three unknown rope types, and one to three values of each known "
+        "field are tested",
     ),
     "ModelArch.layer_specs": held("layer_specs"),
     "ModelArch.state_specs": held("state_specs"),

@@ -32,7 +32,8 @@ CLAUSES: Marks = {
         "may not read another": held(
             "replay",
             "read_only",
-            but="a policy that blocks is detected only if it hangs, and one that reads `datetime` only by chance",
+            but="a policy that blocks is detected only if it hangs, and one that reads `datetime` "
+            "only by chance",
         ),
         "ends the engine": held("sound", "aborts"),
         "*": TOLD,

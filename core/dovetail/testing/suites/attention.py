@@ -1,7 +1,9 @@
-"""`AttentionSuite`: checks that an attention backend conforms to the contract of `dovetail.api.attention`.
+"""`AttentionSuite`: checks that an attention backend conforms to the contract of
+`dovetail.api.attention`.
 
-Values are compared with attention in float64 (`attention_oracle`): a backend's error may be a few times that of direct arithmetic in the same dtype.
-Where possible, values are chosen to reveal the fault: with q = 0 and V = its position, the result is the mean of the attended positions.
+Values are compared with attention in float64 (`attention_oracle`): a backend's error may be a few
+times that of direct arithmetic in the same dtype. Where possible, values are chosen to reveal the
+fault: with q = 0 and V = its position, the result is the mean of the attended positions.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ class AttentionSuite(AttentionGroups):
 
     @check("attention.values", since="0.1")
     def test_any_mix_of_prefills_chunks_and_decodes_is_attended_as_defined(self) -> None:
-        """One step may contain all kinds of rows, including padding, in any order. The pool's other slots hold NaN: reading outside of the row's
-        tokens makes the result NaN, even with weight 0. Mask before the softmax and never multiply by values outside."""
+        """One step may contain all kinds of rows, including padding, in any order. The pool's other
+        slots hold NaN: reading outside of the row's tokens makes the result NaN, even with weight
+        0. Mask before the softmax and never multiply by values outside."""
 
         blocks, heads = self.small(self.block_sizes()), self.small(self.head_sizes())
 
@@ -57,8 +60,9 @@ class AttentionSuite(AttentionGroups):
 
     @check("attention.causal", since="0.1", capability="causal")
     def test_a_query_sees_the_tokens_up_to_its_own(self) -> None:
-        """A query at position p attends to positions 0 to p, including those of its own step, for any history. Off-by-one errors are typical if
-        queries are counted from the start of the step and keys from the start of the row."""
+        """A query at position p attends to positions 0 to p, including those of its own step, for
+        any history. Off-by-one errors are typical if queries are counted from the start of the step
+        and keys from the start of the row."""
         size = self.claims.default_block_size()
         assert_sees(
             self.bench(
@@ -68,8 +72,9 @@ class AttentionSuite(AttentionGroups):
 
     @check("attention.window", since="0.1", capability="window")
     def test_a_query_with_a_window_sees_that_many_tokens_itself_included(self) -> None:
-        """With `LayerSpec.window = w` a query at position p attends to positions p - w + 1 to p. Blocks wholly before the windows of a row's queries
-        have been released: the entries of its table are any pages."""
+        """With `LayerSpec.window = w` a query at position p attends to positions p - w + 1 to p.
+        Blocks wholly before the windows of a row's queries have been released: the entries of its
+        table are any pages."""
         size = self.claims.default_block_size()
         for window in (1, size, size + 1, 2 * size + 3):
             assert_sees(
@@ -90,9 +95,10 @@ class AttentionSuite(AttentionGroups):
 
     @check("attention.bidirectional", since="0.5", capability="bidirectional")
     def test_tokens_of_an_encoder_attend_to_later_ones(self) -> None:
-        """With `LayerSpec.causal` False each token attends to all tokens of its row, or with a window w to those less than w tokens away on both
-        sides, and to no other row; for any lengths, beside padding, whatever the step before was. Such a layer is written and attends before the
-        next one is written."""
+        """With `LayerSpec.causal` False each token attends to all tokens of its row, or with a
+        window w to those less than w tokens away on both sides, and to no other row; for any
+        lengths, beside padding, whatever the step before was. Such a layer is written and attends
+        before the next one is written."""
         size = self.claims.default_block_size()
         for window in (None, 1, size, 2 * size + 3) if self.claims.window else (None,):
             case = self.case(
@@ -116,7 +122,8 @@ class AttentionSuite(AttentionGroups):
 
     @check("attention.gqa", since="0.1")
     def test_heads_share_kv_heads_in_groups_that_follow_each_other(self) -> None:
-        """Head h reads kv head h // (heads // kv_heads), for any ratio: 1, odd, larger than a tile; and for any number of kv heads."""
+        """Head h reads kv head h // (heads // kv_heads), for any ratio: 1, odd, larger than a tile;
+        and for any number of kv heads."""
         for heads, kv_heads in (
             (2, 2),
             (3, 1),
@@ -138,12 +145,14 @@ class AttentionSuite(AttentionGroups):
                 error = float((read[:, head] - expected).abs().max())
                 require(
                     error < 0.25,
-                    f"with {heads} heads and {kv_heads} kv heads, head {head} reads {read[0, head, 0]:.2f} instead of kv head {expected}",
+                    f"with {heads} heads and {kv_heads} kv heads, head {head} reads "
+                    f"{read[0, head, 0]:.2f} instead of kv head {expected}",
                 )
 
     @check("attention.scale", since="0.1")
     def test_scores_are_scaled_by_what_the_layer_says(self) -> None:
-        """`LayerSpec.scale` multiplies q·k, also with a window; 1 / sqrt(head_size) is only its usual value."""
+        """`LayerSpec.scale` multiplies q·k, also with a window; 1 / sqrt(head_size) is only its
+        usual value."""
         windows = (None, 12) if self.claims.window else (None,)
         for size in (min(self.head_sizes()), max(self.head_sizes())):
             for scale in (
@@ -166,8 +175,8 @@ class AttentionSuite(AttentionGroups):
 
     @check("attention.dtypes", since="0.1")
     def test_each_declared_dtype_is_as_exact_as_plain_arithmetic_in_it(self) -> None:
-        """Sums over many tokens must be accumulated in float32, for any dtype of K and V. If a dtype isn't supported, remove it from
-        `capabilities.dtypes`."""
+        """Sums over many tokens must be accumulated in float32, for any dtype of K and V. If a
+        dtype isn't supported, remove it from `capabilities.dtypes`."""
         for dtype in self.tried_dtypes():
             windows = (None, 20) if self.claims.window else (None,)
             bench = self.bench(
@@ -181,7 +190,8 @@ class AttentionSuite(AttentionGroups):
 
     @check("attention.head_sizes", since="0.1")
     def test_each_declared_head_size_is_served(self) -> None:
-        """All of `capabilities.head_sizes`, or a selection if any is allowed; each with a dtype and a block size in turn."""
+        """All of `capabilities.head_sizes`, or a selection if any is allowed; each with a dtype and
+        a block size in turn."""
         sizes = self.head_sizes()
         for size, dtype, block_size in zip(
             sizes, cycle(self.tried_dtypes()), cycle(self.small(self.block_sizes())), strict=False
@@ -205,8 +215,8 @@ class AttentionSuite(AttentionGroups):
 
     @check("attention.block_sizes", since="0.1")
     def test_each_declared_block_size_is_served(self) -> None:
-        """All of `capabilities.block_sizes`, or some multiples of `block_size_multiple`; with rows ending right before, at and right after a block's
-        end."""
+        """All of `capabilities.block_sizes`, or some multiples of `block_size_multiple`; with rows
+        ending right before, at and right after a block's end."""
         for size in self.block_sizes():
             self.assert_claimed(
                 AttentionContext(self.claims.devices[0], self.tried_dtypes()[0], size),
@@ -221,8 +231,9 @@ class AttentionSuite(AttentionGroups):
 
     @check("attention.refusals", since="0.1")
     def test_what_is_not_declared_is_refused_in_words(self) -> None:
-        """`reasons_against` must have a sentence for each unsupported feature, naming the value. The default derives them from `capabilities`; an
-        override may add reasons, but not remove any."""
+        """`reasons_against` must have a sentence for each unsupported feature, naming the value.
+        The default derives them from `capabilities`; an override may add reasons, but not remove
+        any."""
         for value, context, layer in self.undeclared():
             fine = replace(self.layer(self.head_sizes()[0]), kv_heads=layer.kv_heads)
             reasons = self.component_class.reasons_against(context, [fine, layer])
@@ -231,7 +242,8 @@ class AttentionSuite(AttentionGroups):
             ]
             require(
                 named,
-                f"{value} is not declared, but no reason names it: reasons_against gives {list(reasons)}",
+                f"{value} is not declared, but no reason names it: reasons_against gives "
+                f"{list(reasons)}",
             )
 
     def undeclared(self) -> list[tuple[object, AttentionContext, LayerSpec]]:
@@ -279,9 +291,10 @@ class AttentionSuite(AttentionGroups):
 
     @check("attention.shared_prefix", since="0.1", capability="shared_prefix")
     def test_a_prefix_that_rows_share_is_attended_as_defined(self) -> None:
-        """`shared_prefix_blocks` means that the first blocks of all rows are the same in the first group, so that they may be read once; it changes
-        no value. Rows may still be of any kind, and other layers may have windows. The prefix of one step isn't that of the next, even if they look
-        alike."""
+        """`shared_prefix_blocks` means that the first blocks of all rows are the same in the first
+        group, so that they may be read once; it changes no value. Rows may still be of any kind,
+        and other layers may have windows. The prefix of one step isn't that of the next, even if
+        they look alike."""
         size = self.claims.default_block_size()
         blocks = -(-160 // size)
         tails = tuple(blocks * size + n for n in (1, size, 2 * size + 3, 7, 30))
@@ -298,17 +311,19 @@ class AttentionSuite(AttentionGroups):
 
     @check("attention.fused_write", since="0.1", capability="fused_write")
     def test_what_is_written_into_the_open_cache_is_what_write_writes(self) -> None:
-        """`cache_for_fused_write` exposes the cache: token i's K at k[slots[i] // block_size, slots[i] % block_size]. It must be the memory that
-        `attend` reads, with `slots` of the last plan, of the layer's group and page, at the same addresses after each plan; after another `bind` it
-        is the new memory."""
+        """`cache_for_fused_write` exposes the cache: token i's K at k[slots[i] // block_size,
+        slots[i] % block_size]. It must be the memory that `attend` reads, with `slots` of the last
+        plan, of the layer's group and page, at the same addresses after each plan; after another
+        `bind` it is the new memory."""
         self.assert_written_when_open(
             self.bench(self.case((0, 20), (9, 1), padding=2, poisoned=False))
         )
 
     @check("attention.mixed_graph", since="0.1", capability="mixed_graph")
     def test_a_step_planned_for_a_mixed_graph_is_attended_as_any_other(self) -> None:
-        """With `mixed_graph`, `attend` launches kernels for any step with the same padded number of tokens: decodes, prefills, both, or none at
-        all. Size grids for all tokens, let idle programs exit, and don't touch padding. `num_rows` may be 0."""
+        """With `mixed_graph`, `attend` launches kernels for any step with the same padded number of
+        tokens: decodes, prefills, both, or none at all. Size grids for all tokens, let idle
+        programs exit, and don't touch padding. `num_rows` may be 0."""
         window = 20 if self.claims.window else None
         for history, queries in (
             ((0, 17, 90, 5, 0), (30, 1, 7, 1, 2)),
@@ -332,9 +347,11 @@ class AttentionSuite(AttentionGroups):
 
     @check("attention.graph", since="0.1", capability="cuda_graph")
     def test_a_captured_step_serves_any_other_of_its_size(self) -> None:
-        """A graph replays the kernels of its capture: everything that differs between steps must be in buffers that `plan` fills, at fixed
-        addresses. `plan` doesn't wait for the device and isn't part of the graph. Rows that became padding aren't touched. A captured decode serves
-        any step with the same number of rows; a capture with `mixed_graph`, if declared, any step with the same number of tokens."""
+        """A graph replays the kernels of its capture: everything that differs between steps must be
+        in buffers that `plan` fills, at fixed addresses. `plan` doesn't wait for the device and
+        isn't part of the graph. Rows that became padding aren't touched. A captured decode serves
+        any step with the same number of rows; a capture with `mixed_graph`, if declared, any step
+        with the same number of tokens."""
         if not self.place.startswith("cuda"):
             raise Untried("cuda_graph", f"the suite runs on {self.place}")
         scores = {

@@ -23,9 +23,8 @@ from dovetail.testing.checks import require
 from dovetail.testing.memory import Place, bind_layers
 from dovetail.testing.suites import attention_oracle as oracle
 
-Tensors = list[
-    list[torch.Tensor]
-]  # [layer][row], on the CPU, with values representable in the case's dtype
+# [layer][row], on the CPU, with values representable in the case's dtype
+Tensors = list[list[torch.Tensor]]
 MakeBackend = Callable[[AttentionContext], AttentionBackend]
 ALL_BITS = 0xFF  # in each byte: NaN in every dtype of a cache
 
@@ -49,30 +48,27 @@ class Case:
     scale: float | None = None  # None: 1 / sqrt(head_size)
     sinks: tuple[bool, ...] = (False,)  # whether layers have sinks; assigned to layers in turn
     softcaps: tuple[float | None, ...] = (None,)  # likewise
-    v_in_k: int | None = (
-        None  # number of leading elements of K that are V; None: V is stored separately
-    )
+    # number of leading elements of K that are V; None: V is stored separately
+    v_in_k: int | None = None
     mixed_graph: bool = False  # plan all steps with it
     cache_dtype: str | None = None  # of K and V in the cache; None: the dtype of q
-    kv_scales: tuple[tuple[float, float], ...] = (
-        (1.0, 1.0),
-    )  # of K and V in such a cache; assigned to layers in turn
-    shapes: tuple[
-        tuple[int, int, int], ...
-    ] = ()  # by layer, if they differ: heads, kv_heads, head_size
+    # of K and V in such a cache; assigned to layers in turn
+    kv_scales: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+    # by layer, if they differ: heads, kv_heads, head_size
+    shapes: tuple[tuple[int, int, int], ...] = ()
     exact: bool = False  # prepare the backend for exactly this step
     poisoned: bool = True  # initialize every slot with NaN
     earlier_pages: int = 0  # of a pool that the layers are bound to before the case's
-    places: tuple[
-        Place, ...
-    ] = ()  # by layer; (): layers with the same window are a group, the full one first, with tensors of their own
-    shares: tuple[int | None, ...] = (
-        None,
-    )  # the layer whose cache a layer has; assigned to layers in turn
+    # by layer; (): layers with the same window are a group, the full one first, with tensors of
+    # their own
+    places: tuple[Place, ...] = ()
+    # the layer whose cache a layer has; assigned to layers in turn
+    shares: tuple[int | None, ...] = (None,)
     causal: bool = True  # of all layers; if not, there is no history
 
     def whole(self, most: int) -> Case:
-        """Return the case with rows of the same lengths, but at most `most` tokens, that are computed whole, and whose tokens see later ones, too."""
+        """Return the case with rows of the same lengths, but at most `most` tokens, that are
+        computed whole, and whose tokens see later ones, too."""
         queries = tuple(min(length, most) for length in self.lens)
         return replace(self, history=(0,) * len(queries), queries=queries, causal=False)
 
@@ -201,7 +197,8 @@ def cases(
 
 
 class Bench:
-    """A backend with memory for a case, with NaN in every slot, and the true K, V and q of the case's rows.
+    """A backend with memory for a case, with NaN in every slot, and the true K, V and q of the
+    case's rows.
 
     `relabel` maps logical to physical pages.
     """
@@ -275,7 +272,8 @@ class Bench:
         self.backend.prepare(self.max_rows, self.max_tokens, self.max_len)
 
     def _tables(self, labels: NDArray[np.int64]) -> list[NDArray[np.int32]]:
-        """Return each group's tables [pages, rows, blocks]; entries past a row's blocks are the waste page."""
+        """Return each group's tables [pages, rows, blocks]; entries past a row's blocks are the
+        waste page."""
         tables = []
         free = iter(labels.tolist())
         for group in self.groups:
@@ -296,7 +294,8 @@ class Bench:
 
     @property
     def table(self) -> NDArray[np.int32]:
-        """Return the first page of each of the first group's blocks [rows, blocks], to be changed in place."""
+        """Return the first page of each of the first group's blocks [rows, blocks], to be changed
+        in place."""
         first: NDArray[np.int32] = self.tables[0][0]
         return first
 
@@ -308,8 +307,9 @@ class Bench:
         padding: int = 0,
         shared: int = 0,
     ) -> AttentionBatch:
-        """Return a step of these of the case's rows, that compute their last `queries` of `lens` tokens. Entries of blocks that no query sees are
-        the waste page, as everything in the tables of padding rows."""
+        """Return a step of these of the case's rows, that compute their last `queries` of `lens`
+        tokens. Entries of blocks that no query sees are the waste page, as everything in the tables
+        of padding rows."""
         starts = np.concatenate([[0], np.cumsum(queries)])
         padding_rows = 0 if self.case.mixed_graph else padding
         positions = [np.arange(n - q, n) for q, n in zip(queries, lens, strict=True)]
@@ -375,7 +375,8 @@ class Bench:
     def plan(
         self, starts: Sequence[int], ends: Sequence[int], padding: int = 0, shared: int = 0
     ) -> None:
-        """Plan a step that computes tokens [start, end) of each row; rows without tokens are omitted."""
+        """Plan a step that computes tokens [start, end) of each row; rows without tokens are
+        omitted."""
         rows = [
             row for row, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start
         ]
@@ -385,7 +386,8 @@ class Bench:
         )
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Let the case's rows, with their blocks, stand in another order; they must be of equal lengths."""
+        """Let the case's rows, with their blocks, stand in another order; they must be of equal
+        lengths."""
         self.tables = [table[:, list(order)] for table in self.tables]
         for layers in (self.k, self.v, self.q):
             layers[:] = [[rows[index] for index in order] for rows in layers]
@@ -398,7 +400,8 @@ class Bench:
         shared: int = 0,
         without: int | None = None,
     ) -> None:
-        """Plan such a step and write its K and V; padding tokens have NaN. `without`: the index of a layer that isn't written."""
+        """Plan such a step and write its K and V; padding tokens have NaN. `without`: the index of
+        a layer that isn't written."""
         self.plan(starts, ends, padding, shared)
         for index, layer in enumerate(self.layers):
             if layer.spec.shares is not None or index == without:
@@ -423,8 +426,9 @@ class Bench:
         return torch.cat([*rows, nan]).to(self.case.device)
 
     def attend(self, padding: int = 0) -> list[torch.Tensor]:
-        """Return each layer's output for the case's queries, in float64 on the CPU and without padding. Layers that aren't causal are written again,
-        each before it attends: they needn't store anything."""
+        """Return each layer's output for the case's queries, in float64 on the CPU and without
+        padding. Layers that aren't causal are written again, each before it attends: they needn't
+        store anything."""
         results = []
         for index, (layer, q) in enumerate(zip(self.layers, self.q, strict=True)):
             if not layer.spec.causal:
@@ -438,7 +442,8 @@ class Bench:
             )
             require(
                 result.dtype == self.case.torch_dtype,
-                f"attend() returned {result.dtype}, expected the dtype of q, {self.case.torch_dtype}",
+                f"attend() returned {result.dtype}, expected the dtype of q, "
+                f"{self.case.torch_dtype}",
             )
         return [result[: sum(self.case.queries)].double().cpu() for result in results]
 
@@ -460,7 +465,8 @@ class Bench:
         ]
 
     def allowed_errors(self) -> list[torch.Tensor]:
-        """Return the allowed error of each layer, for each token; it is the same for all tokens of a row."""
+        """Return the allowed error of each layer, for each token; it is the same for all tokens of
+        a row."""
         return [
             torch.cat(
                 [

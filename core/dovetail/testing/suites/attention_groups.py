@@ -15,8 +15,9 @@ QUERIES = (40, 9, 1, 1)
 
 
 class AttentionGroups(AttentionLatent):
-    """The same contract, where layers have different block tables. Tensors of the pool are shared as in an engine: what a layer writes to another
-    group's pages is found there by that group's layers."""
+    """The same contract, where layers have different block tables. Tensors of the pool are shared
+    as in an engine: what a layer writes to another group's pages is found there by that group's
+    layers."""
 
     def window_of(self, length: int) -> int | None:
         return length if self.claims.window else None
@@ -38,8 +39,9 @@ class AttentionGroups(AttentionLatent):
 
     @check("attention.groups", since="0.4", capability="groups")
     def test_layers_read_and_write_by_the_tables_of_their_own_group(self) -> None:
-        """Each cache group has its own block tables and slots, `AttentionBatch.block_tables[cache.group]`; and its layers have the same window. All
-        groups' pages come from one pool: page 7 of a tensor belongs to one group, page 8 to another."""
+        """Each cache group has its own block tables and slots,
+        `AttentionBatch.block_tables[cache.group]`; and its layers have the same window. All groups'
+        pages come from one pool: page 7 of a tensor belongs to one group, page 8 to another."""
         places = (Place(0, first=0), Place(1, first=0), Place(2, first=0))
         assert_as_defined(self.bench(self.group_case((None, 12, 50), places)), "three groups: ")
         for name in self.claims.cache_dtypes:
@@ -55,8 +57,9 @@ class AttentionGroups(AttentionLatent):
 
     @check("attention.group_pages", since="0.4", capability="groups")
     def test_a_layer_has_its_own_page_of_a_block(self) -> None:
-        """A block of a group may be several pages, `pages_per_block`, neighbours or not: the layer's is `block_tables[group][cache.page]`, and
-        `slots[group][cache.page]` lead to it. One layer of the group may be alone in using its page."""
+        """A block of a group may be several pages, `pages_per_block`, neighbours or not: the
+        layer's is `block_tables[group][cache.page]`, and `slots[group][cache.page]` lead to it. One
+        layer of the group may be alone in using its page."""
         places = (
             Place(0, 0, first=0),
             *(Place(1, page, first=0) for page in range(3)),
@@ -69,8 +72,9 @@ class AttentionGroups(AttentionLatent):
 
     @check("attention.group_block_sizes", since="0.4", capability="groups")
     def test_the_block_size_is_that_of_the_layers_group(self) -> None:
-        """Groups may have blocks of different numbers of tokens, `LayerCache.block_size`; that of the context is the smallest. A page's row is as
-        long as the largest of the layers' blocks that lie there, so that pages are further apart than a smaller block is long."""
+        """Groups may have blocks of different numbers of tokens, `LayerCache.block_size`; that of
+        the context is the smallest. A page's row is as long as the largest of the layers' blocks
+        that lie there, so that pages are further apart than a smaller block is long."""
         small = self.claims.default_block_size()
         large = next(
             size
@@ -101,8 +105,9 @@ class AttentionGroups(AttentionLatent):
 
     @check("attention.unseen_pages", since="0.4", capability="window")
     def test_pages_that_no_query_sees_do_not_matter(self) -> None:
-        """Blocks before the windows of a row's queries may have been released, or never held (at a prefix hit): their entries are any pages, which
-        may hold NaN. Don't load them, or mask V as well: 0 times NaN is NaN."""
+        """Blocks before the windows of a row's queries may have been released, or never held (at a
+        prefix hit): their entries are any pages, which may hold NaN. Don't load them, or mask V as
+        well: 0 times NaN is NaN."""
         size = self.claims.default_block_size()
         history = (2 * size - 1, 2 * size, 3 * size + 3, 4 * size)
         for window, queries in (
@@ -115,8 +120,8 @@ class AttentionGroups(AttentionLatent):
 
     @check("attention.shares", since="0.4", capability="causal")
     def test_a_layer_reads_the_cache_that_it_shares(self) -> None:
-        """A layer with `LayerSpec.shares` is bound to the cache of an earlier one: it attends over that layer's K and V with its own q, heads and
-        scale, and writes nothing."""
+        """A layer with `LayerSpec.shares` is bound to the cache of an earlier one: it attends over
+        that layer's K and V with its own q, heads and scale, and writes nothing."""
         shares = (None, None, 0, 1)
         case = self.case((0, 20), (9, 1), windows=(None,) * 4, shares=shares, padding=2)
         bench = self.bench(case)

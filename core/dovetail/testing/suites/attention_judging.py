@@ -1,4 +1,5 @@
-"""Assertions on a backend's values: against exact ones, or with values that reveal which positions were read."""
+"""Assertions on a backend's values: against exact ones, or with values that reveal which positions
+were read."""
 
 from __future__ import annotations
 
@@ -27,8 +28,10 @@ def assert_close(bench: Bench, results: list[torch.Tensor], what: str = "") -> N
         token = int((errors / allowed).argmax())
         require(
             errors[token] <= allowed[token],
-            f"{what}token {token} of the step is off by {errors[token]:.3g}, allowed are {allowed[token]:.3g} "
-            f"({int((errors > allowed).sum())} of {len(errors)} tokens are off; layer {spec}; {bench.case})",
+            f"{what}token {token} of the step is off by {errors[token]:.3g}, allowed are "
+            f"{allowed[token]:.3g} "
+            f"({int((errors > allowed).sum())} of {len(errors)} tokens are off; layer {spec}; "
+            f"{bench.case})",
         )
 
 
@@ -60,13 +63,15 @@ def assert_sees(bench: Bench) -> None:
             expected = (begin + end) / 2
             require(
                 abs(mean - expected) < 0.25,
-                f"the query at position {position} sees positions whose mean is {mean:.2f}; it should see {begin} to {end}, mean {expected} "
+                f"the query at position {position} sees positions whose mean is {mean:.2f}; it "
+                f"should see {begin} to {end}, mean {expected} "
                 f"(window {spec.window}, block size {size})",
             )
 
 
 def share_prefix(bench: Bench, blocks: int, onto: NDArray[np.int32]) -> None:
-    """Let all rows begin with these blocks, and there with the first row's tokens, whose K and V change signs each time."""
+    """Let all rows begin with these blocks, and there with the first row's tokens, whose K and V
+    change signs each time."""
     tokens = blocks * bench.case.block_size
     for values in (*bench.k, *bench.v):
         values[0][:tokens] *= -1

@@ -16,8 +16,9 @@ class AttentionLatent(AttentionScores):
 
     @check("attention.v_in_k", since="0.3", capability="v_in_k")
     def test_the_first_numbers_of_k_are_v(self) -> None:
-        """With `LayerSpec.v_in_k` the first `v_head_size` numbers of K are V: `write(k, None)` stores K, in half the memory; scores are of all of K;
-        `attend` returns `v_head_size` numbers a head. In a smaller dtype K's scale is V's too. All heads share one K."""
+        """With `LayerSpec.v_in_k` the first `v_head_size` numbers of K are V: `write(k, None)`
+        stores K, in half the memory; scores are of all of K; `attend` returns `v_head_size` numbers
+        a head. In a smaller dtype K's scale is V's too. All heads share one K."""
         small, large = SIZES
         self.assert_scores(heads=4, kv_heads=1, head_size=small[0], v_in_k=small[1])
         for heads, (size, v_size) in ((5, large), (MANY_HEADS, small), (3, (16, 16))):

@@ -1,4 +1,5 @@
-"""`AttentionMemory`: checks of where a backend stores K and V, and of what it may read and modify."""
+"""`AttentionMemory`: checks of where a backend stores K and V, and of what it may read and
+modify."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.block_table", since="0.1", capability="causal")
     def test_which_physical_blocks_a_row_has_changes_nothing(self) -> None:
-        """K and V of token t are at slot block_table[row, t // block_size] * block_size + t % block_size: blocks are in no order, and entries that
-        no query sees are any pages, whose content must not matter."""
+        """K and V of token t are at slot block_table[row, t // block_size] * block_size + t %
+        block_size: blocks are in no order, and entries that no query sees are any pages, whose
+        content must not matter."""
         size = self.claims.default_block_size()
         case = self.case((0, 2 * size, 3 * size - 1), (3 * size + 1, size, 1))
         results = []
@@ -51,8 +53,9 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.layers", since="0.1", capability="causal")
     def test_layers_have_caches_of_their_own(self) -> None:
-        """`make_layer` may be called with equal specs: each layer still has its own K and V. A result is valid until the next `attend`: `write` of
-        another layer and a plan must not change it."""
+        """`make_layer` may be called with equal specs: each layer still has its own K and V. A
+        result is valid until the next `attend`: `write` of another layer and a plan must not change
+        it."""
         bench = self.bench(self.case((0, 20), (9, 1), windows=(None, None, None)))
         assert_as_defined(bench)
         first, second, _ = bench.layers
@@ -74,8 +77,9 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.unlike_layers", since="0.1")
     def test_layers_of_one_model_may_have_different_shapes(self) -> None:
-        """A layer was assumed to have the same number of heads, or head size, as another one. Each has its own `LayerSpec`; values that a plan
-        derives from one shape don't apply to another."""
+        """A layer was assumed to have the same number of heads, or head size, as another one. Each
+        has its own `LayerSpec`; values that a plan derives from one shape don't apply to
+        another."""
         small = min(self.head_sizes())
         large = max(self.small(self.head_sizes(), 128))
         shapes = ((4, 2, small), (6, 1, large), (2, 2, small))
@@ -87,12 +91,12 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.write_first", since="0.1", capability="causal")
     def test_a_row_sees_what_another_row_writes_in_the_same_step(self) -> None:
-        """Rows may share blocks that are computed in this step (a common prefix), so `write` stores K and V of the whole step before `attend`
-        reads, and `attend` reads the cache, not the step's own k and v."""
+        """Rows may share blocks that are computed in this step (a common prefix), so `write` stores
+        K and V of the whole step before `attend` reads, and `attend` reads the cache, not the
+        step's own k and v."""
         size = self.claims.default_block_size()
-        bench = self.bench(
-            self.case((size, 0, size), (4, size + 4, 1))
-        )  # the middle row computes what both others attend to
+        # the middle row computes what both others attend to
+        bench = self.bench(self.case((size, 0, size), (4, size + 4, 1)))
         for values in (bench.k[0], bench.v[0]):
             values[0][:size] = values[2][:size] = values[1][:size]
         bench.table[[0, 2], 0] = bench.table[1, 0]
@@ -105,12 +109,14 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.padding", since="0.1", capability="causal")
     def test_padding_touches_nothing(self) -> None:
-        """K and V of padding tokens (NaN here) are stored in the waste page, where their slots are, and nowhere else."""
+        """K and V of padding tokens (NaN here) are stored in the waste page, where their slots are,
+        and nowhere else."""
         for size in self.small(self.block_sizes(), 16)[-2:]:
             whole = 4 * size
+            # every slot of the pool is in use
             case = self.case(
                 (whole - 1, 0), (1, whole), block_size=size, spare_blocks=0, padding=70
-            )  # every slot of the pool is in use
+            )
             bench = self.bench(case)
             bench.compute()
             bench.write((whole - 1, whole), case.lens, padding=70)
@@ -119,7 +125,8 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.again", since="0.1", capability="causal")
     def test_nothing_of_one_call_is_left_in_the_next(self) -> None:
-        """`attend` depends only on the cache, the plan and q: fill or mask reused buffers each time."""
+        """`attend` depends only on the cache, the plan and q: fill or mask reused buffers each
+        time."""
         bench = self.bench(self.case((20, 30, 0), (1, 1, 5)))
         bench.compute()
         for layer in bench.layers:
@@ -132,8 +139,9 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.replan", since="0.1", capability="causal")
     def test_a_plan_is_that_of_its_own_step(self) -> None:
-        """A step's plan was taken for that of the previous step, because rows and lengths were the same. Successive decodes have one more token per
-        row, and rows of the same lengths may have other blocks: compare everything that a plan depends on, or plan each step anew."""
+        """A step's plan was taken for that of the previous step, because rows and lengths were the
+        same. Successive decodes have one more token per row, and rows of the same lengths may have
+        other blocks: compare everything that a plan depends on, or plan each step anew."""
         bench = self.bench(self.case((21,) * 3, (1,) * 3))
         bench.write((0,) * 3, (20,) * 3)
         for length in (20, 21):
@@ -146,7 +154,8 @@ class AttentionMemory(AttentionSubject):
         self.assert_plans_what_was_refilled(bench)
 
     def assert_plans_what_was_refilled(self, bench: Bench) -> None:
-        """Check steps of 3 rows that come in the same tensors: other blocks alone, and other lengths alone."""
+        """Check steps of 3 rows that come in the same tensors: other blocks alone, and other
+        lengths alone."""
         case, (layer,) = bench.case, bench.layers
         queries = np.array(case.queries)
         lens = np.array(case.lens)
@@ -177,8 +186,9 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.limits", since="0.1")
     def test_what_was_prepared_for_can_be_used_up(self) -> None:
-        """A step with exactly `max_rows` rows and `max_tokens` tokens, with sequences of exactly `max_len`, failed or was wrong. `max_len` may not
-        be a multiple of the block size: a block table has ceil(max_len / block_size) valid columns."""
+        """A step with exactly `max_rows` rows and `max_tokens` tokens, with sequences of exactly
+        `max_len`, failed or was wrong. `max_len` may not be a multiple of the block size: a block
+        table has ceil(max_len / block_size) valid columns."""
         for size in self.small(self.block_sizes(), 16)[-2:]:
             longest = 3 * size + 1
             case = self.case(
@@ -191,13 +201,14 @@ class AttentionMemory(AttentionSubject):
             )
             assert_as_defined(
                 self.bench(case),
-                f"prepared for {len(case.lens)} rows, {sum(case.queries)} tokens, sequences of {longest}: ",
+                f"prepared for {len(case.lens)} rows, {sum(case.queries)} tokens, sequences of "
+                f"{longest}: ",
             )
 
     @check("attention.large_pool", since="0.1", capability="causal")
     def test_slots_are_numbered_beyond_16_bits(self) -> None:
-        """In a pool of more than 65,536 slots a row used the wrong slot: slots are int64, page ids int32, and indices computed from them need 64
-        bits."""
+        """In a pool of more than 65,536 slots a row used the wrong slot: slots are int64, page ids
+        int32, and indices computed from them need 64 bits."""
         size = min(self.block_sizes())
         case = self.case(
             (0, 5, 2 * size),
@@ -214,7 +225,8 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.read_only", since="0.1")
     def test_what_it_is_given_is_only_read(self) -> None:
-        """q, k, v or a tensor of the batch was modified. They belong to the model and the runner, which reuse them: work on copies."""
+        """q, k, v or a tensor of the batch was modified. They belong to the model and the runner,
+        which reuse them: work on copies."""
         self.assert_only_read(self.case((20, 0, 33), (1, 7, 1), padding=2))
 
     def assert_only_read(self, case: Case) -> None:
@@ -252,9 +264,8 @@ class AttentionMemory(AttentionSubject):
                 [row[start:] for row, start in zip(values[0], history, strict=True)]
                 for values in (bench.k, bench.v)
             )
-            whole = torch.cat(
-                [bench.tensor(rows) for rows in (bench.q[0], new_k, new_v)], dim=1
-            )  # [tokens, heads + 2 * kv_heads, size]
+            # [tokens, heads + 2 * kv_heads, size]
+            whole = torch.cat([bench.tensor(rows) for rows in (bench.q[0], new_k, new_v)], dim=1)
             q, k, v = torch.split(whole, [heads, kv_heads, kv_heads], dim=1)
             bench.plan(history, bench.case.lens)
             bench.layers[0].write(k, v)
@@ -266,13 +277,16 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.pages", since="0.4", capability="causal")
     def test_a_page_is_all_that_a_block_is(self) -> None:
-        """The executor copies pages: row `page` of each of `LayerCache.memory`. All of a block's K and V must lie there, in this layer's part, and
-        depend on neither the page's number nor other memory. Nothing else may be written, in the row or in other pages, but in the waste page."""
+        """The executor copies pages: row `page` of each of `LayerCache.memory`. All of a block's K
+        and V must lie there, in this layer's part, and depend on neither the page's number nor
+        other memory. Nothing else may be written, in the row or in other pages, but in the waste
+        page."""
         size = self.claims.default_block_size()
         self.assert_copied(self.case((size + 3, 0), (1, size + 1), padding=2))
 
     def assert_copied(self, case: Case) -> None:
-        """Check the case's step after each of its pages was moved to another pool, in which they are elsewhere and rows are longer."""
+        """Check the case's step after each of its pages was moved to another pool, in which they
+        are elsewhere and rows are longer."""
         first = self.bench(case)
         second = self.bench(case, relabel=1)
         first.compute()
@@ -316,8 +330,9 @@ class AttentionMemory(AttentionSubject):
 
     @check("attention.memory", since="0.1", capability="causal")
     def test_blocks_take_the_memory_that_tensor_bytes_says(self) -> None:
-        """The engine sizes the pool by `tensor_bytes`: K and V of one block, of this layer, in the cache's dtype. A backend has no memory of its own
-        that grows with the pool, and after another `bind` neither the earlier memory nor state that refers to it."""
+        """The engine sizes the pool by `tensor_bytes`: K and V of one block, of this layer, in the
+        cache's dtype. A backend has no memory of its own that grows with the pool, and after
+        another `bind` neither the earlier memory nor state that refers to it."""
         self.assert_memory(
             AttentionContext(self.place, self.tried_dtypes()[-1], self.claims.default_block_size())
         )
@@ -351,12 +366,15 @@ class AttentionMemory(AttentionSubject):
 
         few, many, again = map(beside, (*POOLS, POOLS[0]))
         one = sum(sum(backend.tensor_bytes(layer.spec, size)) for layer in layers)
-        told = f"beside pools of {POOLS} pages the backend holds {few} and {many} bytes, and {again} after it was bound to the first size again"
+        told = (
+            f"beside pools of {POOLS} pages the backend holds {few} and {many} bytes, and "
+            f"{again} after it was bound to the first size again"
+        )
         require(max(many, again) - few < one, told)
 
     def assert_shares(self, bench: Bench, blocks: int, told: Sequence[int]) -> None:
-        """Check the bench's step with rows that begin with the same blocks, for several values of `shared_prefix_blocks`; then with other K and V
-        in these blocks, and in other blocks."""
+        """Check the bench's step with rows that begin with the same blocks, for several values of
+        `shared_prefix_blocks`; then with other K and V in these blocks, and in other blocks."""
         own = bench.table[:, :blocks].copy()
         for row, numbers, what in (
             (0, told, ""),
@@ -372,14 +390,14 @@ class AttentionMemory(AttentionSubject):
                 )
 
     def assert_written_when_open(self, bench: Bench, index: int = 0) -> None:
-        """Check a step of 10 tokens in two rows in which K and V of a layer are written to its exposed cache: as exposed for the step, as exposed
-        before a larger and a smaller step, and after another `bind`."""
+        """Check a step of 10 tokens in two rows in which K and V of a layer are written to its
+        exposed cache: as exposed for the step, as exposed before a larger and a smaller step, and
+        after another `bind`."""
         case = bench.case
         bench.write((0,) * 2, case.history)
         kept = self.opened(bench, index)
-        bench.plan(
-            case.history, case.lens, padding=4
-        )  # whose slots aren't those of a later step's padding
+        # whose slots aren't those of a later step's padding
+        bench.plan(case.history, case.lens, padding=4)
         larger = [max(0, length - 20) for length in case.lens]
         bench.plan(larger, case.lens, padding=3)
         bench.plan((0, 0), (1, 1))
@@ -407,7 +425,8 @@ class AttentionMemory(AttentionSubject):
         return cache
 
     def assert_takes(self, bench: Bench, index: int, cache: FusedCache, what: str) -> None:
-        """Check the bench's step, in which K and V of a layer are written into its open cache as a kernel would."""
+        """Check the bench's step, in which K and V of a layer are written into its open cache as a
+        kernel would."""
         case = bench.case
         size = bench.groups[bench.case.placed[index].group].block_size
         bench.write(case.history, case.lens, padding=2, without=index)
@@ -415,7 +434,8 @@ class AttentionMemory(AttentionSubject):
         wasted = all(slot // size == bench.waste_page for slot in slots[10:].tolist())
         require(
             wasted,
-            f"{what}the slots of two tokens of padding are {slots[10:].tolist()}, expected some of page {bench.waste_page}",
+            f"{what}the slots of two tokens of padding are {slots[10:].tolist()}, expected some of "
+            f"page {bench.waste_page}",
         )
         for into, values, scale in zip(
             (cache.k, cache.v), (bench.k, bench.v), case.scales_of(index), strict=True

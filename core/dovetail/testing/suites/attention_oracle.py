@@ -1,6 +1,8 @@
-"""Attention by its definition, one row at a time with a full matrix of scores: exactly (float64), or directly in a given dtype.
+"""Attention by its definition, one row at a time with a full matrix of scores: exactly (float64),
+or directly in a given dtype.
 
-Has no paging, no batching and no code of any backend. The direct version measures rounding errors: a backend's may be a few times as large.
+Has no paging, no batching and no code of any backend. The direct version measures rounding errors:
+a backend's may be a few times as large.
 """
 
 from __future__ import annotations
@@ -9,9 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-TIMES_THE_PLAIN_ERROR = (
-    4.0  # another order of summation changes the error, but hardly by this factor
-)
+# another order of summation changes the error, but hardly by this factor
+TIMES_THE_PLAIN_ERROR = 4.0
 ROUNDINGS = 12.0  # of a row's largest value, if the direct version's error happens to be tiny
 
 
@@ -26,19 +27,22 @@ class Rules(NamedTuple):
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
-    """Let the last len(q) of a row's tokens attend over all of it. q [queries, heads, size], k and v [tokens, kv_heads, size], float64 -> like q."""
+    """Let the last len(q) of a row's tokens attend over all of it. q [queries, heads, size], k and
+    v [tokens, kv_heads, size], float64 -> like q."""
     return _attend(q.double(), k.double(), v.double(), rules, torch.float64)
 
 
 def plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Do the same with scores, weights and output rounded to `dtype` and all sums in float32, as a simple implementation would. Returns float64."""
+    """Do the same with scores, weights and output rounded to `dtype` and all sums in float32, as a
+    simple implementation would. Returns float64."""
     return _attend(q.float(), k.float(), v.float(), rules, dtype).double()
 
 
 def kept(values: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return K or V, float64, as a cache of a smaller dtype keeps it: divided by `scale`, cut off at the largest number, rounded, times `scale`."""
+    """Return K or V, float64, as a cache of a smaller dtype keeps it: divided by `scale`, cut off
+    at the largest number, rounded, times `scale`."""
     info = torch.finfo(dtype)
     scaled = values.float() / torch.tensor(scale)
     return scaled.clamp(info.min, info.max).to(dtype).double() * float(torch.tensor(scale))
@@ -54,9 +58,8 @@ def _attend(
     scores = rounded(torch.einsum("qhd,khd->hqk", q, k[:, kv_head]) * rules.scale)
     if rules.softcap is not None:
         scores = rounded(torch.tanh(scores / rules.softcap) * rules.softcap)
-    ahead = (
-        torch.arange(len(k)) - torch.arange(len(k) - len(q), len(k))[:, None]
-    )  # of each query, how far each key is after it
+    # of each query, how far each key is after it
+    ahead = torch.arange(len(k)) - torch.arange(len(k) - len(q), len(k))[:, None]
     seen = ahead <= 0 if rules.causal else torch.ones_like(ahead, dtype=torch.bool)
     if rules.window is not None:
         seen &= ahead.abs() < rules.window
@@ -70,6 +73,7 @@ def _attend(
 
 
 def allowed_error(exact: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return how far [1] a backend's values for a row may lie from `exact`, if plain arithmetic in the dtype gives `plain`."""
+    """Return how far [1] a backend's values for a row may lie from `exact`, if plain arithmetic in
+    the dtype gives `plain`."""
     floor = ROUNDINGS * torch.finfo(dtype).eps * exact.abs().max()
     return (TIMES_THE_PLAIN_ERROR * (plain - exact).abs().max()).maximum(floor)[None]

@@ -17,7 +17,8 @@ class AttentionScores(AttentionSmallCache):
     """The same contract, for layers with `LayerSpec.sinks` or `LayerSpec.softcap`."""
 
     def score_cases(self, **fields: Any) -> Iterator[tuple[str, Case]]:
-        """Yield a step for each way in which a backend may attend: what computes one may forget what another keeps."""
+        """Yield a step for each way in which a backend may attend: what computes one may forget
+        what another keeps."""
         window = 20 if self.claims.window else None
         for dtype in self.tried_dtypes():
             mixed = self.case(
@@ -63,11 +64,10 @@ class AttentionScores(AttentionSmallCache):
 
     @check("attention.sinks", since="0.3", capability="sinks")
     def test_a_sink_takes_part_in_the_denominator_once(self) -> None:
-        """With `LayerSpec.sinks` head h's softmax has one additional logit, `sinks[h]`, whose weight applies to no value. It isn't scaled; it counts
-        once per
-        query, in however many parts its keys are processed, and also if it is the largest. Other layers may have no sinks; sinks that the model
-        changes in
-        place are read again."""
+        """With `LayerSpec.sinks` head h's softmax has one additional logit, `sinks[h]`, whose
+        weight applies to no value. It isn't scaled; it counts once per query, in however many parts
+        its keys are processed, and also if it is the largest. Other layers may have no sinks; sinks
+        that the model changes in place are read again."""
         self.assert_scores(sinks=(True, False))
         bench = self.bench(
             self.case((0, 20), (9, 1), heads=4, kv_heads=2, sinks=(True,), scale=0.05)
@@ -86,9 +86,8 @@ class AttentionScores(AttentionSmallCache):
 
     @check("attention.softcap", since="0.3", capability="softcap")
     def test_scores_are_capped_after_they_are_scaled(self) -> None:
-        """With `LayerSpec.softcap = c` a scaled score s becomes c * tanh(s / c), before masking. Layers of one model may differ in it. Huge scores
-        reach the cap; a
-        sink isn't capped."""
+        """With `LayerSpec.softcap = c` a scaled score s becomes c * tanh(s / c), before masking.
+        Layers of one model may differ in it. Huge scores reach the cap; a sink isn't capped."""
         self.assert_scores(softcaps=(1.5, None))
         bench = self.bench(self.case((0, 20), (9, 1), scale=0.7, softcaps=(30.0,)))
         assert_as_defined(bench, "with a scale of 0.7: ")

@@ -1,4 +1,5 @@
-"""`AttentionSmallCache`: checks of backends with K and V in a smaller dtype than they compute in."""
+"""`AttentionSmallCache`: checks of backends with K and V in a smaller dtype than they compute
+in."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ from dovetail.testing.suites.attention_judging import assert_as_defined
 from dovetail.testing.suites.attention_memory import AttentionMemory
 
 LONG = 1200  # tokens: enough for sums in half precision to be wrong
+# of K and V, by layer: neither reciprocals nor powers of two
 KV_SCALES = (
     (0.037, 0.21),
     (0.29, 0.053),
-)  # of K and V, by layer: neither reciprocals nor powers of two
+)
 
 
 class AttentionSmallCache(AttentionMemory):
@@ -35,9 +37,10 @@ class AttentionSmallCache(AttentionMemory):
 
     @check("attention.cache_dtypes", since="0.2", capability="cache_dtypes")
     def test_k_and_v_in_a_smaller_dtype_are_attended_as_they_are_stored(self) -> None:
-        """For each of `capabilities.cache_dtypes`: attention uses K / k_scale rounded to nearest, times k_scale; V likewise, with its own scale,
-        and so each layer, for arbitrarily small scales. Sums over many tokens are accumulated in float32: matrix units that add products of FP8
-        lose precision that long contexts need. Scales that change later are read again."""
+        """For each of `capabilities.cache_dtypes`: attention uses K / k_scale rounded to nearest,
+        times k_scale; V likewise, with its own scale, and so each layer, for arbitrarily small
+        scales. Sums over many tokens are accumulated in float32: matrix units that add products of
+        FP8 lose precision that long contexts need. Scales that change later are read again."""
         for dtype in self.tried_dtypes():
             windows = (None, 20 if self.claims.window else None)
             for case in self.small_case(
@@ -63,9 +66,8 @@ class AttentionSmallCache(AttentionMemory):
                     for k, v, q in zip(bench.k[0], bench.v[0], bench.q[0], strict=True):
                         k *= 20 * tiny
                         v *= 20 * tiny
-                        q *= min(
-                            0.02 / tiny, 1e4
-                        )  # in the range of float16, in which a backend may multiply FP8
+                        # in the range of float16, in which a backend may multiply FP8
+                        q *= min(0.02 / tiny, 1e4)
                     assert_as_defined(
                         bench, f"with K and V in {case.cache_dtype}, divided by {tiny:.3g}: "
                     )
@@ -79,8 +81,8 @@ class AttentionSmallCache(AttentionMemory):
 
     @check("attention.cache_saturates", since="0.2", capability="cache_dtypes")
     def test_what_is_too_large_for_a_smaller_dtype_becomes_its_largest_number(self) -> None:
-        """Values beyond the dtype's range must saturate: NaN or infinity would corrupt everything that attends to the token. Infinity saturates,
-        too."""
+        """Values beyond the dtype's range must saturate: NaN or infinity would corrupt everything
+        that attends to the token. Infinity saturates, too."""
         for case in self.small_case((0, 20), (9, 1)):
             bench = self.bench(case)
             limit = float(torch.finfo(getattr(torch, str(case.cache_dtype))).max)
@@ -92,8 +94,10 @@ class AttentionSmallCache(AttentionMemory):
 
     @check("attention.cache_places", since="0.2", capability="cache_dtypes")
     def test_a_smaller_dtype_keeps_the_rest_of_the_contract(self) -> None:
-        """With K and V in each of `capabilities.cache_dtypes`: blocks have the size of `tensor_bytes`, pages can be copied, k and v are only read,
-        shared prefixes are read, an exposed cache has `scales` and is written like `write` does, and mixed graphs are planned."""
+        """With K and V in each of `capabilities.cache_dtypes`: blocks have the size of
+        `tensor_bytes`, pages can be copied, k and v are only read, shared prefixes are read, an
+        exposed cache has `scales` and is written like `write` does, and mixed graphs are
+        planned."""
         size = self.claims.default_block_size()
         for case in self.small_case((size + 3, 0), (1, size + 1)):
             self.assert_copied(case)

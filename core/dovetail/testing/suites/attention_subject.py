@@ -1,4 +1,5 @@
-"""`AttentionSubject`: test cases for attention backends, from their capabilities and the available devices."""
+"""`AttentionSubject`: test cases for attention backends, from their capabilities and the available
+devices."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ MOST_WHOLE = 700  # tokens of a row all of which attend to all
 
 
 class AttentionSubject(Suite):
-    """A backend on a device: by default on a GPU if the backend supports it and there is one, otherwise on the CPU.
+    """A backend on a device: by default on a GPU if the backend supports it and there is one,
+    otherwise on the CPU.
 
-    An undeclared device can be set, for emulation (kernels in Triton's interpreter on "cpu"); `dtypes` then lists those that the emulation computes
-    correctly. Both are part of the verdict.
+    An undeclared device can be set, for emulation (kernels in Triton's interpreter on "cpu");
+    `dtypes` then lists those that the emulation computes correctly. Both are part of the
+    verdict.
     """
 
     kind = "attention"
@@ -35,19 +38,22 @@ class AttentionSubject(Suite):
 
     @property
     def place(self) -> str:
-        """Device that checks run on. Raises `CheckFailed` if there is none, since nothing could be tested."""
+        """Device that checks run on. Raises `CheckFailed` if there is none, since nothing could be
+        tested."""
         if self.device is not None:
             return self.device
         for name in ("cuda", "cpu"):
             if name in self.claims.devices and (name == "cpu" or torch.cuda.is_available()):
                 return name
         raise CheckFailed(
-            f"this machine has none of the declared devices ({', '.join(self.claims.devices)}): run the suite on one that has"
+            f"this machine has none of the declared devices ({', '.join(self.claims.devices)}): "
+            f"run the suite on one that has"
         )
 
     def declares(self, capability: str) -> bool:
-        """`cuda_graph` is declared by any value except "none", `mixed_graph` by that value, `cache_dtypes` by a non-empty tuple, `fused_write` by
-        exposing a cache. What is about the cache applies to backends with `causal`, since others may have none."""
+        """`cuda_graph` is declared by any value except "none", `mixed_graph` by that value,
+        `cache_dtypes` by a non-empty tuple, `fused_write` by exposing a cache. What is about the
+        cache applies to backends with `causal`, since others may have none."""
         if capability in ("groups", "shared_prefix") and not self.claims.causal:
             return False
         if capability == "cuda_graph":
@@ -66,7 +72,8 @@ class AttentionSubject(Suite):
         return claims
 
     def case(self, history: Sequence[int], queries: Sequence[int], **fields: Any) -> Case:
-        """Make a step on the suite's device, with supported values for what `fields` doesn't give."""
+        """Make a step on the suite's device, with supported values for what `fields` doesn't
+        give."""
         defaults: dict[str, Any] = {
             "block_size": self.claims.default_block_size(),
             "head_size": self.head_sizes()[0],
@@ -76,8 +83,8 @@ class AttentionSubject(Suite):
         return Case(tuple(history) or (0,) * len(queries), tuple(queries), **(defaults | fields))
 
     def bench(self, case: Case, relabel: int = 0) -> Bench:
-        """Make a bench. A backend without `groups` gets layers with the last one's window; one without `causal` gets whole rows, of at most
-        `MOST_WHOLE` tokens."""
+        """Make a bench. A backend without `groups` gets layers with the last one's window; one
+        without `causal` gets whole rows, of at most `MOST_WHOLE` tokens."""
         if not self.claims.causal:
             case = case.whole(MOST_WHOLE)
         if not self.claims.groups:

@@ -1,7 +1,7 @@
 """`DrafterSuite`: checks that a drafter conforms to the contract of `dovetail.api.drafter`.
 
-Requests of several clients arrive, grow, pause, end and come again by a script, without an engine; whatever the drafter proposes changes nothing of
-it, as in an engine. Needs no torch.
+Requests of several clients arrive, grow, pause, end and come again by a script, without an engine;
+whatever the drafter proposes changes nothing of it, as in an engine. Needs no torch.
 """
 
 from __future__ import annotations
@@ -120,8 +120,9 @@ class DrafterSuite(Suite):
 
     @check("drafter.raises_nothing", since="0.1")
     def test_any_request_has_an_answer(self) -> None:
-        """A method raised. Requests may have one token, thousands, or the same one always; grow by many tokens between two calls, or by none; be left
-        out of calls; be samples of one prompt; end without having been asked for; and their ids come again."""
+        """A method raised. Requests may have one token, thousands, or the same one always; grow by
+        many tokens between two calls, or by none; be left out of calls; be samples of one prompt;
+        end without having been asked for; and their ids come again."""
         self._play(ODD)
         took: list[float] = []
 
@@ -135,16 +136,19 @@ class DrafterSuite(Suite):
             answer for seed in range(STORIES) for answer in self._play(_story(seed), call=timed)
         ]
         self.note(
-            f"its own time: {1e6 * sum(took) / sum(len(ask.names) for ask, _ in answers):.0f} µs for each request of a call (not judged)"
+            f"its own time: {1e6 * sum(took) / sum(len(ask.names) for ask, _ in answers):.0f} µs "
+            f"for each request of a call (not judged)"
         )
 
     @check("drafter.most", since="0.1")
     def test_no_more_drafts_than_asked_for(self) -> None:
-        """`propose` returned more tokens for a request than `most` says, or not one sequence for each request, in order."""
+        """`propose` returned more tokens for a request than `most` says, or not one sequence for
+        each request, in order."""
         for ask, drafts in self._answers():
             require(
                 isinstance(drafts, Sequence) and len(drafts) == len(ask.names),
-                f"for {len(ask.names)} requests it returned {drafts!r:.200}, expected a sequence for each",
+                f"for {len(ask.names)} requests it returned {drafts!r:.200}, expected a sequence "
+                f"for each",
             )
             for most, tokens in zip(ask.most, drafts, strict=True):
                 require(
@@ -153,12 +157,14 @@ class DrafterSuite(Suite):
                 )
                 require(
                     len(tokens) <= most,
-                    f"it proposed {len(tokens)} tokens for a request, where {most} were asked for at most",
+                    f"it proposed {len(tokens)} tokens for a request, where {most} were asked for "
+                    f"at most",
                 )
 
     @check("drafter.ids", since="0.1")
     def test_drafts_are_token_ids(self) -> None:
-        """A draft isn't a token id, an integer from 0 to `context.vocab_size` - 1. The engine drops all drafts of such a step."""
+        """A draft isn't a token id, an integer from 0 to `context.vocab_size` - 1. The engine drops
+        all drafts of such a step."""
         for _, drafts in self._answers():
             for token in (token for tokens in drafts for token in tokens):
                 right = (
@@ -168,13 +174,14 @@ class DrafterSuite(Suite):
                 )
                 require(
                     right,
-                    f"it proposed {token!r:.200}, expected an id from 0 to {CONTEXT.vocab_size - 1}",
+                    f"it proposed {token!r:.200}, expected an id from 0 to "
+                    f"{CONTEXT.vocab_size - 1}",
                 )
 
     @check("drafter.deterministic", since="0.1")
     def test_equal_calls_have_equal_answers(self) -> None:
-        """Two drafters that were called in the same way proposed different tokens. Draw no random numbers without a fixed seed, read no clock, and
-        don't depend on the order of sets."""
+        """Two drafters that were called in the same way proposed different tokens. Draw no random
+        numbers without a fixed seed, read no clock, and don't depend on the order of sets."""
         for seed in range(STORIES):
             self._require_equal(
                 self._play(_story(seed)),
@@ -184,9 +191,10 @@ class DrafterSuite(Suite):
 
     @check("drafter.client", since="0.1")
     def test_nothing_is_learned_from_other_clients(self) -> None:
-        """The drafter proposed tokens for one client's request that depend on the text of another client, or of another request without a client.
-        Drafts show in the timing of answers, so a user could find out what others write. Key learned data by `request.client`, and by request if that
-        is None."""
+        """The drafter proposed tokens for one client's request that depend on the text of another
+        client, or of another request without a client. Drafts show in the timing of answers, so a
+        user could find out what others write. Key learned data by `request.client`, and by request
+        if that is None."""
         for seed in range(STORIES):
             for client in ("ann", None):
                 for name in self._names(_story(seed), client):
@@ -207,7 +215,8 @@ class DrafterSuite(Suite):
 
     @check("drafter.any_thread", since="0.1")
     def test_any_thread_may_call(self) -> None:
-        """Called from another thread each time, it raised or proposed other tokens. Keep nothing by thread, and no lock from one call to the next."""
+        """Called from another thread each time, it raised or proposed other tokens. Keep nothing by
+        thread, and no lock from one call to the next."""
         for seed in range(2):
             self._require_equal(
                 self._play(_story(seed)),
@@ -217,8 +226,9 @@ class DrafterSuite(Suite):
 
     @check("drafter.forgets", since="0.1")
     def test_requests_that_ended_are_forgotten(self) -> None:
-        """After `on_finished` the drafter keeps a request or its id, proposes by the text of an earlier request with the same id, or keeps what no
-        other request may be given: the tokens of one without a client. Drop all of it; a server's memory would grow forever."""
+        """After `on_finished` the drafter keeps a request or its id, proposes by the text of an
+        earlier request with the same id, or keeps what no other request may be given: the tokens of
+        one without a client. Drop all of it; a server's memory would grow forever."""
         subject = self._make()
         names = {
             act.name for seed in range(STORIES) for act in _story(seed) if isinstance(act, Begin)
@@ -260,19 +270,22 @@ class DrafterSuite(Suite):
         grown = sizes[1] - sizes[0]
         require(
             grown < GONE * GONE_TOKENS,
-            f"{GONE} requests of {GONE_TOKENS} tokens without a client, which ended, left {grown} bytes",
+            f"{GONE} requests of {GONE_TOKENS} tokens without a client, which ended, left {grown} "
+            f"bytes",
         )
 
     @check("drafter.request_untouched", since="0.1")
     def test_requests_are_only_read(self) -> None:
-        """The drafter modified a request, its tokens or its parameters. They are the engine's: keep state about requests in your own dict, by id."""
+        """The drafter modified a request, its tokens or its parameters. They are the engine's: keep
+        state about requests in your own dict, by id."""
         for seed in range(STORIES):
             self._play(_story(seed), watch=_Watch())
 
     @check("drafter.model", since="0.1", capability="model")
     def test_a_model_is_named(self) -> None:
-        """A `ModelDrafter` has no `model`, the name or directory of one (None: its `head` is in the target's checkpoint); or `head` isn't
-        "package.module:Class"; or it drafts itself: the executor does."""
+        """A `ModelDrafter` has no `model`, the name or directory of one (None: its `head` is in the
+        target's checkpoint); or `head` isn't "package.module:Class"; or it drafts itself: the
+        executor does."""
         subject = self._make()
         name = subject.model
         head = subject.head
@@ -309,7 +322,8 @@ class DrafterSuite(Suite):
         call: Callable[[Callable[[], Any]], Any] | None = None,
         watch: _Watch | None = None,
     ) -> list[Answer]:
-        """Play a script, and return what `propose` returned. `call` calls a method of the drafter."""
+        """Play a script, and return what `propose` returned. `call` calls a method of the
+        drafter."""
         drafter = drafter or self._make()
         requests: dict[str, LiveRequest] = {}
         futures: dict[str, tuple[int, ...]] = {}
@@ -335,7 +349,8 @@ class DrafterSuite(Suite):
                     result = method() if call is None else call(method)
                 except Exception as error:
                     fail(
-                        f"{'propose' if isinstance(act, Ask) else 'on_finished'} raised {describe(error)}",
+                        f"{'propose' if isinstance(act, Ask) else 'on_finished'} raised "
+                        f"{describe(error)}",
                         error,
                     )
                 if watch is not None:
@@ -356,15 +371,17 @@ class DrafterSuite(Suite):
                 if mine is None or name in mine:
                     require(
                         list(tokens) == list(there),
-                        f"it proposed {list(tokens)} for a request; {what} it proposed {list(there)}",
+                        f"it proposed {list(tokens)} for a request; {what} it proposed "
+                        f"{list(there)}",
                     )
 
 
 def _story(
     seed: int, *, ours: str = "", others: int = 0, clients: Sequence[str | None] = CLIENTS
 ) -> list[Act]:
-    """Make a script. A text is a row of passages: one of a few openings, which all texts share, and a continuation of its own for each owner, a
-    client or a request without one. `others` changes the continuations of all owners but `ours`, and nothing else."""
+    """Make a script. A text is a row of passages: one of a few openings, which all texts share, and
+    a continuation of its own for each owner, a client or a request without one. `others` changes
+    the continuations of all owners but `ours`, and nothing else."""
     chance = random.Random(seed)
     openings = [
         chance.choices(range(CONTEXT.vocab_size), k=chance.randrange(2, 6)) for _ in range(TOPICS)
@@ -397,7 +414,8 @@ def _story(
 
 
 def _step(chance: random.Random, acts: list[Act], left: dict[str, int]) -> None:
-    """Ask for some requests; let some grow by a few tokens, and end those that are complete, or have waited long enough."""
+    """Ask for some requests; let some grow by a few tokens, and end those that are complete, or
+    have waited long enough."""
     asked = tuple(chance.sample(sorted(left), k=chance.randrange(len(left) + 1)))
     if asked:
         acts.append(Ask(asked, tuple(chance.randrange(1, CONTEXT.max_drafts + 1) for _ in asked)))
@@ -433,7 +451,8 @@ class _Watch:
             for field, value in self._state(request).items():
                 require(
                     value == before[field],
-                    f"after {act}, {field} of a request is {value!r:.200}, and was {before[field]!r:.200}",
+                    f"after {act}, {field} of a request is {value!r:.200}, and was "
+                    f"{before[field]!r:.200}",
                 )
 
     @staticmethod
@@ -476,7 +495,8 @@ def _in_thread(method: Callable[[], Any]) -> Any:
 
 
 def _size(thing: object) -> int:
-    """Return the bytes of all objects reachable from `thing`, without classes, modules and functions."""
+    """Return the bytes of all objects reachable from `thing`, without classes, modules and
+    functions."""
     seen: set[int] = set()
     queue = [thing]
     total = 0

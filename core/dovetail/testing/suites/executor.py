@@ -1,8 +1,9 @@
 """`ExecutorSuite`: checks that an executor conforms to the contract of `dovetail.api.executor`.
 
-The model's values aren't judged here (that is the model's suite): the tokens of a request that runs by itself are compared with those of all other
-ways to run it. So a simulated executor passes if it is consistent. Executors get the bundled demo model, and load it if they need one; torch is
-imported only by the executor.
+The model's values aren't judged here (that is the model's suite): the tokens of a request that runs
+by itself are compared with those of all other ways to run it. So a simulated executor passes if it
+is consistent. Executors get the bundled demo model, and load it if they need one; torch is imported
+only by the executor.
 """
 
 from __future__ import annotations
@@ -54,12 +55,14 @@ class ExecutorSuite(
     ExecutorAdapters,
     ExecutorLogprobs,
 ):
-    """Suite of executors: start and stop, and the tokens of a request, which depend on nothing else."""
+    """Suite of executors: start and stop, and the tokens of a request, which depend on nothing
+    else."""
 
     @check("executor.capacity", since="0.1")
     def test_the_capacity_makes_sense(self) -> None:
-        """`start` returned a `Capacity` that no engine can work with: it needs at least one page, one step in flight, two token ids; a pool that
-        holds one sequence of `max_model_len`, which is at most the config's value."""
+        """`start` returned a `Capacity` that no engine can work with: it needs at least one page,
+        one step in flight, two token ids; a pool that holds one sequence of `max_model_len`, which
+        is at most the config's value."""
         with self._bench() as bench:
             capacity = bench.capacity
             layout = bench.capacity.layout
@@ -79,12 +82,16 @@ class ExecutorSuite(
                 f"the layout needs blocks of at least a token, and a group of layers: {layout}",
             )
             needed = layout.most_pages(capacity.max_model_len, SETTINGS["max_num_batched_tokens"])
-            told = f"the pool has {capacity.num_pages} pages, and one sequence of {capacity.max_model_len} tokens needs {needed}"
+            told = (
+                f"the pool has {capacity.num_pages} pages, and one sequence of "
+                f"{capacity.max_model_len} tokens needs {needed}"
+            )
             require(capacity.num_pages >= needed, told)
             asked = SETTINGS["max_model_len"]
             require(
                 capacity.max_model_len <= asked,
-                f"max_model_len is {capacity.max_model_len}, and the config asks for {asked} at most",
+                f"max_model_len is {capacity.max_model_len}, and the config asks for {asked} at "
+                f"most",
             )
             words = all(
                 isinstance(key, str) and isinstance(value, str)
@@ -94,7 +101,8 @@ class ExecutorSuite(
 
     @check("executor.stop", since="0.1")
     def test_stop_may_come_at_any_time(self) -> None:
-        """`stop` raised. It may be called before `start`, twice, and while a step is in flight: the engine calls it after any failure."""
+        """`stop` raised. It may be called before `start`, twice, and while a step is in flight: the
+        engine calls it after any failure."""
         executor = self._make()
         stop(executor, "before start")
         executor = self._make()
@@ -108,8 +116,10 @@ class ExecutorSuite(
 
     @check("executor.failed_start", since="0.1")
     def test_a_start_that_fails_says_why_in_dovetails_terms(self) -> None:
-        """The model's directory doesn't exist, and `start` raised something other than `DovetailError` (`ModelLoadError`, `UnsupportedError`), which
-        users would see as a crash; or `stop` failed after it, or left something behind. An executor that needs no model may start."""
+        """The model's directory doesn't exist, and `start` raised something other than
+        `DovetailError` (`ModelLoadError`, `UnsupportedError`), which users would see as a crash; or
+        `stop` failed after it, or left something behind. An executor that needs no model may
+        start."""
         before = Footprint.now()
         executor = self._make(model_dir=Path("no", "such", "model"))
         try:
@@ -125,8 +135,9 @@ class ExecutorSuite(
 
     @check("executor.leaves_nothing", since="0.1")
     def test_nothing_is_left_behind(self) -> None:
-        """After `stop` there are threads, processes, open files, temporary files or tensors of more than a megabyte that weren't there before
-        `start`. (Resources that only the very first start creates, and later ones reuse, are excluded.)"""
+        """After `stop` there are threads, processes, open files, temporary files or tensors of more
+        than a megabyte that weren't there before `start`. (Resources that only the very first start
+        creates, and later ones reuse, are excluded.)"""
         with self._bench():
             pass
         before = Footprint.now()
@@ -142,7 +153,8 @@ class ExecutorSuite(
 
     @check("executor.healthy", since="0.1")
     def test_check_is_quiet_while_all_is_well(self) -> None:
-        """`check` raised although nothing is wrong. The server calls it repeatedly to see whether the engine is alive."""
+        """`check` raised although nothing is wrong. The server calls it repeatedly to see whether
+        the engine is alive."""
         with self._bench() as bench:
             require_quiet(bench.executor, "after start")
             bench.add("a", bench.prompt(5))
@@ -153,8 +165,9 @@ class ExecutorSuite(
 
     @check("executor.dead_worker", since="0.1", capability="workers")
     def test_a_dead_worker_is_reported(self) -> None:
-        """One of its processes was killed, and `check` didn't report it. Watch the processes (`exitcode`, `poll`), raise `DovetailError` that names
-        the dead one, and let `collect` raise it, too, instead of waiting forever."""
+        """One of its processes was killed, and `check` didn't report it. Watch the processes
+        (`exitcode`, `poll`), raise `DovetailError` that names the dead one, and let `collect` raise
+        it, too, instead of waiting forever."""
         before = set(child_processes())
         with self._bench() as bench:
             (pid, *_) = [pid for pid in child_processes() if pid not in before]
@@ -170,9 +183,10 @@ class ExecutorSuite(
 
     @check("executor.failure", since="0.1")
     def test_after_a_step_that_failed_it_says_so_or_goes_on_rightly(self) -> None:
-        """A step was rejected (it requested more tokens of a row than are known), and afterwards `check` didn't raise, but the next valid step
-        raised or gave wrong tokens, for this or another row. If the state can no longer be trusted, `check` must raise `DovetailError` on every
-        call, and so must `submit`."""
+        """A step was rejected (it requested more tokens of a row than are known), and afterwards
+        `check` didn't raise, but the next valid step raised or gave wrong tokens, for this or
+        another row. If the state can no longer be trusted, `check` must raise `DovetailError` on
+        every call, and so must `submit`."""
         with self._bench() as bench:
             expected = {
                 name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {}))
@@ -186,7 +200,8 @@ class ExecutorSuite(
                 refuses = [_refuses(bench.executor.check) for _ in range(2)]
                 require(
                     refuses[0] == refuses[1],
-                    f"after a step that failed, check() raised: {refuses[0]}; when it was called again: {refuses[1]}",
+                    f"after a step that failed, check() raised: {refuses[0]}; when it was called "
+                    f"again: {refuses[1]}",
                 )
                 if refuses[0]:
                     refused = _refuses(lambda: bench.executor.submit(bench.build({"b": 1})))
@@ -200,8 +215,9 @@ class ExecutorSuite(
 
     @check("executor.neighbours", since="0.1")
     def test_a_row_does_not_depend_on_its_neighbours(self) -> None:
-        """A request generated other tokens beside others, in another row and in other blocks, than by itself. Look for state shared between rows,
-        and for reads by position in the batch instead of by row."""
+        """A request generated other tokens beside others, in another row and in other blocks, than
+        by itself. Look for state shared between rows, and for reads by position in the batch
+        instead of by row."""
         with self._bench() as bench:
             expected = {
                 name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {}))
@@ -219,8 +235,9 @@ class ExecutorSuite(
 
     @check("executor.ids_stay", since="0.1")
     def test_sampled_ids_stay_with_their_row(self) -> None:
-        """A request that kept its row generated other tokens than one that was added to a row again with all its tokens. While a request has a row
-        the core sends no ids: the next input is the token that the executor sampled."""
+        """A request that kept its row generated other tokens than one that was added to a row again
+        with all its tokens. While a request has a row the core sends no ids: the next input is the
+        token that the executor sampled."""
         with self._bench() as bench:
             for name in LENGTHS:
                 expected = bench.alone(name, self._prompt(bench, name), 4, **SEEDED.get(name, {}))
@@ -239,8 +256,9 @@ class ExecutorSuite(
 
     @check("executor.chunks", since="0.1")
     def test_a_prompt_in_chunks_is_the_prompt_at_once(self) -> None:
-        """A prompt computed in chunks, beside decodes, gave other tokens than in one step. A chunk starts where the row has stopped, attends to
-        everything before it, and samples only at the last known token."""
+        """A prompt computed in chunks, beside decodes, gave other tokens than in one step. A chunk
+        starts where the row has stopped, attends to everything before it, and samples only at the
+        last known token."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 6) for name in "ac"}
             self._add(bench, "a", "c")
@@ -258,7 +276,8 @@ class ExecutorSuite(
 
     @check("executor.idle", since="0.1")
     def test_a_row_that_sits_out_steps_is_kept(self) -> None:
-        """A request without grants for some steps continued with other tokens. A row is held until a batch lists it in `removed`."""
+        """A request without grants for some steps continued with other tokens. A row is held until
+        a batch lists it in `removed`."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 4) for name in "ac"}
             self._add(bench, "a", "c")
@@ -270,8 +289,9 @@ class ExecutorSuite(
 
     @check("executor.row_reuse", since="0.1")
     def test_a_row_given_away_begins_anew(self) -> None:
-        """A row was removed and added in one batch, and the new request generated other tokens than by itself, or the step failed, or rows that
-        stayed were affected. `removed` precedes `added`, nothing of the old request remains (tokens, blocks, sampling), and other rows don't
+        """A row was removed and added in one batch, and the new request generated other tokens than
+        by itself, or the step failed, or rows that stayed were affected. `removed` precedes
+        `added`, nothing of the old request remains (tokens, blocks, sampling), and other rows don't
         move."""
         with self._bench() as bench:
             expected = {
@@ -299,8 +319,9 @@ class ExecutorSuite(
 
     @check("executor.limits", since="0.1")
     def test_what_the_config_allows_can_be_used_up(self) -> None:
-        """A step with the maximum number of rows or tokens, or a sequence of `Capacity.max_model_len`, failed or gave other tokens than small ones.
-        Buffers must hold all of that, including the last row, token and position."""
+        """A step with the maximum number of rows or tokens, or a sequence of
+        `Capacity.max_model_len`, failed or gave other tokens than small ones. Buffers must hold all
+        of that, including the last row, token and position."""
         rows = SETTINGS["max_num_seqs"]
         step = SETTINGS["max_num_batched_tokens"]
         with self._bench() as bench:

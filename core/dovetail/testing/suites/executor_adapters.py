@@ -29,9 +29,8 @@ COUNT = 5  # tokens that requests generate
 HEAD = "lm_head"
 EMBEDDING = "model.embed_tokens.weight"
 SIZE = 3.0  # of what an adapter adds, to change most tokens
-Weights = Mapping[
-    str, tuple[NDArray[np.float32], NDArray[np.float32]]
-]  # module -> A [rank, in] and B [out, rank]
+# module -> A [rank, in] and B [out, rank]
+Weights = Mapping[str, tuple[NDArray[np.float32], NDArray[np.float32]]]
 
 
 class ExecutorAdapters(ExecutorSubject):
@@ -39,8 +38,9 @@ class ExecutorAdapters(ExecutorSubject):
 
     @check("executor.adapters", since="0.7", capability="adapters")
     def test_rows_with_different_adapters_share_steps(self) -> None:
-        """In steps with rows of two adapters and of none, some in chunks, a request generated other tokens than alone; or what an adapter changed,
-        changed nothing; or a request without one generated other tokens than before any adapter was loaded."""
+        """In steps with rows of two adapters and of none, some in chunks, a request generated other
+        tokens than alone; or what an adapter changed, changed nothing; or a request without one
+        generated other tokens than before any adapter was loaded."""
         with self._adapting() as (bench, files):
             plain = {name: self._generated(bench, name) for name in LENGTHS}
             slots = {"a": 1, "b": 0, "c": MOST_ADAPTERS}
@@ -50,7 +50,8 @@ class ExecutorAdapters(ExecutorSubject):
             }
             require(
                 loads and expected["b"] == plain["b"],
-                f"without an adapter b generated {expected['b']}, and before any was loaded {plain['b']}",
+                f"without an adapter b generated {expected['b']}, and before any was loaded "
+                f"{plain['b']}",
             )
             changed = [
                 name for name, slot in slots.items() if slot and expected[name] == plain[name]
@@ -71,8 +72,9 @@ class ExecutorAdapters(ExecutorSubject):
 
     @check("executor.adapter_merged", since="0.7", capability="adapters")
     def test_an_adapter_computes_what_merged_weights_do(self) -> None:
-        """With an adapter of all modules a request generated other tokens than without it on a model with (B A) added to the weights; or with an
-        adapter of rank 0 or of zeros, other tokens than without."""
+        """With an adapter of all modules a request generated other tokens than without it on a
+        model with (B A) added to the weights; or with an adapter of rank 0 or of zeros, other
+        tokens than without."""
         if not self.declares("samples"):
             return  # a simulation has no weights
         with self._adapting() as (bench, files), temporary_folder() as folder:
@@ -86,7 +88,8 @@ class ExecutorAdapters(ExecutorSubject):
                     got = self._generated(bench, name, adapter=2)
                     require(
                         got == plain,
-                        f"with an adapter of {('zeros', 'rank 0')[index]} {name} generated {got}, and without {plain}",
+                        f"with an adapter of {('zeros', 'rank 0')[index]} {name} generated {got}, "
+                        f"and without {plain}",
                     )
             if merge(model_directory(self.model), folder, files.weights[1]):
                 with self._bench(folder) as merged:
@@ -94,13 +97,15 @@ class ExecutorAdapters(ExecutorSubject):
                         expected = self._generated(merged, name)
                         require(
                             tokens == expected,
-                            f"with an adapter {name} generated {tokens}, and with merged weights {expected}",
+                            f"with an adapter {name} generated {tokens}, and with merged weights "
+                            f"{expected}",
                         )
 
     @check("executor.adapter_slots", since="0.7", capability="adapters")
     def test_a_slot_may_get_another_adapter(self) -> None:
-        """After a slot got another adapter, a request in it generated other tokens than with that adapter in another slot, or the step in flight,
-        which used the one before, had other tokens than without this change."""
+        """After a slot got another adapter, a request in it generated other tokens than with that
+        adapter in another slot, or the step in flight, which used the one before, had other tokens
+        than without this change."""
         with self._adapting() as (bench, files):
             expected = {}
             for slot, which in ((1, 1), (2, 2)):
@@ -131,7 +136,8 @@ class ExecutorAdapters(ExecutorSubject):
 
     @contextmanager
     def _adapting(self) -> Iterator[tuple[Bench, Files]]:
-        """Start an executor with slots, and write adapters for it: 1 and 2 of different ranks, "zeros" and "rank 0"."""
+        """Start an executor with slots, and write adapters for it: 1 and 2 of different ranks,
+        "zeros" and "rank 0"."""
         with self._bench(max_adapters=MOST_ADAPTERS) as bench, temporary_folder() as folder:
             yield bench, Files(bench, folder)
 
@@ -185,7 +191,8 @@ class Files:
 
 
 def merge(source: Path, folder: Path, weights: Weights) -> bool:
-    """Write a copy of a checkpoint with an adapter merged into its weights, in float32. Returns False if it isn't a single plain file."""
+    """Write a copy of a checkpoint with an adapter merged into its weights, in float32. Returns
+    False if it isn't a single plain file."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -1,4 +1,5 @@
-"""Minimal core that drives an executor for checks: assigns rows and blocks, sends changes, and collects results."""
+"""Minimal core that drives an executor for checks: assigns rows and blocks, sends changes, and
+collects results."""
 
 from __future__ import annotations
 
@@ -57,9 +58,11 @@ class Sent:
 
 @dataclass
 class Bench:
-    """`tokens[name]`: generated tokens of a request, in order. Any error of a valid call fails the check.
+    """`tokens[name]`: generated tokens of a request, in order. Any error of a valid call fails the
+    check.
 
-    A block here is of `block_size` tokens, a whole number of blocks in every cache group: its pages follow each other, group by group."""
+    A block here is of `block_size` tokens, a whole number of blocks in every cache group: its pages
+    follow each other, group by group."""
 
     executor: Executor
     capacity: Capacity
@@ -95,7 +98,8 @@ class Bench:
         adapter: int = 0,
         **sampling: Any,
     ) -> BenchRequest:
-        """Start a request in the next batch, with blocks for `room` more tokens. Its seed is a function of its name."""
+        """Start a request in the next batch, with blocks for `room` more tokens. Its seed is a
+        function of its name."""
         if row is None:
             row = next(
                 row
@@ -138,7 +142,8 @@ class Bench:
     def take_blocks(self, count: int) -> list[int]:
         require(
             count <= len(self._free_blocks),
-            f"this check needs a pool of {count - len(self._free_blocks)} blocks more: give the executor more",
+            f"this check needs a pool of {count - len(self._free_blocks)} blocks more: give the "
+            f"executor more",
         )
         taken = self._free_blocks[-1 : -1 - count : -1]  # not in the order of their ids
         del self._free_blocks[len(self._free_blocks) - count :]
@@ -160,8 +165,9 @@ class Bench:
         late: bool = False,
         drafts: Mapping[str, Sequence[int]] | None = None,
     ) -> Batch:
-        """Submit a step with the given number of tokens of each, and its drafts, in this order. Requests that reach their last known token sample.
-        `shared`: number of common leading blocks. A `late` step must be sampled (`sample`) before it is collected."""
+        """Submit a step with the given number of tokens of each, and its drafts, in this order.
+        Requests that reach their last known token sample. `shared`: number of common leading
+        blocks. A `late` step must be sampled (`sample`) before it is collected."""
         batch = self.build(counts, copies, shared, late=late, drafts=drafts)
         requests = [self.requests[name] for name in counts]
         self.sent.append(Sent(batch, self._call("submit", batch), requests))
@@ -176,8 +182,10 @@ class Bench:
     def sample(
         self, allowed: Mapping[str | tuple[str, int], Sequence[int]], *, own_memory: bool = True
     ) -> None:
-        """Sample the oldest, late step: each request named in `allowed`, or its line after the given number of drafts, samples one of these ids. The
-        masks are in the executor's own memory, or, although that was requested, elsewhere; the executor's memory then allows everything."""
+        """Sample the oldest, late step: each request named in `allowed`, or its line after the
+        given number of drafts, samples one of these ids. The masks are in the executor's own
+        memory, or, although that was requested, elsewhere; the executor's memory then allows
+        everything."""
         sent = self.sent[0]
         lines = [
             (request.name, ahead)
@@ -210,10 +218,14 @@ class Bench:
         result: Result = self._call("collect", sent.handle)
         require(
             result.step == sent.batch.step,
-            f"collect returned step {result.step} where {sent.batch.step} was the oldest uncollected",
+            f"collect returned step {result.step} where {sent.batch.step} was the oldest "
+            f"uncollected",
         )
         may_fail = {index for index, request in enumerate(sent.requests) if request.name == broken}
-        told = f"of step {result.step}, {may_fail or 'no'} places in the batch may fail, and Result.failed is {result.failed}"
+        told = (
+            f"of step {result.step}, {may_fail or 'no'} places in the batch may fail, and "
+            f"Result.failed is {result.failed}"
+        )
         require(
             result.failed.keys() <= may_fail and all(map(str.strip, result.failed.values())), told
         )
@@ -232,7 +244,8 @@ class Bench:
         )
         require(
             shaped,
-            f"token_ids of a step of {len(sent.batch.rows)} rows are {ids!r}; expected [{count}] integers",
+            f"token_ids of a step of {len(sent.batch.rows)} rows are {ids!r}; expected [{count}] "
+            f"integers",
         )
         counts = [1] * count if result.counts is None else result.counts.tolist()
         tokens = ids.tolist()
@@ -246,8 +259,12 @@ class Bench:
         return result
 
     def _collect_drafts(self, sent: Sent, drafts: Drafts, counts: Any) -> int:
-        """Check `Result.counts` of a step with drafts, and count what its rows got. Returns the number of tokens."""
-        told = f"of a step whose rows have {sent.batch.num_lines.tolist()} lines, Result.counts is {counts!r}"
+        """Check `Result.counts` of a step with drafts, and count what its rows got. Returns the
+        number of tokens."""
+        told = (
+            f"of a step whose rows have {sent.batch.num_lines.tolist()} lines, Result.counts is "
+            f"{counts!r}"
+        )
         require(
             isinstance(counts, np.ndarray)
             and counts.dtype == np.int32
@@ -270,8 +287,8 @@ class Bench:
         return int(counts.sum())
 
     def check(self, drafts: Mapping[str, Sequence[int]], **others: int) -> Result:
-        """Run a step in which each request named in `drafts` checks its drafts, possibly none, and each of `others` computes the given
-        number of tokens."""
+        """Run a step in which each request named in `drafts` checks its drafts, possibly none, and
+        each of `others` computes the given number of tokens."""
         self.submit({**dict.fromkeys(drafts, 1), **others}, drafts=drafts)
         return self.collect()
 
@@ -292,7 +309,8 @@ class Bench:
             self.run(dict.fromkeys(names, 1))
 
     def alone(self, name: str, tokens: Sequence[int], count: int, **fields: Any) -> list[int]:
-        """Return a request's tokens when it runs alone, with its prompt computed in one step: the reference for all other ways to run it."""
+        """Return a request's tokens when it runs alone, with its prompt computed in one step: the
+        reference for all other ways to run it."""
         self.add(name, tokens, row=0, **fields)
         self.prefill(name)
         self.decode(name, steps=count - 1)
@@ -415,7 +433,8 @@ def _new_row(request: BenchRequest, pages: Sequence[Sequence[int]]) -> NewRow:
 def _parts(
     added: Sequence[BenchRequest], loads: Sequence[AdapterLoad], pooled: Sequence[int]
 ) -> tuple[Any, ...]:
-    """Return the parts of a batch that starts these requests, and in which these results are due."""
+    """Return the parts of a batch that starts these requests, and in which these results are
+    due."""
     parts: list[Any] = []
     pooling = {request.row: request.pooling for request in added if request.pooling is not None}
     if pooling or pooled:

@@ -9,8 +9,9 @@ class ExecutorBlocks(ExecutorSubject):
 
     @check("executor.new_blocks", since="0.1")
     def test_blocks_are_appended_in_order(self) -> None:
-        """Requests with growing tables generated other tokens. Append `new_pages` (group, row, page) to the tables of their rows and groups, in
-        order, for any order of rows; another request with these blocks, in this order, must find the computed values there."""
+        """Requests with growing tables generated other tokens. Append `new_pages` (group, row,
+        page) to the tables of their rows and groups, in order, for any order of rows; another
+        request with these blocks, in this order, must find the computed values there."""
         with self._bench() as bench:
             size = bench.block_size
             lengths = {"a": 1, "c": size}
@@ -46,8 +47,9 @@ class ExecutorBlocks(ExecutorSubject):
 
     @check("executor.cached", since="0.1")
     def test_a_row_may_begin_on_blocks_that_others_wrote(self) -> None:
-        """A request started with `computed` tokens in blocks written by another, before or in the same step, and generated other tokens than by
-        itself. `computed` tokens need no work; write the K and V of the whole batch before any row attends."""
+        """A request started with `computed` tokens in blocks written by another, before or in the
+        same step, and generated other tokens than by itself. `computed` tokens need no work; write
+        the K and V of the whole batch before any row attends."""
         with self._bench() as bench:
             shared = 2 * bench.block_size
             prompt = bench.prompt(shared + 3)
@@ -71,8 +73,9 @@ class ExecutorBlocks(ExecutorSubject):
 
     @check("executor.shared_prefix", since="0.1", capability="shared_prefix")
     def test_a_shared_prefix_changes_no_token(self) -> None:
-        """The executor declares `Capacity.shared_prefix`, and requests with `Batch.shared_prefix_blocks` generated other tokens than by themselves.
-        Exactly these blocks may be read once for all rows of the batch."""
+        """The executor declares `Capacity.shared_prefix`, and requests with
+        `Batch.shared_prefix_blocks` generated other tokens than by themselves. Exactly these blocks
+        may be read once for all rows of the batch."""
         with self._bench() as bench:
             shared = 2 * bench.block_size
             prompts = {
@@ -93,8 +96,9 @@ class ExecutorBlocks(ExecutorSubject):
 
     @check("executor.copies", since="0.1")
     def test_copies_run_in_order_and_before_the_step_writes(self) -> None:
-        """A request started on copies of another's blocks and generated other tokens than by itself. Run copies in order (one may read what the
-        previous one wrote), after the rows' changes and before the step's writes, since a source may then belong to another request."""
+        """A request started on copies of another's blocks and generated other tokens than by
+        itself. Run copies in order (one may read what the previous one wrote), after the rows'
+        changes and before the step's writes, since a source may then belong to another request."""
         with self._bench() as bench:
             length = bench.block_size + bench.block_size // 2 + 1
             prompt = bench.prompt(length)

@@ -37,9 +37,10 @@ class ExecutorDrafts(ExecutorSubject):
 
     @check("executor.drafts", since="0.6", capability="drafts")
     def test_drafts_change_no_token(self) -> None:
-        """Requests with drafts generated other tokens than one by one, or got more or fewer of them than the drafts that were right, and one. A row
-        keeps the tokens of its lines up to the first that differs from its draft; the next step begins after the last of them, and overwrites the K
-        and V of other drafts."""
+        """Requests with drafts generated other tokens than one by one, or got more or fewer of them
+        than the drafts that were right, and one. A row keeps the tokens of its lines up to the
+        first that differs from its draft; the next step begins after the last of them, and
+        overwrites the K and V of other drafts."""
         with self._bench(max_drafts=MOST_DRAFTS) as bench:
             expected = self._expected(bench, *LENGTHS)
             for which, right in DRAFTERS.items():
@@ -48,7 +49,10 @@ class ExecutorDrafts(ExecutorSubject):
                     drafts = {name: _drafts(bench, name, expected[name], right) for name in "cab"}
                     result = bench.check(drafts)
                     kept = next((n for n in range(MOST_DRAFTS) if not right(n)), MOST_DRAFTS)
-                    told = f"with {MOST_DRAFTS} drafts {which}, rows got {result.counts} tokens, expected {1 + kept}"
+                    told = (
+                        f"with {MOST_DRAFTS} drafts {which}, rows got {result.counts} tokens, "
+                        f"expected {1 + kept}"
+                    )
                     require(
                         result.counts is not None and result.counts.tolist() == [1 + kept] * 3, told
                     )
@@ -57,8 +61,9 @@ class ExecutorDrafts(ExecutorSubject):
 
     @check("executor.drafts_beside", since="0.6", capability="drafts")
     def test_rows_with_drafts_do_not_depend_on_others_nor_others_on_them(self) -> None:
-        """In steps in which rows check different numbers of drafts, and others compute prompts, parts of these, or one token, a request generated
-        other tokens than by itself; or one that began on the blocks of another, where right drafts had been computed, did."""
+        """In steps in which rows check different numbers of drafts, and others compute prompts,
+        parts of these, or one token, a request generated other tokens than by itself; or one that
+        began on the blocks of another, where right drafts had been computed, did."""
         with self._bench(max_drafts=MOST_DRAFTS) as bench:
             expected = self._expected(bench, *LENGTHS)
             self._begin(bench, "a", "b")
@@ -98,8 +103,9 @@ class ExecutorDrafts(ExecutorSubject):
 
     @check("executor.drafts_sampling", since="0.6", capability="drafts")
     def test_each_line_is_sampled_with_the_drafts_before_it(self) -> None:
-        """With drafts, requests with a temperature, penalties, bad words or `min_tokens` generated other tokens than one by one. The n-th line of a
-        row is sampled as if the drafts before it were known: they count for noise, penalties and rules."""
+        """With drafts, requests with a temperature, penalties, bad words or `min_tokens` generated
+        other tokens than one by one. The n-th line of a row is sampled as if the drafts before it
+        were known: they count for noise, penalties and rules."""
         with self._bench(max_drafts=MOST_DRAFTS) as bench:
             if not self.declares("samples"):
                 return
@@ -131,8 +137,9 @@ class ExecutorDrafts(ExecutorSubject):
 
     @check("executor.drafts_logprobs", since="0.6", capability="drafts")
     def test_each_yielded_token_has_its_log_probabilities(self) -> None:
-        """`Result.logprobs` of a step with drafts must have a line for each token that its rows yielded, row by row, and none for other lines; with
-        the log-probabilities that the token has without drafts."""
+        """`Result.logprobs` of a step with drafts must have a line for each token that its rows
+        yielded, row by row, and none for other lines; with the log-probabilities that the token has
+        without drafts."""
         with self._bench(max_drafts=MOST_DRAFTS) as bench:
             if not self.declares("logprobs"):
                 return
@@ -149,7 +156,10 @@ class ExecutorDrafts(ExecutorSubject):
             result = bench.check({"b": [], "a": _drafts(bench, "a", expected, lambda n: n < 2, 3)})
             if result.logprobs is None:
                 fail("a row asks for logprobs, and Result.logprobs is None")
-            told = f"rows that yielded {result.token_ids.tolist()} have the log-probabilities of {result.logprobs.token_ids[:, 0].tolist()}"
+            told = (
+                f"rows that yielded {result.token_ids.tolist()} have the log-probabilities of "
+                f"{result.logprobs.token_ids[:, 0].tolist()}"
+            )
             require(result.logprobs.token_ids[:, 0].tolist() == result.token_ids.tolist(), told)
             for line, exact in zip(result.logprobs.logprobs[1:], plain[1:4], strict=True):
                 told = f"without drafts a token's log-probabilities are {exact}, with them {line}"
@@ -157,8 +167,9 @@ class ExecutorDrafts(ExecutorSubject):
 
     @check("executor.drafts_masks", since="0.6", capability="drafts")
     def test_masks_are_of_lines(self) -> None:
-        """In a late step with drafts a line sampled a token that its mask forbids, or a line without a mask another than it would. `Masks.lines`
-        counts all lines of the batch, row by row; rows that yield no token have none."""
+        """In a late step with drafts a line sampled a token that its mask forbids, or a line
+        without a mask another than it would. `Masks.lines` counts all lines of the batch, row by
+        row; rows that yield no token have none."""
         with self._bench(max_drafts=MOST_DRAFTS) as bench:
             if not self.declares("masks"):
                 return
@@ -178,7 +189,10 @@ class ExecutorDrafts(ExecutorSubject):
                 }
             )
             result = bench.collect()
-            told = "with a mask on the third line of b, which allows another token than its draft, and one on the second of a, which allows its own"
+            told = (
+                "with a mask on the third line of b, which allows another token than its draft, "
+                "and one on the second of a, which allows its own"
+            )
             require(
                 result.counts is not None and result.counts.tolist() == [0, 3, 4],
                 f"{told}, rows got {result.counts} tokens, expected 0, 3 and 4",
@@ -194,7 +208,8 @@ class ExecutorDrafts(ExecutorSubject):
 
     @check("executor.drafts_limits", since="0.6", capability="drafts")
     def test_as_many_lines_as_declared_can_be_checked(self) -> None:
-        """A step with `Capacity.max_lines` lines, or with drafts up to the last token of the longest sequence, failed or gave other tokens."""
+        """A step with `Capacity.max_lines` lines, or with drafts up to the last token of the
+        longest sequence, failed or gave other tokens."""
         with self._bench(max_drafts=MOST_DRAFTS) as bench:
             lines = bench.capacity.max_lines
             rows = SETTINGS["max_num_seqs"]
@@ -255,7 +270,8 @@ class ExecutorDrafts(ExecutorSubject):
 def _drafts(
     bench: Bench, name: str, expected: Sequence[int], right: Drafter, count: int = MOST_DRAFTS
 ) -> list[int]:
-    """Return up to `count` drafts for a request that generates `expected`: of each, whether it is right."""
+    """Return up to `count` drafts for a request that generates `expected`: of each, whether it is
+    right."""
     comes = expected[len(bench.tokens[name]) :][:count]
     return [
         token if right(n) else (token + 1) % bench.capacity.vocab_size

@@ -20,8 +20,8 @@ class ExecutorLate(ExecutorSubject):
 
     @check("executor.late", since="0.3", capability="masks")
     def test_a_late_step_without_masks_samples_as_any_other(self) -> None:
-        """`late` steps sampled without a mask gave other tokens. `submit` of a late batch only runs the model, `sample` samples for the rows that
-        yield a token."""
+        """`late` steps sampled without a mask gave other tokens. `submit` of a late batch only runs
+        the model, `sample` samples for the rows that yield a token."""
         with self._bench() as bench:
             expected = {
                 name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {}))
@@ -43,9 +43,10 @@ class ExecutorLate(ExecutorSubject):
 
     @check("executor.masks", since="0.3", capability="masks")
     def test_masked_rows_sample_what_is_allowed_and_others_what_they_would(self) -> None:
-        """A row sampled a token that its mask forbids; or not the most likely of two allowed ones, which it had sampled before; or a row without a
-        mask sampled another token than by itself, possibly after a step with a mask. `Masks.lines` are indices among lines: rows that
-        yield no token have none. `Masks.words` may be in other memory than `mask_words` returned."""
+        """A row sampled a token that its mask forbids; or not the most likely of two allowed ones,
+        which it had sampled before; or a row without a mask sampled another token than by itself,
+        possibly after a step with a mask. `Masks.lines` are indices among lines: rows that yield no
+        token have none. `Masks.words` may be in other memory than `mask_words` returned."""
         with self._bench() as bench:
             expected = {
                 name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {}))
@@ -84,8 +85,9 @@ class ExecutorLate(ExecutorSubject):
 
     @check("executor.masked_draws", since="0.3", capability="masks")
     def test_a_masked_row_draws_among_what_is_allowed(self) -> None:
-        """At a temperature at which nearly all tokens are likely, rows with two allowed ids drew another one, or all drew the same, or drew others
-        when repeated with the same seeds. Apply the mask to the logits, then sample by the row's own parameters."""
+        """At a temperature at which nearly all tokens are likely, rows with two allowed ids drew
+        another one, or all drew the same, or drew others when repeated with the same seeds. Apply
+        the mask to the logits, then sample by the row's own parameters."""
         with self._bench() as bench:
             if not self.declares("samples"):
                 return
@@ -94,14 +96,18 @@ class ExecutorLate(ExecutorSubject):
                 [token for turn in range(2) for token in _draw(bench, allowed, turn)]
                 for _ in range(2)
             )
-            told = f"{len(drawn)} rows with different seeds at temperature {HOT:g}, allowed {allowed}, drew {drawn}"
+            told = (
+                f"{len(drawn)} rows with different seeds at temperature {HOT:g}, allowed "
+                f"{allowed}, drew {drawn}"
+            )
             require(set(drawn) == set(allowed), told)
             require(drawn == again, f"{told}, and then {again}")
 
     @check("executor.late_overlap", since="0.3", capability="masks")
     def test_a_late_step_may_be_submitted_while_another_is_in_flight(self) -> None:
-        """With two steps in flight, a late step was submitted before the results of the previous one were collected, and sampled afterwards, and its
-        tokens differ. The next step reads the tokens sampled by the late one."""
+        """With two steps in flight, a late step was submitted before the results of the previous
+        one were collected, and sampled afterwards, and its tokens differ. The next step reads the
+        tokens sampled by the late one."""
         with self._bench() as bench:
             if bench.capacity.max_in_flight < 2:
                 return
@@ -122,7 +128,8 @@ class ExecutorLate(ExecutorSubject):
 
     @check("executor.masked_logprobs", since="0.3", capability="logprobs")
     def test_masks_leave_log_probabilities_as_they_are(self) -> None:
-        """The log-probability of a token sampled under a mask isn't that of the unmasked distribution, or the most likely tokens aren't."""
+        """The log-probability of a token sampled under a mask isn't that of the unmasked
+        distribution, or the most likely tokens aren't."""
         with self._bench() as bench:
             if not self.declares("masks"):
                 return
@@ -138,11 +145,13 @@ class ExecutorLate(ExecutorSubject):
             ) and np.isclose(masked.logprobs[0, 0], raw.logprobs[0, 2], atol=1e-4)
             require(
                 bool(near),
-                f"log-probabilities were {raw.logprobs[0].tolist()}, and under a mask {masked.logprobs[0].tolist()}",
+                f"log-probabilities were {raw.logprobs[0].tolist()}, and under a mask "
+                f"{masked.logprobs[0].tolist()}",
             )
 
     def _first_logprobs(self, bench: Bench, allowed: list[int] | None) -> HostLogprobs:
-        """Return the log-probabilities of the first token of a greedy request, with three alternatives."""
+        """Return the log-probabilities of the first token of a greedy request, with three
+        alternatives."""
         bench.add("a", self._prompt(bench, "a"), logprobs=3)
         bench.submit({"a": LENGTHS["a"]}, late=allowed is not None)
         if allowed is not None:

@@ -15,9 +15,10 @@ class ExecutorLogprobs(ExecutorSubject):
 
     @check("executor.logprobs", since="0.1", capability="logprobs")
     def test_logprobs_are_of_the_rows_that_sample(self) -> None:
-        """`Result.logprobs` must have a line for each row with `yields_token`, in order, if any row requests them, with 1 + k columns, where k is the
-        largest number requested: column 0 is the sampled token, followed by as many of the most likely as the row requests, best first; `ranks`
-        count from 1."""
+        """`Result.logprobs` must have a line for each row with `yields_token`, in order, if any row
+        requests them, with 1 + k columns, where k is the largest number requested: column 0 is the
+        sampled token, followed by as many of the most likely as the row requests, best first;
+        `ranks` count from 1."""
         with self._bench() as bench:
             self._add(bench, "b")
             bench.add("a", bench.prompt(5), logprobs=3)
@@ -45,8 +46,9 @@ class ExecutorLogprobs(ExecutorSubject):
 
     @check("executor.prompt_logprobs", since="0.1", capability="logprobs")
     def test_prompt_logprobs_are_of_the_token_after_each_one_computed(self) -> None:
-        """The part `PromptLogprobs` must have, for i, a line for each token that the row at position i of the batch computed, about the known token after
-        it (there is none after the last), for the rows that request them and no others; in chunks as at once."""
+        """The part `PromptLogprobs` must have, for i, a line for each token that the row at
+        position i of the batch computed, about the known token after it (there is none after the
+        last), for the rows that request them and no others; in chunks as at once."""
         for chunks in ([11], [1, 6, 4]):
             with self._bench() as bench:
                 prompt = bench.prompt(11)
@@ -58,7 +60,10 @@ class ExecutorLogprobs(ExecutorSubject):
                     after = prompt[computed + 1 : computed + chunk + 1]
                     computed += chunk
                     found: Mapping[int, HostLogprobs] = result.values(PromptLogprobs)
-                    told = f"row 5, at place 1 of the batch, asks for prompt logprobs, and the places {list(found)} have them"
+                    told = (
+                        f"row 5, at place 1 of the batch, asks for prompt logprobs, and the "
+                        f"places {list(found)} have them"
+                    )
                     require(list(found) == [1], told)
                     _check_logprobs(
                         found[1],
@@ -79,7 +84,8 @@ class ExecutorLogprobs(ExecutorSubject):
             found = bench.prefill("again", "a").values(PromptLogprobs)
             require(
                 sorted(found) == [0, 1],
-                f"both rows of the batch ask for prompt logprobs, and the places {sorted(found)} have them",
+                f"both rows of the batch ask for prompt logprobs, and the places {sorted(found)} "
+                f"have them",
             )
             for index, name in enumerate(("again", "a")):
                 tokens, _, k = asked[name]
@@ -105,7 +111,8 @@ def _check_logprobs(
     wanted = (len(tokens), 1 + k), (len(tokens), 1 + k), (len(tokens),)
     require(
         shapes == wanted,
-        f"logprobs of {len(tokens)} tokens {which}, and of the {k} most likely: shapes are {shapes}, expected {wanted}",
+        f"logprobs of {len(tokens)} tokens {which}, and of the {k} most likely: shapes are "
+        f"{shapes}, expected {wanted}",
     )
     for line, (token, number) in enumerate(zip(tokens, requested, strict=True)):
         if number is None:

@@ -29,8 +29,9 @@ class ExecutorPooled(ExecutorSubject):
 
     @check("executor.pooled", since="0.7", capability="pooling")
     def test_a_row_pools_once_at_the_end_of_its_prompt(self) -> None:
-        """The part `Pooled` must have one array, float32, for each row in `PoolingRows.due` and no other: as many numbers as `Capacity.pooling.size` says,
-        or labels, in a row for each token of the prompt if the task begins with "token_". Such a row has no token."""
+        """The part `Pooled` must have one array, float32, for each row in `PoolingRows.due` and no
+        other: as many numbers as `Capacity.pooling.size` says, or labels, in a row for each token
+        of the prompt if the task begins with "token_". Such a row has no token."""
         with self._bench() as bench:
             can = _capacity(bench)
             for task in can.tasks:
@@ -41,7 +42,8 @@ class ExecutorPooled(ExecutorSubject):
                 told = [sorted(first.values(Pooled)), sorted(second.values(Pooled))]
                 require(
                     told == [[1], [0]],
-                    f"{task}: results of the places {told} of two steps; due were those of [[1], [0]]",
+                    f"{task}: results of the places {told} of two steps; due were those of [[1], "
+                    f"[0]]",
                 )
                 for result, name in (
                     (first.values(Pooled)[1], "a"),
@@ -51,7 +53,8 @@ class ExecutorPooled(ExecutorSubject):
                     kind = isinstance(result, np.ndarray) and result.dtype == np.float32
                     require(
                         kind and result.shape == shape,
-                        f"{task} of {LENGTHS[name]} tokens is {result!r}, expected float32 {list(shape)}",
+                        f"{task} of {LENGTHS[name]} tokens is {result!r}, expected float32 "
+                        f"{list(shape)}",
                     )
                 ids = [*first.token_ids.tolist(), *second.token_ids.tolist()]
                 require(
@@ -61,9 +64,10 @@ class ExecutorPooled(ExecutorSubject):
 
     @check("executor.pooled_beside", since="0.7", capability="pooling")
     def test_what_is_pooled_depends_on_the_prompt_alone(self) -> None:
-        """A prompt in chunks, beside others, or in a row that another had before, pooled something else than by itself at once, by last token, mean
-        or first token (`pooling.method`); or a request that generated beside such rows got other tokens. Each method needs its own part of all
-        chunks."""
+        """A prompt in chunks, beside others, or in a row that another had before, pooled something
+        else than by itself at once, by last token, mean or first token (`pooling.method`); or a
+        request that generated beside such rows got other tokens. Each method needs its own part of
+        all chunks."""
         for method in METHODS:
             with self._bench(pooling={"method": method}) as bench:
                 can = _capacity(bench)
@@ -121,8 +125,10 @@ class ExecutorPooled(ExecutorSubject):
 
     @check("executor.pooled_again", since="0.7", capability="pooling")
     def test_a_row_that_begins_again_pools_anew(self) -> None:
-        """A prompt that was stopped halfway and given a row again pooled something else than at once. Nothing of the first attempt remains: with
-        mean, first token and "token_" tasks it starts from its first token, as the core doesn't let it use cached ones; by last token it may."""
+        """A prompt that was stopped halfway and given a row again pooled something else than at
+        once. Nothing of the first attempt remains: with mean, first token and "token_" tasks it
+        starts from its first token, as the core doesn't let it use cached ones; by last token it
+        may."""
         for method in METHODS:
             with self._bench(pooling={"method": method}) as bench:
                 can = _capacity(bench)
@@ -154,14 +160,16 @@ class ExecutorPooled(ExecutorSubject):
                         require_close(
                             result.values(Pooled).get(0),
                             expected,
-                            f"{task} by {method}, of a row that began again after {computed} tokens",
+                            f"{task} by {method}, of a row that began again after {computed} "
+                            f"tokens",
                         )
                         bench.remove("c")
 
     @check("executor.pooled_settings", since="0.7", capability="pooling")
     def test_rows_differ_in_what_they_want(self) -> None:
-        """In one step, rows want other sizes, or the numbers before the last function. `dimensions` keeps the leading numbers, and `activate` then
-        normalizes them to length 1 if the model does that; scores become probabilities."""
+        """In one step, rows want other sizes, or the numbers before the last function. `dimensions`
+        keeps the leading numbers, and `activate` then normalizes them to length 1 if the model does
+        that; scores become probabilities."""
         with self._bench(pooling={"normalize": True}) as bench:
             can = _capacity(bench)
             for task in can.tasks:
@@ -195,8 +203,9 @@ class ExecutorPooled(ExecutorSubject):
 
     @check("executor.pooled_failed", since="0.7", capability="pooling")
     def test_a_row_whose_states_are_nan_fails_alone(self) -> None:
-        """One request's hidden states were NaN. Only its row may be in `Result.failed`, and it must be, without a result; others in the step have
-        theirs. (A checkpoint in several files isn't damaged for this check.)"""
+        """One request's hidden states were NaN. Only its row may be in `Result.failed`, and it must
+        be, without a result; others in the step have theirs. (A checkpoint in several files isn't
+        damaged for this check.)"""
         with temporary_folder() as folder:
             if not broken_model(self.model, folder, NAN):
                 return
@@ -207,7 +216,10 @@ class ExecutorPooled(ExecutorSubject):
                     bench.add("nan", [*bench.prompt(3), NAN], pooling=RowPooling(task))
                     bench.submit({"nan": 4, "a": LENGTHS["a"]})
                     result = bench.collect(broken="nan")
-                    told = f"{task}: failed are {dict(result.failed)}, and results of {sorted(result.values(Pooled))}"
+                    told = (
+                        f"{task}: failed are {dict(result.failed)}, and results of "
+                        f"{sorted(result.values(Pooled))}"
+                    )
                     require(
                         sorted(result.failed) == [0] and sorted(result.values(Pooled)) == [1], told
                     )

@@ -26,8 +26,9 @@ class ExecutorResults(ExecutorSubject):
 
     @check("executor.order", since="0.1")
     def test_results_come_in_the_order_of_submission(self) -> None:
-        """With the maximum number of steps in flight, `collect` of the oldest handle returned another step, or the tokens of another. Results are a
-        queue; a step's samples must not be overwritten by the next step."""
+        """With the maximum number of steps in flight, `collect` of the oldest handle returned
+        another step, or the tokens of another. Results are a queue; a step's samples must not be
+        overwritten by the next step."""
         with self._bench() as bench:
             expected = {
                 name: bench.alone(name, self._prompt(bench, name), 4, **SEEDED.get(name, {}))
@@ -48,8 +49,9 @@ class ExecutorResults(ExecutorSubject):
 
     @check("executor.results", since="0.1")
     def test_each_row_of_the_batch_has_its_result(self) -> None:
-        """`token_ids` must be [rows of the batch], in the order of `batch.rows`: an id of the vocabulary where `yields_token` is true, otherwise -1;
-        `failed` must be empty if nothing failed. Ids are int64, times are floats."""
+        """`token_ids` must be [rows of the batch], in the order of `batch.rows`: an id of the
+        vocabulary where `yields_token` is true, otherwise -1; `failed` must be empty if nothing
+        failed. Ids are int64, times are floats."""
         with self._bench() as bench:
             self._add(bench, *LENGTHS)
             batch = bench.submit({"c": 20, "a": LENGTHS["a"], "b": 1})
@@ -58,7 +60,10 @@ class ExecutorResults(ExecutorSubject):
                 result.token_ids.tolist(), batch.yields_token.tolist(), strict=True
             ):
                 vocabulary = bench.capacity.vocab_size
-                told = f"token_ids are {result.token_ids.tolist()} where yields_token is {batch.yields_token.tolist()}"
+                told = (
+                    f"token_ids are {result.token_ids.tolist()} where yields_token is "
+                    f"{batch.yields_token.tolist()}"
+                )
                 require(
                     (0 <= token < vocabulary) if yields_token else token == -1,
                     f"{told}; expected ids below {vocabulary}, and -1 elsewhere",
@@ -76,8 +81,10 @@ class ExecutorResults(ExecutorSubject):
 
     @check("executor.failed_row", since="0.3", capability="samples")
     def test_a_row_may_fail_alone(self) -> None:
-        """The model's values for one row of a step were NaN, and the whole step failed, or `Result.failed` lists another position in the batch, or
-        other rows generated other tokens than by themselves, including the next user of the row and its blocks. (Detecting NaN isn't required.)"""
+        """The model's values for one row of a step were NaN, and the whole step failed, or
+        `Result.failed` lists another position in the batch, or other rows generated other tokens
+        than by themselves, including the next user of the row and its blocks. (Detecting NaN isn't
+        required.)"""
         with temporary_folder() as folder:
             token = IDS + 1  # in no other prompt
             if not broken_model(self.model, folder, token):
@@ -104,7 +111,8 @@ class ExecutorResults(ExecutorSubject):
 
     @check("executor.batch_untouched", since="0.1")
     def test_a_batch_is_only_read(self) -> None:
-        """The executor modified an array of its batch, which the core may reuse. Copy before modifying."""
+        """The executor modified an array of its batch, which the core may reuse. Copy before
+        modifying."""
         with self._bench() as bench:
             self._add(bench, *LENGTHS)
             counts = {name: LENGTHS[name] for name in "cab"}
@@ -132,8 +140,9 @@ class ExecutorResults(ExecutorSubject):
 
     @check("executor.ownership", since="0.3")
     def test_results_are_the_cores_and_batches_no_longer_needed(self) -> None:
-        """A result changed when later steps ran: results belong to the core, which may keep them. Or later tokens changed when the arrays of a
-        batch were overwritten after its results were collected: copy what must outlive that."""
+        """A result changed when later steps ran: results belong to the core, which may keep them.
+        Or later tokens changed when the arrays of a batch were overwritten after its results were
+        collected: copy what must outlive that."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 4) for name in "ac"}
             self._add(bench, "a", "c")
@@ -165,13 +174,15 @@ class ExecutorResults(ExecutorSubject):
                     bench,
                     name,
                     expected[name],
-                    "while the arrays of batches were overwritten once their results were collected",
+                    "while the arrays of batches were overwritten once their results were "
+                    "collected",
                 )
 
     @check("executor.durations", since="0.3")
     def test_a_step_takes_the_time_that_passes(self) -> None:
-        """`ended - started` was a negligible part of the time between submit and collect of the largest possible step. They are seconds on the
-        device; the estimates of step times that policies plan by are based on their difference."""
+        """`ended - started` was a negligible part of the time between submit and collect of the
+        largest possible step. They are seconds on the device; the estimates of step times that
+        policies plan by are based on their difference."""
         with self._bench() as bench:
             clock = bench.executor.context.clock
             shares = []
@@ -184,13 +195,17 @@ class ExecutorResults(ExecutorSubject):
                 shares.append((result.ended - result.started) / (clock.now() - before))
                 bench.remove("a", "b")
             rounded = [round(share, 3) for share in shares]
-            told = f"steps of {2 * length} tokens took, by `ended - started`, these shares of the time that passed: {rounded}"
+            told = (
+                f"steps of {2 * length} tokens took, by `ended - started`, these shares of the "
+                f"time that passed: {rounded}"
+            )
             require(max(shares) >= LEAST_SHARE, f"{told}; at least one should take {LEAST_SHARE}")
 
     @check("executor.times", since="0.1")
     def test_times_are_those_of_the_engines_clock(self) -> None:
-        """`Result.started` and `ended` must be between the submit and the collect of their step on `context.clock`, in this order, and a step must
-        not end before the previous one, including late steps. The step-time fit and all latencies are based on them."""
+        """`Result.started` and `ended` must be between the submit and the collect of their step on
+        `context.clock`, in this order, and a step must not end before the previous one, including
+        late steps. The step-time fit and all latencies are based on them."""
         with self._bench() as bench:
             clock = bench.executor.context.clock
             ends = [-np.inf]
@@ -205,10 +220,12 @@ class ExecutorResults(ExecutorSubject):
                     bench.sample({"a": [0]})
                 result = bench.collect()
                 how = "late, submitted" if is_late else "submitted"
-                told = f"{how} at {submitted}, started {result.started}, ended {result.ended}, collected at {clock.now()}"
-                slack = (
-                    0.0 if isinstance(clock, VirtualClock) else 0.05
-                )  # a device's clock isn't the host's
+                told = (
+                    f"{how} at {submitted}, started {result.started}, ended {result.ended}, "
+                    f"collected at {clock.now()}"
+                )
+                # a device's clock isn't the host's
+                slack = 0.0 if isinstance(clock, VirtualClock) else 0.05
                 require(
                     submitted - slack <= result.started <= result.ended <= clock.now() + slack, told
                 )
@@ -219,8 +236,9 @@ class ExecutorResults(ExecutorSubject):
 
     @check("executor.virtual_clock", since="0.1", capability="virtual_clock")
     def test_a_virtual_clock_moves_only_in_collect(self) -> None:
-        """The executor declares `virtual_clock`: `collect` must advance `context.clock` to the end of its step, and `start`, `submit` and `check`
-        must not change it, since the core plans the next step by it."""
+        """The executor declares `virtual_clock`: `collect` must advance `context.clock` to the end
+        of its step, and `start`, `submit` and `check` must not change it, since the core plans the
+        next step by it."""
         with self._bench() as bench:
             clock = bench.executor.context.clock
             require(clock.now() == 0.0, f"start moved the clock to {clock.now()}")
@@ -236,5 +254,6 @@ class ExecutorResults(ExecutorSubject):
                 result = bench.collect()
                 require(
                     clock.now() == result.ended > before,
-                    f"a step ended at {result.ended}, and the clock went from {before} to {clock.now()}",
+                    f"a step ended at {result.ended}, and the clock went from {before} to "
+                    f"{clock.now()}",
                 )

@@ -17,9 +17,10 @@ class ExecutorSampling(ExecutorSubject):
 
     @check("executor.sampling", since="0.3", capability="samples")
     def test_each_row_is_sampled_by_its_own_parameters(self) -> None:
-        """A row's `NewRow.sampling` was ignored, in whole or in part: rows were greedy that shouldn't be, or the other way round, or a rule had no
-        effect. Pass each added row's parameters to the sampler (`Sampler.update`) before it samples for it. An executor with `virtual_clock`
-        computes nothing, and may sample arbitrarily."""
+        """A row's `NewRow.sampling` was ignored, in whole or in part: rows were greedy that
+        shouldn't be, or the other way round, or a rule had no effect. Pass each added row's
+        parameters to the sampler (`Sampler.update`) before it samples for it. An executor with
+        `virtual_clock` computes nothing, and may sample arbitrarily."""
         with self._bench() as bench:
             prompt = bench.prompt(9)
             (greedy,) = _first(bench, prompt, {})
@@ -43,7 +44,8 @@ class ExecutorSampling(ExecutorSubject):
             ):
                 require(
                     token == greedy,
-                    f"with {fields} at temperature {HOT:g} token {token} was sampled, not the most likely one, {greedy}",
+                    f"with {fields} at temperature {HOT:g} token {token} was sampled, not the most "
+                    f"likely one, {greedy}",
                 )
             leading: list[dict[str, Any]] = [
                 {"logit_bias": ((other, 1e4),)},

@@ -37,14 +37,16 @@ SEEDED: Mapping[str, Mapping[str, Any]] = {"b": {"temperature": 1.0}}  # the oth
 
 
 class ExecutorSubject(Suite):
-    """An executor, constructed like the engine does for a small `engine.yaml`. `model`: the model to load."""
+    """An executor, constructed like the engine does for a small `engine.yaml`. `model`: the model
+    to load."""
 
     kind = "executor"
     settings = Suite.settings | {"model"}
     model: ClassVar[str] = "demo"
 
     def declares(self, capability: str) -> bool:
-        """Five are observed instead of declared: "workers" (`start` starts processes), and of `Capacity` "shared_prefix", "drafts", "pooling" and
+        """Five are observed instead of declared: "workers"
+        (`start` starts processes), and of `Capacity` "shared_prefix", "drafts", "pooling" and
         "adapters"."""
         if capability == "adapters":
             return _adapts(type(self))  # type: ignore[arg-type]  # a class is hashable
@@ -130,7 +132,8 @@ def _context(model: str, clock: Clock, model_dir: Path | None, **changes: Any) -
 
 
 def broken_model(model: str, folder: Path, token: int) -> bool:
-    """Write a copy of a checkpoint in which one token's embedding is NaN, as input only. Returns False for a checkpoint in several files."""
+    """Write a copy of a checkpoint in which one token's embedding is NaN, as input only. Returns
+    False for a checkpoint in several files."""
     source = model_directory(model)
     if not (source / "model.safetensors").exists():
         return False
@@ -151,9 +154,8 @@ def broken_model(model: str, folder: Path, token: int) -> bool:
         }
         tensors += tensors[begin:end]
     width = (end - begin) // embedding["shape"][0]
-    tensors[begin + token * width : begin + (token + 1) * width] = (
-        b"\xff" * width
-    )  # NaN, whatever the dtype
+    # NaN, whatever the dtype
+    tensors[begin + token * width : begin + (token + 1) * width] = b"\xff" * width
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + tensors)
     return True
@@ -177,5 +179,8 @@ def require_same(bench: Bench, name: str, expected: list[int], how: str) -> None
     """Check that a request's tokens are those that it generates by itself, up to the shorter."""
     tokens = bench.tokens.pop(name)
     bench.tokens[name] = []
-    told = f"request {name} generated {tokens} {how}; by itself, with its prompt computed at once, {expected}"
+    told = (
+        f"request {name} generated {tokens} {how}; by itself, with its prompt computed at once, "
+        f"{expected}"
+    )
     require(tokens and tokens[: len(expected)] == expected[: len(tokens)], told)

@@ -22,7 +22,8 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """A snapshot of resources. Without /proc it has only the processes of `multiprocessing`, and no files."""
+    """A snapshot of resources. Without /proc it has only the processes of `multiprocessing`, and no
+    files."""
 
     threads: frozenset[threading.Thread]
     processes: frozenset[int]
@@ -37,7 +38,8 @@ class Footprint:
         )
 
     def left_behind(self) -> list[str]:
-        """Return in words what there is now and wasn't then; threads and processes only if they don't end within a moment."""
+        """Return in words what there is now and wasn't then; threads and processes only if they
+        don't end within a moment."""
         deadline = time.monotonic() + GRACE_S
         while True:
             now = Footprint.now()
@@ -90,7 +92,8 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def _children() -> Iterator[int]:
-    """Yield child processes by /proc/<pid>/stat: "pid (name) state parent …"; zombies (state Z) don't count."""
+    """Yield child processes by /proc/<pid>/stat: "pid (name) state parent …"; zombies (state Z)
+    don't count."""
     for stat in _PROC.glob("[0-9]*/stat"):
         try:
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
@@ -109,5 +112,6 @@ def _open_files() -> Iterator[str]:
 
 
 def _more(now: tuple[str, ...], before: tuple[str, ...]) -> list[str]:
-    """Return the files that are open more often than before, if more are open in all: pipes and sockets get a new name each time."""
+    """Return the files that are open more often than before, if more are open in all: pipes and
+    sockets get a new name each time."""
     return sorted((Counter(now) - Counter(before)).elements()) if len(now) > len(before) else []

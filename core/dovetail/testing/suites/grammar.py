@@ -1,7 +1,8 @@
 """`GrammarSuite`: checks that a grammar backend conforms to the contract of `dovetail.api.grammar`.
 
-Masks over a vocabulary of some 150 tokens are compared with those of languages whose texts are known: see `grammar_oracle`. Languages without such a
-list, like JSON with its many spellings, are tested by generating random answers under the masks and parsing them. Needs no torch.
+Masks over a vocabulary of some 150 tokens are compared with those of languages whose texts are
+known: see `grammar_oracle`. Languages without such a list, like JSON with its many spellings, are
+tested by generating random answers under the masks and parsing them. Needs no torch.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ LONG = 400  # maximum tokens of a random JSON answer
 FEW = 12  # states per case that are compared with other vocabularies
 BEGINS = 20  # calls of `begin`, of which the fastest counts
 BEGINS_WITHIN_S = 1e-3
-SLOW_BEGIN_S = 0.01  # if even the fastest of the first `BEGINS` calls takes this long, checks try fewer places and answers
+# if even the fastest of the first `BEGINS` calls takes this long, checks try fewer places and
+# answers
+SLOW_BEGIN_S = 0.01
 RUN = 100  # consecutive characters of white space that must be impossible
 TRIVIAL: dict[SpecKind, str] = {  # a valid spec of each kind
     "json_schema": "{}",
@@ -70,7 +73,8 @@ TRIVIAL: dict[SpecKind, str] = {  # a valid spec of each kind
     "regex": "a",
     "grammar": 'start: "a"',
     "choice": '["a"]',
-    "structural_tag": '{"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}',
+    "structural_tag": '{"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": '
+    '["<f"]}',
 }
 STUCK = (  # without a token for "q", matchers get stuck before it
     GrammarSpec("regex", "bq"),
@@ -83,9 +87,8 @@ STUCK = (  # without a token for "q", matchers get stuck before it
 
 T = TypeVar("T")
 
-_begun: dict[
-    type, tuple[int, float]
-] = {}  # backend -> calls of `begin` in this process, and seconds of the fastest
+# backend -> calls of `begin` in this process, and seconds of the fastest
+_begun: dict[type, tuple[int, float]] = {}
 
 
 class GrammarSuite(Suite):
@@ -103,14 +106,16 @@ class GrammarSuite(Suite):
 
     @check("grammar.mask", since="0.1")
     def test_a_mask_has_just_what_may_come(self) -> None:
-        """A mask allows a token that leads to no text of the language, or lacks one that does; including tokens that split a character or span
-        several parts of the grammar, and other ids with the same bytes. A stop id's bit is 1 exactly if the text is complete."""
+        """A mask allows a token that leads to no text of the language, or lacks one that does;
+        including tokens that split a character or span several parts of the grammar, and other ids
+        with the same bytes. A stop id's bit is 1 exactly if the text is complete."""
         for case, matcher, text in self._places():
             self._require_mask(case, matcher, text)
 
     @check("grammar.never_text", since="0.1")
     def test_what_is_no_text_never_comes(self) -> None:
-        """A token with None or empty bytes is allowed; or a stop id because its bytes would fit, although the text isn't complete."""
+        """A token with None or empty bytes is allowed; or a stop id because its bytes would fit,
+        although the text isn't complete."""
         free = [matcher for _, matcher, _ in self._places()] + [
             self._begin(spec) for spec in self._json_specs()
         ]
@@ -120,7 +125,8 @@ class GrammarSuite(Suite):
 
     @check("grammar.words", since="0.1")
     def test_all_words_are_written(self) -> None:
-        """`fill` leaves old words, or sets bits beyond the vocabulary. Write every word, and clear the rest of the last one."""
+        """`fill` leaves old words, or sets bits beyond the vocabulary. Write every word, and clear
+        the rest of the last one."""
         for stops, padding in ((2, 3), (1, 0), (3, 31)):
             context = vocabulary(stops=stops, padding=padding)
             matcher = self._backend_of(context).compile(self._some_spec()).begin()
@@ -136,7 +142,8 @@ class GrammarSuite(Suite):
 
     @check("grammar.fill_pure", since="0.1")
     def test_filling_changes_nothing(self) -> None:
-        """The second mask at a position differs from the first, or the answer continues differently after a mask was filled."""
+        """The second mask at a position differs from the first, or the answer continues differently
+        after a mask was filled."""
         for case in self._cases:
             often = self._begin(case.spec)
             once = self._begin(case.spec)
@@ -145,7 +152,8 @@ class GrammarSuite(Suite):
                 require((_mask(often) == first).all(), f"{case}: two masks of one place differ")
                 require(
                     often.accept(token) == once.accept(token),
-                    f"{case}: {text_of(token)!r} is accepted only with a mask before, or only without",
+                    f"{case}: {text_of(token)!r} is accepted only with a mask before, or only "
+                    f"without",
                 )
             require(
                 (_mask(often) == _mask(once)).all(),
@@ -154,8 +162,8 @@ class GrammarSuite(Suite):
 
     @check("grammar.accept", since="0.1")
     def test_it_accepts_just_what_the_mask_allows(self) -> None:
-        """`accept` returns False for a token that the mask allows, or True for one that it forbids (or that doesn't exist), or a rejected token
-        changes the state."""
+        """`accept` returns False for a token that the mask allows, or True for one that it forbids
+        (or that doesn't exist), or a rejected token changes the state."""
         for case, matcher, text in self._places():
             before = _mask(matcher)
             allowed = _allowed(matcher)
@@ -178,13 +186,15 @@ class GrammarSuite(Suite):
                 other = self._at(case.spec, text)
                 require(
                     other.accept(token) is True,
-                    f"{case}, after {text!r}: {token} ({text_of(token)!r}) isn't accepted, which the mask allows",
+                    f"{case}, after {text!r}: {token} ({text_of(token)!r}) isn't accepted, which "
+                    f"the mask allows",
                 )
 
     @check("grammar.end", since="0.1")
     def test_nothing_comes_behind_a_stop_id(self) -> None:
-        """A stop id isn't accepted where the text is complete; or after it a token is still allowed or forced, or `complete` is False; including
-        after another answer of the same grammar has begun."""
+        """A stop id isn't accepted where the text is complete; or after it a token is still allowed
+        or forced, or `complete` is False; including after another answer of the same grammar has
+        begun."""
         for case, matcher, text in self._places():
             if case.language.has(text):
                 stop = random.Random(len(text)).choice(sorted(CONTEXT.stop_ids))
@@ -193,7 +203,10 @@ class GrammarSuite(Suite):
                     f"{case}: {text!r} is complete, and the stop id {stop} isn't accepted",
                 )
                 for other in (False, True):
-                    where = f"{case}: after the stop id{', and the beginning of another answer' * other},"
+                    where = (
+                        f"{case}: after the stop "
+                        f"id{', and the beginning of another answer' * other},"
+                    )
                     require(
                         not _allowed(matcher),
                         f"{where} {len(_allowed(matcher))} tokens are allowed",
@@ -209,7 +222,8 @@ class GrammarSuite(Suite):
 
     @check("grammar.complete", since="0.1")
     def test_complete_is_where_only_an_end_may_come(self) -> None:
-        """`complete` is True although a token other than a stop id is allowed, or False where none is: the answer would run one step too long."""
+        """`complete` is True although a token other than a stop id is allowed, or False where none
+        is: the answer would run one step too long."""
         for case, matcher, text in self._places():
             only_end = not case.language.allowed(text) - CONTEXT.stop_ids
             require(
@@ -219,8 +233,9 @@ class GrammarSuite(Suite):
 
     @check("grammar.rollback", since="0.1", capability="rollback")
     def test_tokens_can_be_taken_back(self) -> None:
-        """After `rollback` the masks differ from the previous ones, or those after replacing the removed tokens are wrong; a stop id can't be
-        rolled back, or a rejected one is counted; or more tokens than were accepted can be rolled back."""
+        """After `rollback` the masks differ from the previous ones, or those after replacing the
+        removed tokens are wrong; a stop id can't be rolled back, or a rejected one is counted; or
+        more tokens than were accepted can be rolled back."""
         for case in self._cases:
             chance = random.Random(1)
             matcher = self._begin(case.spec)
@@ -258,7 +273,8 @@ class GrammarSuite(Suite):
                 for token in chance.sample(others, min(1, len(others))):
                     require(
                         matcher.accept(token),
-                        f"{case}: {text_of(token)!r} isn't accepted after taking {back} back, which the mask allows",
+                        f"{case}: {text_of(token)!r} isn't accepted after taking {back} back, "
+                        f"which the mask allows",
                     )
                     masks.append(_mask(matcher))
                     tokens.append(token)
@@ -270,7 +286,8 @@ class GrammarSuite(Suite):
                     )
                     require(
                         behind,
-                        f"{case}: after taking {taken} back, and {token}, it isn't where those tokens lead: {tokens}",
+                        f"{case}: after taking {taken} back, and {token}, it isn't where those "
+                        f"tokens lead: {tokens}",
                     )
             _require_value_error(
                 partial(matcher.rollback, len(masks)),
@@ -293,20 +310,23 @@ class GrammarSuite(Suite):
                 there = (_mask(matcher) == before[0]).all() and matcher.complete == before[1]
                 require(
                     there,
-                    f"{case}, after {text!r}: after taking back a stop id, and not the second, which was refused, it isn't where it was",
+                    f"{case}, after {text!r}: after taking back a stop id, and not the second, "
+                    f"which was refused, it isn't where it was",
                 )
 
     @check("grammar.forced", since="0.1", capability="forced")
     def test_forced_tokens_are_the_only_ones(self) -> None:
-        """`forced` returns a token although another, or the end, is allowed (possibly with one stop id, or none); or it changes the matcher; or it
-        never returns any, although it is declared."""
+        """`forced` returns a token although another, or the end, is allowed (possibly with one stop
+        id, or none); or it changes the matcher; or it never returns any, although it is
+        declared."""
         found = 0
         for stops in (0, 1):
             for case, matcher, text in self._places_with(vocabulary(stops=stops)):
                 if not case.language.allowed(text) - CONTEXT.stop_ids:
                     require(
                         not matcher.forced(),
-                        f"{case}, after {text!r}, with {stops} stop ids: {list(matcher.forced())} are forced at the end",
+                        f"{case}, after {text!r}, with {stops} stop ids: {list(matcher.forced())} "
+                        f"are forced at the end",
                     )
         for case, matcher, text in self._places():
             before = _mask(matcher)
@@ -319,7 +339,8 @@ class GrammarSuite(Suite):
                 allowed = _allowed(matcher)
                 require(
                     allowed == {token},
-                    f"{case}, after {text!r}: {token} isn't forced: {len(allowed)} tokens are allowed",
+                    f"{case}, after {text!r}: {token} isn't forced: {len(allowed)} tokens are "
+                    f"allowed",
                 )
                 matcher.accept(token)
             found += len(forced)
@@ -330,7 +351,8 @@ class GrammarSuite(Suite):
 
     @check("grammar.separate", since="0.1")
     def test_matchers_dont_disturb_each_other(self) -> None:
-        """Tokens accepted by one answer change the masks of another with the same grammar: they share mutable state."""
+        """Tokens accepted by one answer change the masks of another with the same grammar: they
+        share mutable state."""
         for case in self._cases:
             grammar = self._compiled(case.spec)
             one = grammar.begin()
@@ -345,12 +367,13 @@ class GrammarSuite(Suite):
 
     @check("grammar.begin", since="0.1")
     def test_an_answer_begins_at_once(self) -> None:
-        """The fastest of several calls of `begin` took a millisecond or more. It is called while a step waits, for each sample of a request: move
-        slow work to `compile`."""
+        """The fastest of several calls of `begin` took a millisecond or more. It is called while a
+        step waits, for each sample of a request: move slow work to `compile`."""
         if self._begins_slowly:
             fastest_s = _begun[self.component_class][1]
             self.note(
-                f"begin takes {1e3 * fastest_s:.0f} ms at least: after {BEGINS} calls, all checks tried fewer places and answers"
+                f"begin takes {1e3 * fastest_s:.0f} ms at least: after {BEGINS} calls, all checks "
+                f"tried fewer places and answers"
             )
         for case in self._cases:
             grammar = self._compiled(case.spec)
@@ -361,13 +384,15 @@ class GrammarSuite(Suite):
                 took.append(time.perf_counter() - before)
             require(
                 min(took) < BEGINS_WITHIN_S,
-                f"{case}: the fastest of {BEGINS} calls of begin took {1e3 * min(took):.1f} ms; it takes microseconds",
+                f"{case}: the fastest of {BEGINS} calls of begin took {1e3 * min(took):.1f} ms; it "
+                f"takes microseconds",
             )
 
     @check("grammar.same_text", since="0.1")
     def test_a_text_of_another_kind_is_another_spec(self) -> None:
-        """Two specs with the same text, one of them a regular expression, or two regular expressions that differ in case or white space, have the
-        same first mask: cache compiled grammars by kind and text."""
+        """Two specs with the same text, one of them a regular expression, or two regular
+        expressions that differ in case or white space, have the same first mask: cache compiled
+        grammars by kind and text."""
         backend = self._backend_of(CONTEXT)
         for specs in ALIKE:
             if all(self.declares(spec.kind) and self._compiles(spec) for spec in specs):
@@ -379,9 +404,11 @@ class GrammarSuite(Suite):
 
     @check("grammar.failed", since="0.1")
     def test_an_answer_that_cant_go_on_fails_for_good_and_alone(self) -> None:
-        """No token of the vocabulary fits, and the text isn't complete, but `fill` didn't raise `DovetailError` with a reason; or `fill`, `accept`
-        or `forced` didn't after one of them had; or `fill_many` didn't for several answers with that one; or `complete` was True; or `forced`
-        failed before that position; or other answers, possibly of the same grammar, were disturbed."""
+        """No token of the vocabulary fits, and the text isn't complete, but `fill` didn't raise
+        `DovetailError` with a reason; or `fill`, `accept` or `forced` didn't after one of them had;
+        or `fill_many` didn't for several answers with that one; or `complete` was True; or `forced`
+        failed before that position; or other answers, possibly of the same grammar, were
+        disturbed."""
         context = vocabulary(without=b"q")
         backend = self._backend_of(context)
         specs = [spec for spec in STUCK if self.declares(spec.kind)]
@@ -425,7 +452,8 @@ class GrammarSuite(Suite):
                     must = failed or name == "fill"
                     require(
                         reason or not must,
-                        f"{spec}: where no token fits, {name} doesn't raise DovetailError with a reason{failed}",
+                        f"{spec}: where no token fits, {name} doesn't raise DovetailError with a "
+                        f"reason{failed}",
                     )
                     failed = failed or (f", though {name} had" if reason else "")
                 require(not matcher.complete, f"{spec}: complete is True, though it failed")
@@ -442,13 +470,14 @@ class GrammarSuite(Suite):
                 for other in (neighbour, grammar.begin()):
                     require(
                         (_mask(other, context) == first).all(),
-                        f"{spec}: after one has failed, the mask of another of the same grammar changed",
+                        f"{spec}: after one has failed, the mask of another of the same grammar "
+                        f"changed",
                     )
 
     @check("grammar.threads", since="0.1")
     def test_several_threads_compile_at_once(self) -> None:
-        """Several threads compiled grammars at the same time, and one compilation raised or gave the masks of another grammar: don't share
-        state between compilations."""
+        """Several threads compiled grammars at the same time, and one compilation raised or gave
+        the masks of another grammar: don't share state between compilations."""
         specs = [case.spec for case in self._cases] * 4
         backend = self._backend_of(CONTEXT)
         with ThreadPoolExecutor(8) as pool:
@@ -466,7 +495,8 @@ class GrammarSuite(Suite):
 
     @check("grammar.fill_many", since="0.1")
     def test_many_masks_at_once_are_the_same(self) -> None:
-        """`fill_many` writes other masks than `fill`, or to other rows; including if one of the answers has ended, or if there is only one."""
+        """`fill_many` writes other masks than `fill`, or to other rows; including if one of the
+        answers has ended, or if there is only one."""
         places = {id(matcher): (case, matcher, text) for case, matcher, text in self._places(8)}
         matchers = [matcher for _, matcher, _ in places.values()]
         ended = [matcher for matcher in matchers if matcher.accept(min(CONTEXT.stop_ids))]
@@ -476,7 +506,10 @@ class GrammarSuite(Suite):
             self._backend.fill_many(some, words)
             for line, (matcher, mask) in enumerate(zip(some, words, strict=True)):
                 case, _, text = places[id(matcher)]
-                where = f"{case}, after {text!r}{' and a stop id' * (matcher in ended)}: number {line} of {len(some)} masks at once"
+                where = (
+                    f"{case}, after {text!r}{' and a stop id' * (matcher in ended)}: number "
+                    f"{line} of {len(some)} masks at once"
+                )
                 found = _ids(mask)
                 wanted = _allowed(matcher)
                 require(
@@ -486,8 +519,8 @@ class GrammarSuite(Suite):
 
     @check("grammar.no_stop_ids", since="0.1")
     def test_a_model_may_have_no_stop_id(self) -> None:
-        """Without stop ids in the context, the backend can't be constructed, or a mask has other tokens than with them, or `complete` differs, or
-        tokens can't be rolled back."""
+        """Without stop ids in the context, the backend can't be constructed, or a mask has other
+        tokens than with them, or `complete` differs, or tokens can't be rolled back."""
         context = vocabulary(stops=0, padding=5)
         for case, matcher, text in self._places_with(context):
             where = f"{case}, after {text!r}, without stop ids"
@@ -508,8 +541,9 @@ class GrammarSuite(Suite):
 
     @check("grammar.refuses", since="0.1")
     def test_what_it_cant_do_it_refuses(self) -> None:
-        """`compile` raises something other than `RequestError` for a spec that is invalid, or isn't regular, or describes no text; or it compiles
-        it; or the error's text is empty. The text is all that the user sees."""
+        """`compile` raises something other than `RequestError` for a spec that is invalid, or isn't
+        regular, or describes no text; or it compiles it; or the error's text is empty. The text is
+        all that the user sees."""
         for kind in SPEC_KINDS:
             declared = self.declares(kind)
             for text in BROKEN.get(kind, ()) if declared else (TRIVIAL[kind],):
@@ -520,13 +554,14 @@ class GrammarSuite(Suite):
                     require(str(error).strip(), f"{shown} is refused without a reason")
                 else:
                     fail(
-                        f"{shown} is compiled, though it {'is wrong' if declared else 'is of a kind that the backend does not declare'}"
+                        f"{shown} is compiled, though it "
+                        f"{'is wrong' if declared else 'is of a kind that the backend does not declare'}"
                     )
 
     @check("grammar.grammars", since="0.1", capability="grammar")
     def test_grammars_are_context_free(self) -> None:
-        """Neither Lark's nor GBNF's syntax is compiled, or a grammar that counts (equally many "a" and "b") allows something else, possibly if the
-        start rule isn't the first."""
+        """Neither Lark's nor GBNF's syntax is compiled, or a grammar that counts (equally many "a"
+        and "b") allows something else, possibly if the start rule isn't the first."""
         compiled = {
             name: cases for name, cases in SYNTAXES.items() if self._compiles(cases[0].spec)
         }
@@ -538,16 +573,18 @@ class GrammarSuite(Suite):
 
     @check("grammar.structural_tags", since="0.1", capability="structural_tag")
     def test_structural_tags_follow_their_flags(self) -> None:
-        """With `at_least_one`, `stop_after_first`, a `separator`, or two structures that begin with the same text, a mask is wrong. Reject options
-        that aren't supported."""
+        """With `at_least_one`, `stop_after_first`, a `separator`, or two structures that begin with
+        the same text, a mask is wrong. Reject options that aren't supported."""
         for case in (*self._cases, *(case for case in TAGS if self._compiles(case.spec))):
             for text in case.language.examples():
                 self._require_mask(case, self._at(case.spec, text), text)
 
     @check("grammar.regexes", since="0.1", capability="regex")
     def test_regular_expressions_are_those_of_python(self) -> None:
-        """A regular expression matches a text that `re.fullmatch` with the flag ASCII doesn't, or the other way round. Check classes, alternatives
-        where one is a prefix of the other, repetitions, flags, and characters of several bytes. Reject features that aren't supported."""
+        """A regular expression matches a text that `re.fullmatch` with the flag ASCII doesn't, or
+        the other way round. Check classes, alternatives where one is a prefix of the other,
+        repetitions, flags, and characters of several bytes. Reject features that aren't
+        supported."""
         for pattern in (*CLASSES, *REGEXES):
             spec = GrammarSpec("regex", pattern)
             if self._compiles(spec):
@@ -555,13 +592,15 @@ class GrammarSuite(Suite):
                     matches = re.fullmatch(pattern, text, re.ASCII) is not None
                     require(
                         self._takes(spec, text) == matches,
-                        f"{pattern!r} takes {text!r}: {not matches}; for Python's re, it's {matches}",
+                        f"{pattern!r} takes {text!r}: {not matches}; for Python's re, it's "
+                        f"{matches}",
                     )
 
     @check("grammar.keywords", since="0.1", capability="json_schema")
     def test_each_keyword_is_followed_or_refused_wherever_it_stands(self) -> None:
-        """A JSON Schema keyword was compiled, possibly within another schema, and a value that it forbids can be written, or one exactly at its
-        limit can't. Lengths count code points, not bytes. Reject unsupported keywords at any depth."""
+        """A JSON Schema keyword was compiled, possibly within another schema, and a value that it
+        forbids can be written, or one exactly at its limit can't. Lengths count code points, not
+        bytes. Reject unsupported keywords at any depth."""
         for known in self._some(KEYWORDS):
             for place, (nested, around) in NESTS.items():
                 spec = GrammarSpec("json_schema", json.dumps(nested(known.schema)))
@@ -569,18 +608,21 @@ class GrammarSuite(Suite):
                     for value in known.right:
                         require(
                             self._can_write(spec, around(value)),
-                            f"{spec.text}, with the keyword in {place}: {around(value)!r} can't be written",
+                            f"{spec.text}, with the keyword in {place}: {around(value)!r} can't be "
+                            f"written",
                         )
                     for value in known.wrong:
                         require(
                             not self._can_write(spec, around(value)),
-                            f"{spec.text}, with the keyword in {place}: {around(value)!r} can be written",
+                            f"{spec.text}, with the keyword in {place}: {around(value)!r} can be "
+                            f"written",
                         )
 
     @check("grammar.json_schema", since="0.1", capability="json_schema")
     def test_json_follows_its_schema(self) -> None:
-        """A value that satisfies the schema can't be written in any of the usual spellings, one that doesn't can, or an answer of random allowed
-        tokens isn't JSON, or doesn't satisfy it."""
+        """A value that satisfies the schema can't be written in any of the usual spellings, one
+        that doesn't can, or an answer of random allowed tokens isn't JSON, or doesn't satisfy
+        it."""
         for number, known in enumerate(SCHEMAS):
             spec = GrammarSpec("json_schema", json.dumps(known.schema))
             for value in known.right:
@@ -591,7 +633,8 @@ class GrammarSuite(Suite):
 
     @check("grammar.json_object", since="0.1", capability="json_object")
     def test_json_objects_are_objects(self) -> None:
-        """An object can't be written in any of the usual spellings, something other than an object can, or a random answer isn't an object."""
+        """An object can't be written in any of the usual spellings, something other than an object
+        can, or a random answer isn't an object."""
         spec = GrammarSpec("json_object")
         for value in OBJECTS:
             require(self._can_write(spec, value), f"the object {value!r} can't be written")
@@ -601,7 +644,8 @@ class GrammarSuite(Suite):
 
     @check("grammar.white_space", since="0.1")
     def test_no_answer_runs_on_in_white_space(self) -> None:
-        """In JSON, a hundred consecutive characters of white space are possible outside of strings. Models get stuck in it: bound it."""
+        """In JSON, a hundred consecutive characters of white space are possible outside of strings.
+        Models get stuck in it: bound it."""
         for spec in self._json_specs():
             for begun in ("", "{", '{"a"', '{"a":', '{"a":1', '{"a":1,'):
                 for space in (" ", "\n", "  ", "\t"):
@@ -616,7 +660,8 @@ class GrammarSuite(Suite):
                         run += len(space)
                     require(
                         run < RUN,
-                        f"{spec.kind}: {run} characters of white space are possible after {begun!r}",
+                        f"{spec.kind}: {run} characters of white space are possible after "
+                        f"{begun!r}",
                     )
 
     # ---- the component under test
@@ -708,12 +753,14 @@ class GrammarSuite(Suite):
                 for token in ids_of(text):
                     require(
                         matcher.accept(token),
-                        f"{case}, with {len(context.stop_ids)} stop ids: {text!r} can't be written byte by byte",
+                        f"{case}, with {len(context.stop_ids)} stop ids: {text!r} can't be written "
+                        f"byte by byte",
                     )
                 yield case, matcher, text
 
     def _places_of(self, case: Case, states: int = STATES) -> Iterator[tuple[Case, Matcher, bytes]]:
-        """Yield matchers at places of which the oracle knows all: those that few tokens lead to first, then some at random."""
+        """Yield matchers at places of which the oracle knows all: those that few tokens lead to
+        first, then some at random."""
         chance = random.Random(3)
         seen = {b""}
         rest = [b""]
@@ -762,7 +809,8 @@ class GrammarSuite(Suite):
     def _require_answers(
         self, spec: GrammarSpec, follows: Callable[[Any], bool], chance: random.Random
     ) -> None:
-        """Write answers with random allowed tokens, after a while preferring those that end strings, lists and objects."""
+        """Write answers with random allowed tokens, after a while preferring those that end
+        strings, lists and objects."""
         ended = 0
         for _ in range(ANSWERS // 10 if self._begins_slowly else ANSWERS):
             text, complete = self._random_answer(spec, chance)
@@ -798,7 +846,8 @@ class GrammarSuite(Suite):
             token = chance.choice(ending or tokens)
             require(
                 matcher.accept(token),
-                f"{spec.kind} {spec.text}: {text_of(token)!r} after {text!r} isn't accepted, which the mask allows",
+                f"{spec.kind} {spec.text}: {text_of(token)!r} after {text!r} isn't accepted, which "
+                f"the mask allows",
             )
             text += text_of(token)
         return text, False

@@ -1,7 +1,9 @@
-"""Oracle of `GrammarSuite`: a small vocabulary, and languages with texts known without a grammar library.
+"""Oracle of `GrammarSuite`: a small vocabulary, and languages with texts known without a grammar
+library.
 
-A token is allowed if some text of the language begins with the current text plus the token's bytes. Languages are lists of texts, filtered by
-Python's `re` for regular expressions, so that the oracle shares no code or method with backends.
+A token is allowed if some text of the language begins with the current text plus the token's bytes.
+Languages are lists of texts, filtered by Python's `re` for regular expressions, so that the oracle
+shares no code or method with backends.
 """
 
 from __future__ import annotations
@@ -18,9 +20,8 @@ from typing import Any
 from dovetail.api.grammar import GrammarContext, GrammarSpec, SpecKind
 
 PRINTABLE = [bytes([byte]) for byte in range(0x20, 0x7F)] + [b"\n", b"\t"]
-PARTS = [
-    bytes([byte]) for byte in sorted(set("éÉä€😀\u0301".encode()))
-]  # bytes of multi-byte characters
+# bytes of multi-byte characters
+PARTS = [bytes([byte]) for byte in sorted(set("éÉä€😀\u0301".encode()))]
 PIECES = [
     *(
         b"ab",
@@ -48,8 +49,8 @@ STOP_TEXTS = [None, b"</f>", b"a"]  # bytes of the stop ids, which still aren't 
 
 
 def vocabulary(*, stops: int = 3, padding: int = 3, without: bytes | None = None) -> GrammarContext:
-    """Return a vocabulary with tokens that are never text: two empty ones, some without bytes, and the stop ids. Otherwise all vocabularies are the
-    same, except for the token `without`."""
+    """Return a vocabulary with tokens that are never text: two empty ones, some without bytes, and
+    the stop ids. Otherwise all vocabularies are the same, except for the token `without`."""
     tokens: list[bytes | None] = [None, *PRINTABLE, b"", *PARTS, *PIECES, *TWICE, b""]
     tokens = [None if text == without else text for text in tokens]
     first = len(tokens)
@@ -102,8 +103,8 @@ class Language(ABC):
 
 
 class Listed(Language):
-    """Language given by its texts: all, or enough to know all prefixes of up to `known_to` bytes. They are enumerated when first needed, which takes
-    up to a second."""
+    """Language given by its texts: all, or enough to know all prefixes of up to `known_to` bytes.
+    They are enumerated when first needed, which takes up to a second."""
 
     def __init__(self, texts: Iterable[str], known_to: int | None = None) -> None:
         self._given = texts
@@ -136,8 +137,8 @@ class Listed(Language):
 
 
 class Tagged(Language):
-    """Structures, each one of `bodies`: at triggers in free text, or only structures joined by `separator`. ASCII only: it is unspecified whether
-    other bytes are allowed."""
+    """Structures, each one of `bodies`: at triggers in free text, or only structures joined by
+    `separator`. ASCII only: it is unspecified whether other bytes are allowed."""
 
     open = frozenset(id for id in range(CONTEXT.vocab_size) if not text_of(id).isascii())
 
@@ -218,8 +219,8 @@ class Case:
 
 
 def _regex(pattern: str, alphabet: str, length: int) -> Case:
-    """`alphabet`: all characters that the language has. Each of its beginnings is one character at most away from a text, and texts longer than
-    `length` are left out."""
+    """`alphabet`: all characters that the language has. Each of its beginnings is one character at
+    most away from a text, and texts longer than `length` are left out."""
     texts = ("".join(letters) for n in range(length + 1) for letters in product(alphabet, repeat=n))
     return Case(
         GrammarSpec("regex", pattern),
@@ -284,7 +285,9 @@ CASES = (
 )
 SYNTAXES: Mapping[
     str, tuple[Case, ...]
-] = {  # of the same language; a backend reads one at least. The first rule isn't always where it starts
+    # of the same language; a backend reads one at least. The first rule isn't always where it
+    # starts
+] = {
     "Lark": (
         _nested('start: "a" start "b" | "c"'),
         _nested('pair: "a" start "b"\nstart: pair | "c"'),
@@ -610,7 +613,8 @@ BROKEN: Mapping[
         ),
         *(
             '{"$ref": "#"}',
-            '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}',
+            '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": '
+            '"#/$defs/a"}}}',
         ),
         *(
             '{"type": "string", "pattern": "(?=a)b"}',
@@ -637,6 +641,7 @@ BROKEN: Mapping[
             '{"structures": [{"begin": "<f>", "schema": {}, "end": ""}], "triggers": []}',
         ),
         '{"structures": [{"begin": "<g>", "schema": {}, "end": ""}], "triggers": ["<f"]}',
-        '{"structures": [{"begin": "<f>", "schema": {"type": "strng"}, "end": ""}], "triggers": ["<f"]}',
+        '{"structures": [{"begin": "<f>", "schema": {"type": "strng"}, "end": ""}], "triggers": '
+        '["<f"]}',
     ),
 }

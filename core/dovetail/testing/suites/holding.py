@@ -1,4 +1,5 @@
-"""Finds everything reachable from a component, for checks that it drops requests that have ended."""
+"""Finds everything reachable from a component, for checks that it drops requests that have
+ended."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from dovetail.engine.live_request import LiveRequest
 
 
 def reachable(component: object) -> Iterator[tuple[str, object]]:
-    """Yield the requests and strings reachable from a component, each with the attribute path. Requests aren't searched further, since they belong
-    to the engine."""
+    """Yield the requests and strings reachable from a component, each with the attribute path.
+    Requests aren't searched further, since they belong to the engine."""
     code = (type, ModuleType, BuiltinFunctionType)
     held = [(f"self.{name}", value) for name, value in vars(component).items()]
     held += [
@@ -35,7 +36,6 @@ def reachable(component: object) -> Iterator[tuple[str, object]]:
             )
         else:
             if isinstance(value, dict):
-                queue.extend(
-                    (path, key) for key in value if isinstance(key, str)
-                )  # not reported by the garbage collector
+                # not reported by the garbage collector
+                queue.extend((path, key) for key in value if isinstance(key, str))
             queue.extend((path, part) for part in gc.get_referents(value))

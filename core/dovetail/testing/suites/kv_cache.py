@@ -1,7 +1,9 @@
-"""`KVCacheSuite`: checks that a KV-cache manager conforms to the contract of `dovetail.api.kv_cache`.
+"""`KVCacheSuite`: checks that a KV-cache manager conforms to the contract of
+`dovetail.api.kv_cache`.
 
-There are two kinds of checks. Some set up one situation and inspect it. The others must hold over whole scripts of engine actions, which are drawn
-at random, the same in every run, and executed by `kv_model`, which has its own model of memory; their error messages end with the shortest failing
+There are two kinds of checks. Some set up one situation and inspect it. The others must hold over
+whole scripts of engine actions, which are drawn at random, the same in every run, and executed by
+`kv_model`, which has its own model of memory; their error messages end with the shortest failing
 script found. No torch.
 """
 
@@ -75,89 +77,98 @@ HOLDS = {  # ways to hold blocks -> number of them that the first request had co
 
 
 class KVCacheSuite(Suite):
-    """Suite of KV-cache managers: blocks of 1, 2, 3 and 16 tokens, pools of 1 to 16 blocks, with and without a window; layouts of up to three
-    groups, and blocks of up to three pages, if the manager declares `groups`; layouts with states if it declares `states`."""
+    """Suite of KV-cache managers: blocks of 1, 2, 3 and 16 tokens, pools of 1 to 16 blocks, with
+    and without a window; layouts of up to three groups, and blocks of up to three pages, if the
+    manager declares `groups`; layouts with states if it declares `states`."""
 
     kind = "kv_cache"
 
     @property
     def capabilities(self) -> KVCapabilities:
-        capabilities: KVCapabilities = self.make(
-            plain(16, 8).context
-        ).capabilities  # options may change them
+        # options may change them
+        capabilities: KVCapabilities = self.make(plain(16, 8).context).capabilities
         return capabilities
 
     # Ownership of blocks
 
     @check("kv_cache.private", since="0.1")
     def test_no_request_reads_what_another_wrote(self) -> None:
-        """A request read K and V of other tokens, or of other cache keys, than its own. A block may be overwritten only when no request holds it;
-        it may be found only for exactly the tokens (all from the first on) and keys that it was written for."""
+        """A request read K and V of other tokens, or of other cache keys, than its own. A block may
+        be overwritten only when no request holds it; it may be found only for exactly the tokens
+        (all from the first on) and keys that it was written for."""
         self._explore("private")
 
     @check("kv_cache.exclusive", since="0.1")
     def test_a_new_block_is_nobodys(self) -> None:
-        """`allocate` or `fork` returned a page that a table holds already, the same page twice, or one outside of the pool. Pin the prefix hit of
-        every group before taking new blocks, and never evict a held block."""
+        """`allocate` or `fork` returned a page that a table holds already, the same page twice, or
+        one outside of the pool. Pin the prefix hit of every group before taking new blocks, and
+        never evict a held block."""
         self._explore("exclusive")
 
     @check("kv_cache.table", since="0.1")
     def test_a_table_has_as_many_blocks_as_its_tokens_need(self) -> None:
-        """After `allocate(request, n)` the table of each group must have exactly `CacheGroup.blocks(n)` blocks of `pages_per_block` pages,
-        including those of the prefix hit and trimmed ones: a row of the executor has no space for more, and fewer leave tokens without a slot."""
+        """After `allocate(request, n)` the table of each group must have exactly
+        `CacheGroup.blocks(n)` blocks of `pages_per_block` pages, including those of the prefix hit
+        and trimmed ones: a row of the executor has no space for more, and fewer leave tokens
+        without a slot."""
         self._explore("table")
 
     @check("kv_cache.holes", since="0.3")
     def test_no_block_that_a_query_sees_is_a_hole(self) -> None:
-        """`allocate` or `fork` returned a `HOLE` for a page of a block that later tokens see (`CacheGroup.first_visible_block(cached)` and
-        later), or for some pages of an earlier block but not for all."""
+        """`allocate` or `fork` returned a `HOLE` for a page of a block that later tokens see
+        (`CacheGroup.first_visible_block(cached)` and later), or for some pages of an earlier block
+        but not for all."""
         self._explore("holes")
 
     @check("kv_cache.tables", since="0.3")
     def test_tables_are_what_was_given(self) -> None:
-        """`tables` must return, by group, the pages that `allocate` and `fork` returned, in their order; for blocks released since, `HOLE` or any
-        pages."""
+        """`tables` must return, by group, the pages that `allocate` and `fork` returned, in their
+        order; for blocks released since, `HOLE` or any pages."""
         self._explore("tables")
 
     @check("kv_cache.held_by_group", since="0.3")
     def test_pages_held_by_group_are_those_in_tables(self) -> None:
-        """`PageCounts.held_by_group` must be empty, or the number of different pages in the tables of each group, as `held` is of all."""
+        """`PageCounts.held_by_group` must be empty, or the number of different pages in the tables
+        of each group, as `held` is of all."""
         self._explore("held_by_group")
 
     @check("kv_cache.counts", since="0.1")
     def test_free_held_and_cached_are_all(self) -> None:
-        """`counts` must always add up to the pool, with `held` the pages in tables, and `available_pages` must be free + cached: the step admits
-        requests by these numbers."""
+        """`counts` must always add up to the pool, with `held` the pages in tables, and
+        `available_pages` must be free + cached: the step admits requests by these numbers."""
         self._explore("counts")
 
     @check("kv_cache.no_leak", since="0.1")
     def test_when_everybody_has_left_the_whole_pool_can_be_taken(self) -> None:
-        """All requests have ended, but pages are still held, or a request that needs the whole pool doesn't get it. `free` must return every page
-        of a table, including those of shared, copied and trimmed blocks; `allocate` must take cached blocks, with all their pages, when free ones
+        """All requests have ended, but pages are still held, or a request that needs the whole pool
+        doesn't get it. `free` must return every page of a table, including those of shared, copied
+        and trimmed blocks; `allocate` must take cached blocks, with all their pages, when free ones
         run out."""
         self._explore("no_leak")
 
     @check("kv_cache.lawful", since="0.1")
     def test_no_lawful_call_raises(self) -> None:
-        """A valid call raised: `free` of a request without blocks, `trim` with nothing to trim, `commit` of committed tokens, an id reused after
-        its request ended, …"""
+        """A valid call raised: `free` of a request without blocks, `trim` with nothing to trim,
+        `commit` of committed tokens, an id reused after its request ended, …"""
         self._explore("lawful")
 
     @check("kv_cache.integrity", since="0.1")
     def test_the_books_are_found_in_order(self) -> None:
-        """`check_integrity` raised after valid calls: the state is inconsistent, or the check rejects a valid state (a block in two tables, a trimmed
-        table)."""
+        """`check_integrity` raised after valid calls: the state is inconsistent, or the check
+        rejects a valid state (a block in two tables, a trimmed table)."""
         self._explore("integrity")
 
     @check("kv_cache.request_untouched", since="0.1")
     def test_requests_are_only_read(self) -> None:
-        """The manager modified a request or its tokens. Keep per-request state in your own table, by id, until `free`."""
+        """The manager modified a request or its tokens. Keep per-request state in your own table,
+        by id, until `free`."""
         self._explore("request_untouched")
 
     @check("kv_cache.forgets", since="0.1")
     def test_requests_that_ended_are_forgotten(self) -> None:
-        """The manager keeps requests that were freed, or their ids, so that a server's memory grows forever. In `free`, drop all state of a
-        request, including that from `lookup`, even if it holds no blocks."""
+        """The manager keeps requests that were freed, or their ids, so that a server's memory grows
+        forever. In `free`, drop all state of a request, including that from `lookup`, even if it
+        holds no blocks."""
         kv = self._manager(4)
         requests = [make_request(f"request {index}", range(index, index + 9)) for index in range(4)]
         for request in requests[:-1]:
@@ -170,20 +181,23 @@ class KVCacheSuite(Suite):
         kept = [path for path, value in reachable(kv) if isinstance(value, Request) or value in ids]
         require(
             not kept,
-            f"after all requests were freed, {', '.join(kept)} still holds some of them, or their ids",
+            f"after all requests were freed, {', '.join(kept)} still holds some of them, or their "
+            f"ids",
         )
 
     @check("kv_cache.answers", since="0.1")
     def test_answers_are_the_callers(self) -> None:
-        """`Allocation.pages` isn't a tuple of ints for each group, or a result of `take_copies` changed afterwards. Return values, not a
-        list that you keep modifying."""
+        """`Allocation.pages` isn't a tuple of ints for each group, or a result of `take_copies`
+        changed afterwards. Return values, not a list that you keep modifying."""
         self._explore("answers")
 
     @check("kv_cache.misuse", since="0.1")
     def test_misuse_is_refused(self) -> None:
-        """`tables`, `commit`, `uncommit`, `fork` and `trim` of a request that holds no blocks, or such a request in `without`, `fork` into one that
-        holds blocks, and `allocate` for fewer tokens than before (also than it was forked with, also within the same block) must raise
-        `DovetailError`: a mistake in the core should be reported where it happens, not some steps later."""
+        """`tables`, `commit`, `uncommit`, `fork` and `trim` of a request that holds no blocks, or
+        such a request in `without`, `fork` into one that holds blocks, and `allocate` for fewer
+        tokens than before (also than it was forked with, also within the same block) must raise
+        `DovetailError`: a mistake in the core should be reported where it happens, not some steps
+        later."""
         kv, request = self._manager(4), make_request("r", range(9))
         for name, call in self._calls_with(kv, request).items():
             _refused(call, f"{name} for a request that holds no blocks")
@@ -231,8 +245,9 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.failed_allocate", since="0.1")
     def test_an_allocation_that_fails_changes_nothing(self) -> None:
-        """`allocate` returned None but changed the counts, or what lookups find, or then rejected fewer tokens, which would fit. Check that the
-        blocks suffice before taking the first, and before recording the number of tokens."""
+        """`allocate` returned None but changed the counts, or what lookups find, or then rejected
+        fewer tokens, which would fit. Check that the blocks suffice before taking the first, and
+        before recording the number of tokens."""
         for block_size in BLOCK_SIZES:
             kv = self._manager(block_size)
             first = make_request("first", range(block_size))
@@ -240,7 +255,10 @@ class KVCacheSuite(Suite):
             _compute(kv, first)
             generate(first, range(20 * block_size))
             for request in (second, first):  # one that holds no blocks, and one that does
-                told = f"{request}, after 17 blocks of {block_size} were asked for, which there aren't,"
+                told = (
+                    f"{request}, after 17 blocks of {block_size} were asked for, which there "
+                    f"aren't,"
+                )
                 require(kv.allocate(request, 17 * block_size) is None, f"{told} got them")
                 try:
                     _compute(kv, request, 2 * block_size)
@@ -250,35 +268,40 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.pages_needed", since="0.1")
     def test_an_allocation_takes_what_was_foretold(self) -> None:
-        """`allocate` must succeed exactly if `pages_needed` is at most `available_pages`, and take exactly that many: the pages of a hit on a
-        cached block count, since they are no longer available; those of a hit on a held one don't."""
+        """`allocate` must succeed exactly if `pages_needed` is at most `available_pages`, and take
+        exactly that many: the pages of a hit on a cached block count, since they are no longer
+        available; those of a hit on a held one don't."""
         self._explore("pages_needed")
 
     @check("kv_cache.pages_needed_without", since="0.2")
     def test_pages_needed_without_others_count_what_freeing_them_gives_back(self) -> None:
-        """`pages_needed(…, without=others)` must equal `pages_needed` after freeing these, minus the pages that this makes available: those in
-        no other table, each counted once. A hit on one of these counts again. A step preempts by this number."""
+        """`pages_needed(…, without=others)` must equal `pages_needed` after freeing these, minus
+        the pages that this makes available: those in no other table, each counted once. A hit on
+        one of these counts again. A step preempts by this number."""
         self._explore("pages_needed_without")
 
     @check("kv_cache.pure", since="0.1")
     def test_questions_change_nothing(self) -> None:
-        """`lookup`, `pages_needed` and `counts` must change nothing, not even the order of eviction; and two managers with the same calls must
-        behave the same (draw randomness only from `context.seed`)."""
+        """`lookup`, `pages_needed` and `counts` must change nothing, not even the order of
+        eviction; and two managers with the same calls must behave the same (draw randomness only
+        from `context.seed`)."""
         self._explore("pure")
 
     # Lookups
 
     @check("kv_cache.hit_length", since="0.1")
     def test_a_hit_is_whole_blocks_and_leaves_a_token_to_compute(self) -> None:
-        """`lookup` must be a multiple of `KVLayout.hit_tokens` and less than the request's known tokens: the last one has to be computed, or there
-        would be nothing to sample from."""
+        """`lookup` must be a multiple of `KVLayout.hit_tokens` and less than the request's known
+        tokens: the last one has to be computed, or there would be nothing to sample from."""
         self._explore("hit_length")
 
     @check("kv_cache.hit", since="0.1")
     def test_only_what_was_committed_is_found(self) -> None:
-        """`lookup` found tokens that weren't committed under the same `cache_keys` since the last `reset`, or any for a request that asks for
-        prompt logprobs, or without the capability `reuse`; or it found a length that some group doesn't accept, because one of the blocks that
-        later tokens see wasn't committed in that group; or `allocate` took another hit than `lookup` returned."""
+        """`lookup` found tokens that weren't committed under the same `cache_keys` since the last
+        `reset`, or any for a request that asks for prompt logprobs, or without the capability
+        `reuse`; or it found a length that some group doesn't accept, because one of the blocks that
+        later tokens see wasn't committed in that group; or `allocate` took another hit than
+        `lookup` returned."""
         for block_size in BLOCK_SIZES:
             kv = self._manager(block_size)
             first = make_request("first", range(2 * block_size))
@@ -296,9 +319,10 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.reuse", since="0.1", capability="reuse")
     def test_a_computed_prompt_is_found_up_to_where_it_differs(self) -> None:
-        """A prompt was computed, nothing was evicted, and a request with the same beginning, running or after the first ended, didn't find exactly
-        the full blocks before the first differing token (or before its last known token). A group with a window needs only the blocks that later
-        tokens see; trimmed blocks are found until their space is needed."""
+        """A prompt was computed, nothing was evicted, and a request with the same beginning,
+        running or after the first ended, didn't find exactly the full blocks before the first
+        differing token (or before its last known token). A group with a window needs only the
+        blocks that later tokens see; trimmed blocks are found until their space is needed."""
         for block_size in BLOCK_SIZES:
             for ended in (False, True):
                 kv = self._manager(block_size)
@@ -367,8 +391,9 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.same_step", since="0.1", capability="reuse")
     def test_a_prefix_is_shared_within_the_step_that_computes_it(self) -> None:
-        """Blocks committed by one grant must be found by the next request of the same step, and then be held by both: the backend writes the K and
-        V of the whole batch before it attends."""
+        """Blocks committed by one grant must be found by the next request of the same step, and
+        then be held by both: the backend writes the K and V of the whole batch before it
+        attends."""
         for block_size in BLOCK_SIZES:
             kv = self._manager(block_size)
             prompt = list(range(2 * block_size))
@@ -379,18 +404,23 @@ class KVCacheSuite(Suite):
             self._finds(
                 kv, second, 2 * block_size, "whose prefix another computes in the same step"
             )
-            told = f"with blocks of {block_size}, the first request holds {blocks}, and the second, which shares its tokens,"
+            told = (
+                f"with blocks of {block_size}, the first request holds {blocks}, and the "
+                f"second, which shares its tokens,"
+            )
             shared = _compute(kv, second)
             require(shared[:2] == blocks, f"{told} got {shared}")
             require(
                 kv.available_pages == available - 1,
-                f"{told} took {available - kv.available_pages} blocks for the one token that is its own",
+                f"{told} took {available - kv.available_pages} blocks for the one token that is "
+                f"its own",
             )
 
     @check("kv_cache.generated", since="0.1", capability="reuse")
     def test_generated_tokens_are_found_like_those_of_the_prompt(self) -> None:
-        """A request generated tokens, they were committed, it was freed, and they weren't found: by itself (resumed after preemption) or by another
-        with them in its prompt (the next turn of a conversation)."""
+        """A request generated tokens, they were committed, it was freed, and they weren't found: by
+        itself (resumed after preemption) or by another with them in its prompt (the next turn of a
+        conversation)."""
         for block_size in BLOCK_SIZES:
             kv = self._manager(block_size)
             request = make_request("r", range(block_size + 1))
@@ -404,8 +434,9 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.cache_keys", since="0.1", capability="reuse")
     def test_requests_with_different_cache_keys_share_nothing(self) -> None:
-        """The same tokens were found under other `cache_keys` (adapters, salts of tenants who must not see each other), or not under equal ones.
-        The keys are a sequence: ("a", "b") is neither ("b", "a") nor ("ab",) nor ("a", "", "b")."""
+        """The same tokens were found under other `cache_keys` (adapters, salts of tenants who must
+        not see each other), or not under equal ones. The keys are a sequence: ("a", "b") is neither
+        ("b", "a") nor ("ab",) nor ("a", "", "b")."""
         for keys in KEYS:
             kv = self._manager(4)
             _compute(kv, make_request("first", range(8), keys=keys))
@@ -420,8 +451,9 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.prompt_logprobs", since="0.1", capability="reuse")
     def test_a_request_for_prompt_logprobs_finds_nothing(self) -> None:
-        """Logprobs of a prompt require computing all of it: `lookup` must be 0 if `request.params.prompt_logprobs` isn't None (0 is a request,
-        too), and `allocate` must pin nothing."""
+        """Logprobs of a prompt require computing all of it: `lookup` must be 0 if
+        `request.params.prompt_logprobs` isn't None (0 is a request, too), and `allocate` must pin
+        nothing."""
         kv = self._manager(4)
         _compute(kv, make_request("first", range(8)))
         for wanted in (0, 5):
@@ -435,8 +467,9 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.uncommit", since="0.1", capability="reuse")
     def test_what_is_uncommitted_is_not_found(self) -> None:
-        """Tokens were committed on grant, the grant was revoked, `uncommit` was called, and they were found; or tokens were dropped that weren't
-        covered, or that another request computed."""
+        """Tokens were committed on grant, the grant was revoked, `uncommit` was called, and they
+        were found; or tokens were dropped that weren't covered, or that another request
+        computed."""
         for block_size in BLOCK_SIZES:
             kv = self._manager(block_size)
             tokens = list(range(3 * block_size))
@@ -450,7 +483,8 @@ class KVCacheSuite(Suite):
                 kv,
                 other,
                 2 * block_size,
-                "of whose three blocks the third was uncommitted, and the first two were computed by another",
+                "of whose three blocks the third was uncommitted, and the first two were computed "
+                "by another",
             )
             kv.uncommit(first, 2 * block_size - 1)
             self._finds(
@@ -501,8 +535,9 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.reset", since="0.1", capability="reuse")
     def test_after_a_reset_nothing_old_is_found(self) -> None:
-        """`reset` means that the weights have changed: no block cached or held before may be found, nor what a request running at that time commits
-        later, since it depends on old values. Cached blocks become free; newly computed ones are found."""
+        """`reset` means that the weights have changed: no block cached or held before may be found,
+        nor what a request running at that time commits later, since it depends on old values.
+        Cached blocks become free; newly computed ones are found."""
         for block_size in BLOCK_SIZES:
             kv = self._manager(block_size)
             tokens = list(range(2 * block_size))
@@ -563,7 +598,8 @@ class KVCacheSuite(Suite):
             kv,
             turn,
             2 * block_size,
-            f"of whose prefix two blocks were computed anew, and a third was committed by what was {told}",
+            f"of whose prefix two blocks were computed anew, and a third was committed by what was "
+            f"{told}",
         )
         _compute(kv, holder)
         self._finds(
@@ -603,8 +639,9 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.fork", since="0.1", capability="fork")
     def test_a_fork_shares_the_full_blocks(self) -> None:
-        """The child's tables must begin with the parent's full blocks and have own blocks for partial ones; `cached` is the number of tokens.
-        Blocks that the parent has released, or that no query of the child will see, are a `HOLE`. None only if too few pages are available for
+        """The child's tables must begin with the parent's full blocks and have own blocks for
+        partial ones; `cached` is the number of tokens. Blocks that the parent has released, or that
+        no query of the child will see, are a `HOLE`. None only if too few pages are available for
         the partial blocks."""
         if self.capabilities.trim:
             self._fork_after_a_trim()
@@ -620,7 +657,10 @@ class KVCacheSuite(Suite):
         kv.trim(parent, 20)
         kv.allocate(make_request("other", [-1] * 60), 60)  # all pages but one
         allocation = kv.fork(parent, child, 20)
-        told = f"fork of 20 tokens, with blocks of 4 and a window of 5, after trim(20) released all but the last of {given}, answered {allocation}"
+        told = (
+            f"fork of 20 tokens, with blocks of 4 and a window of 5, after trim(20) released "
+            f"all but the last of {given}, answered {allocation}"
+        )
         require(
             allocation is not None and allocation.pages == ((*[HOLE] * 4, given[4]),),
             f"{told}: what was released can't be shared",
@@ -628,8 +668,9 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.fork_copies", since="0.1", capability="fork")
     def test_a_fork_copies_the_partial_block(self) -> None:
-        """The tokens of the partial block weren't in the child's copy of it. `take_copies` must return a copy of each of its pages once, in the
-        order of the forks, from the parent's page to the child's; the next batch runs them first."""
+        """The tokens of the partial block weren't in the child's copy of it. `take_copies` must
+        return a copy of each of its pages once, in the order of the forks, from the parent's page
+        to the child's; the next batch runs them first."""
         for block_size in BLOCK_SIZES[1:]:
             kv = self._manager(block_size)
             tokens = [*range(2 * block_size)]
@@ -670,29 +711,34 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.failed_fork", since="0.1", capability="fork")
     def test_a_fork_that_fails_changes_nothing(self) -> None:
-        """`fork` returned None for lack of pages for the copies, but changed the counts, or what lookups find. Take those pages first."""
+        """`fork` returned None for lack of pages for the copies, but changed the counts, or what
+        lookups find. Take those pages first."""
         self._explore("failed_fork")
 
     @check("kv_cache.trim", since="0.1", capability="trim")
     def test_trim_lets_go_of_the_blocks_that_no_query_will_see(self) -> None:
-        """`trim(request, computed)` must release, in each group with a window, exactly the blocks before `first_visible_block(computed)`, with all
-        their pages: fewer waste memory, and one more drops tokens that a layer still reads. Groups without a window release nothing. A second call
-        with a smaller `computed` returns nothing, and trims nothing."""
+        """`trim(request, computed)` must release, in each group with a window, exactly the blocks
+        before `first_visible_block(computed)`, with all their pages: fewer waste memory, and one
+        more drops tokens that a layer still reads. Groups without a window release nothing. A
+        second call with a smaller `computed` returns nothing, and trims nothing."""
         self._explore("trim")
 
     # States
 
     @check("kv_cache.states", since="0.4", capability="states")
     def test_nobody_goes_on_from_a_state_that_is_not_its_own(self) -> None:
-        """A request went on from another state than that after its own tokens. Its live state is one block, the same from the first `allocate` to
-        `free`, and of nobody else; tokens generated later don't move it."""
+        """A request went on from another state than that after its own tokens. Its live state is
+        one block, the same from the first `allocate` to `free`, and of nobody else; tokens
+        generated later don't move it."""
         self._explore("states")
 
     @check("kv_cache.state_copies", since="0.4", capability="states")
     def test_a_hit_copies_the_checkpoint_to_the_live_state(self) -> None:
-        """A request that had found a prefix didn't start from the checkpoint after exactly these tokens. `allocate` must queue one copy for each of
-        its pages, from the checkpoint's to the live state's in their order; the checkpoint isn't held, and is found again by others. If its pages are
-        reused before the copies have run, the new owner must write after them: copies run in order, and before the batch."""
+        """A request that had found a prefix didn't start from the checkpoint after exactly these
+        tokens. `allocate` must queue one copy for each of its pages, from the checkpoint's to the
+        live state's in their order; the checkpoint isn't held, and is found again by others. If its
+        pages are reused before the copies have run, the new owner must write after them: copies run
+        in order, and before the batch."""
         for shape in STATE_SHAPES:
             kv = self.make(shape.context)
             tokens = [*range(21)]
@@ -708,7 +754,10 @@ class KVCacheSuite(Suite):
                 copies = list(kv.take_copies())
                 live = allocation.pages[-1] if allocation is not None else ()
                 expected = [PageCopy(src, dst) for src, dst in zip(pages[found], live, strict=True)]
-                told = f"of {shape}, a hit of {found} tokens, whose checkpoint is in pages {pages[found]}, with a live state in {live}"
+                told = (
+                    f"of {shape}, a hit of {found} tokens, whose checkpoint is in pages "
+                    f"{pages[found]}, with a live state in {live}"
+                )
                 require(
                     sorted(copies, key=_page) == sorted(expected, key=_page),
                     f"{told}, has the copies {copies}",
@@ -718,15 +767,17 @@ class KVCacheSuite(Suite):
                 )
                 require(
                     kv.counts.held - held <= own,
-                    f"{told}, holds {kv.counts.held - held} more pages, {own} of them in its tables",
+                    f"{told}, holds {kv.counts.held - held} more pages, {own} of them in its "
+                    f"tables",
                 )
         self._explore("state_copies")
 
     @check("kv_cache.checkpoints", since="0.4", capability="states")
     def test_a_step_writes_a_checkpoint_of_what_it_computes(self) -> None:
-        """`take_checkpoints` returned a checkpoint of a request that isn't in the step, two of one request, one after tokens that the step doesn't
-        compute or that aren't whole blocks, or in pages that a table or another checkpoint has; or commits of tokens unknown at the first `allocate`
-        took pages; or a second call returned the same again."""
+        """`take_checkpoints` returned a checkpoint of a request that isn't in the step, two of one
+        request, one after tokens that the step doesn't compute or that aren't whole blocks, or in
+        pages that a table or another checkpoint has; or commits of tokens unknown at the first
+        `allocate` took pages; or a second call returned the same again."""
         for shape in STATE_SHAPES:
             kv = self.make(shape.context)
             _submit(kv, make_request("first", range(21)))
@@ -738,8 +789,9 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.checkpoint_found", since="0.4", capability="states")
     def test_a_checkpoint_is_found_once_its_step_is_submitted(self) -> None:
-        """A prefix was found without a checkpoint, or before `take_checkpoints` had returned it; or a checkpoint wasn't found afterwards by a request
-        with the same tokens before it, was found by one with others, or under other `cache_keys`, or held pages afterwards."""
+        """A prefix was found without a checkpoint, or before `take_checkpoints` had returned it; or
+        a checkpoint wasn't found afterwards by a request with the same tokens before it, was found
+        by one with others, or under other `cache_keys`, or held pages afterwards."""
         for shape in STATE_SHAPES:
             kv = self.make(shape.context)
             tokens = [*range(21)]
@@ -779,9 +831,10 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.checkpoint_dropped", since="0.4", capability="states")
     def test_a_checkpoint_that_is_not_written_is_dropped(self) -> None:
-        """A checkpoint was returned by `take_checkpoints` or found, or its pages stayed held, though before the step was submitted its request was
-        freed, its tokens were uncommitted, or `reset` was called; or it was found after its request failed (`uncommit` after the step was submitted)
-        or after a `reset`."""
+        """A checkpoint was returned by `take_checkpoints` or found, or its pages stayed held,
+        though before the step was submitted its request was freed, its tokens were uncommitted, or
+        `reset` was called; or it was found after its request failed (`uncommit` after the step was
+        submitted) or after a `reset`."""
         for shape in STATE_SHAPES:
             for how in ("uncommit", "uncommit of its last token", "free", "reset"):
                 kv, first = self.make(shape.context), make_request("first", range(21))
@@ -848,12 +901,14 @@ class KVCacheSuite(Suite):
         size = kv.context.layout.block_size
         require(
             found == expected,
-            f"with blocks of {size}, lookup found {found} tokens, expected {expected}, of a request {which}",
+            f"with blocks of {size}, lookup found {found} tokens, expected {expected}, of a "
+            f"request {which}",
         )
 
 
 class _Search:
-    """One search for breaches, for all checks of a suite: it goes on where the check before left it. `states`: over layouts with states."""
+    """One search for breaches, for all checks of a suite: it goes on where the check before left
+    it. `states`: over layouts with states."""
 
     def __init__(self, suite: KVCacheSuite, states: bool) -> None:
         self._make = suite.make
@@ -885,12 +940,14 @@ def _search_of(suite: type[KVCacheSuite], states: bool) -> _Search:
 def _compute(
     kv: KVCacheManager, request: Request, num_tokens: int | None = None
 ) -> tuple[int, ...]:
-    """Allocate and commit all (or `num_tokens`) of its known tokens, and return the new blocks, in a pool of one group."""
+    """Allocate and commit all (or `num_tokens`) of its known tokens, and return the new blocks, in
+    a pool of one group."""
     tokens = request.num_tokens if num_tokens is None else num_tokens
     allocation = kv.allocate(request, tokens)
     if allocation is None:
         fail(
-            f"allocate({request}, {tokens}) answered None, with {kv.available_pages} blocks of {kv.context.layout.block_size} tokens available"
+            f"allocate({request}, {tokens}) answered None, with {kv.available_pages} blocks of "
+            f"{kv.context.layout.block_size} tokens available"
         )
     kv.commit(request, tokens)
     return allocation.pages[0]

@@ -1,11 +1,14 @@
-"""`KVWorld`: drives a KV-cache manager like the engine does, with a model of memory that records which tokens were written where.
+"""`KVWorld`: drives a KV-cache manager like the engine does, with a model of memory that records
+which tokens were written where.
 
-The model has no hashes, trees, reference counts or eviction. For each token of each page, it keeps the tokens whose K and V were written there last,
-and checks that everything a request believes to be computed is in its blocks, unless it has left the window of the block's cache group. For each page
-of a state, it keeps the tokens before the state. A twin of the manager gets the same actions but no queries.
+The model has no hashes, trees, reference counts or eviction. For each token of each page, it keeps
+the tokens whose K and V were written there last, and checks that everything a request believes to
+be computed is in its blocks, unless it has left the window of the block's cache group. For each
+page of a state, it keeps the tokens before the state. A twin of the manager gets the same actions
+but no queries.
 
-A script (`kv_scripts`) is a list of actions, each (method of `KVWorld`, arguments); an action that is impossible in the current state is a no-op, so
-that any list is a valid script.
+A script (`kv_scripts`) is a list of actions, each (method of `KVWorld`, arguments); an action that
+is impossible in the current state is a no-op, so that any list is a valid script.
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ from dovetail.testing.checks import CheckFailed
 
 Act = tuple[str, tuple[Any, ...]]
 Content = int  # `Contents`' number of a prefix: cache keys, and all tokens up to one
-Written = tuple[
-    Content, int, int
-]  # what one token's part of a page holds: the content, the cache group and which page of a block it is
+# what one token's part of a page holds: the content, the cache group and which page of a block it
+# is
+Written = tuple[Content, int, int]
 
 
 class Broken(CheckFailed):
@@ -138,9 +141,8 @@ class Contents:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Content, int], Content] = {}  # (prefix before it, token)
-        self._known: list[
-            tuple[tuple[str, ...], tuple[int, ...]]
-        ] = []  # by number: cache keys, tokens
+        # by number: cache keys, tokens
+        self._known: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
         self._roots: dict[tuple[str, ...], Content] = {}
 
     def extend(self, keys: tuple[str, ...], contents: list[Content], tokens: Sequence[int]) -> None:
@@ -156,7 +158,10 @@ class Contents:
         if written is None:
             return "nothing"
         keys, tokens = self._known[written[0]]
-        return f"token {len(tokens) - 1} of {tokens} under {keys}, in page {written[2]} of a block of group {written[1]}"
+        return (
+            f"token {len(tokens) - 1} of {tokens} under {keys}, in page {written[2]} of a block "
+            f"of group {written[1]}"
+        )
 
     def _number(
         self, numbers: dict[Any, Content], key: Any, keys: tuple[str, ...], tokens: tuple[int, ...]
@@ -169,21 +174,20 @@ class Contents:
 
 @dataclass(eq=False)
 class Row:
-    """The model's state of a request: all its tokens (the last may be unknown to the manager), its tables, and the tokens computed or planned."""
+    """The model's state of a request: all its tokens (the last may be unknown to the manager), its
+    tables, and the tokens computed or planned."""
 
     request: LiveRequest
     tokens: list[int]
-    tables: list[list[Pages]] = field(
-        default_factory=list
-    )  # by group; blocks that it doesn't hold consist of HOLEs
+    # by group; blocks that it doesn't hold consist of HOLEs
+    tables: list[list[Pages]] = field(default_factory=list)
     contents: list[Content] = field(default_factory=list)  # by token
     computed: int = 0
     prefill_end: int = 0  # tokens known when it was admitted
     planned_from: int | None = None  # computed before this step's grant
     admitted_now: bool = False
-    copied: int | None = (
-        None  # tokens taken over by a fork, until the copy of a partial block is verified
-    )
+    # tokens taken over by a fork, until the copy of a partial block is verified
+    copied: int | None = None
     disowned: bool = False  # by a reset: it depends on dropped values
     asked: int = 0  # tokens that its blocks were asked for
     pending: int = 0  # pages of the checkpoint that this step writes
@@ -205,7 +209,8 @@ class Row:
 
 
 class KVWorld:
-    """A manager, its requests and its memory. `watch`: claim whose violation is raised; None: record the first violation of each claim."""
+    """A manager, its requests and its memory. `watch`: claim whose violation is raised; None:
+    record the first violation of each claim."""
 
     def __init__(
         self, make: Callable[[KVContext], KVCacheManager], shape: Shape, watch: str | None = None
@@ -227,21 +232,17 @@ class KVWorld:
         self.unit = self.layout.hit_tokens
         self.memory: dict[int, dict[int, Written]] = {}  # page -> offset -> what was written last
         self.contents = Contents()
-        self.committed: list[set[Content]] = [
-            set() for _ in self.groups
-        ]  # last token of each full block, unless dropped since
-        self.nothing_lost = any(
-            group.window != 1 for group in shape.groups
-        )  # False once a block may have been evicted: then lookups may find less
+        # last token of each full block, unless dropped since
+        self.committed: list[set[Content]] = [set() for _ in self.groups]
+        # False once a block may have been evicted: then lookups may find less
+        self.nothing_lost = any(group.window != 1 for group in shape.groups)
         self.live: list[Row] = []
         self.hogs = self.looks = 0
-        self.taken: list[
-            tuple[Sequence[PageCopy] | Sequence[Checkpoint], tuple[Any, ...]]
-        ] = []  # copies and checkpoints, and their values then
+        # copies and checkpoints, and their values then
+        self.taken: list[tuple[Sequence[PageCopy] | Sequence[Checkpoint], tuple[Any, ...]]] = []
         self.probe = make_request("probe", [98])
-        self.ids: list[str] = [
-            f"r{number}" for number in range(7, -1, -1)
-        ]  # unused ids: reused once their request has ended
+        # unused ids: reused once their request has ended
+        self.ids: list[str] = [f"r{number}" for number in range(7, -1, -1)]
 
     def run(self, script: Sequence[Act]) -> None:
         """Run a script. Raises `Broken` if it breaks the watched claim."""
@@ -278,7 +279,8 @@ class KVWorld:
             )
 
     def hog(self, leave: int, goes: bool) -> None:
-        """Add a request that shares nothing, and takes all but a few of the available pages; at its end they hold K and V that no other wants."""
+        """Add a request that shares nothing, and takes all but a few of the available pages; at its
+        end they hold K and V that no other wants."""
         room = self._fitting(self._ask("available_pages") - leave)
         if self.ids and room > 0:
             self.hogs += 1
@@ -292,7 +294,8 @@ class KVWorld:
     # … are planned …
 
     def grant(self, who: int, chunk: int, spare: int) -> None:
-        """Allocate blocks for the next `chunk` tokens plus `spare` more, and commit these tokens."""
+        """Allocate blocks for the next `chunk` tokens plus `spare` more, and commit these
+        tokens."""
         row = self._row(who)
         if (
             row is None
@@ -317,7 +320,8 @@ class KVWorld:
                 self._commit(row, self.layout.state_pages)
 
     def evict(self, who: int, others: int, chunk: int) -> None:
-        """Free some requests that aren't planned in this step for another, and check the forecast for that one."""
+        """Free some requests that aren't planned in this step for another, and check the forecast
+        for that one."""
         waiting = [row for row in self.live if not row.tables]
         if not waiting:
             return
@@ -335,7 +339,10 @@ class KVWorld:
             self._release(victim)
         freed = self._ask("available_pages") - available
         needed = self._ask("pages_needed", row.request, room)
-        told = f"pages_needed({row.request}, {room}, without={going}) was {foretold}; freeing them made {freed} available, and {needed} are needed now"
+        told = (
+            f"pages_needed({row.request}, {room}, without={going}) was {foretold}; freeing them "
+            f"made {freed} available, and {needed} are needed now"
+        )
         self._hold("pages_needed_without", foretold == needed - freed, told)
 
     def fork(self, who: int, tokens: int) -> None:
@@ -410,7 +417,8 @@ class KVWorld:
         self._hold(
             "trim",
             counts.held == held,
-            f"trim({row.request}, {row.computed}) leaves {held} pages held, of {self.shape}; {counts}",
+            f"trim({row.request}, {row.computed}) leaves {held} pages held, of {self.shape}; "
+            f"{counts}",
         )
 
     # … and run
@@ -422,7 +430,8 @@ class KVWorld:
         self.submit(sampled, True)
 
     def submit(self, sampled: int, deliver: bool) -> None:
-        """Run copies, then the writes of every planned request. Those that reached their last token get one more, known now or later."""
+        """Run copies, then the writes of every planned request. Those that reached their last token
+        get one more, known now or later."""
         copies = self._tell("take_copies")
         self.taken.append((copies, tuple(copies)))
         for src, dst in ((copied.src, copied.dst) for copied in copies):
@@ -462,7 +471,8 @@ class KVWorld:
             ):
                 self._broken(
                     "checkpoints",
-                    f"{told}: one for each request, at a multiple of {self.unit} of the tokens that the step computes",
+                    f"{told}: one for each request, at a multiple of {self.unit} of the tokens "
+                    f"that the step computes",
                 )
                 raise Ended
             sound = (
@@ -495,9 +505,8 @@ class KVWorld:
         if all(row.planned_from is None for row in self.live):
             self._tell("reset")
             self.committed = [set() for _ in self.groups]
-            self.nothing_lost = any(
-                group.window != 1 for _, group in self.groups
-            )  # of what is committed from now on
+            # of what is committed from now on
+            self.nothing_lost = any(group.window != 1 for _, group in self.groups)
             for row in self.live:
                 row.disowned = bool(row.tables)
 
@@ -509,7 +518,8 @@ class KVWorld:
         if answers[0] != answers[1]:
             self._broken(
                 "pure",
-                f"{method}{arguments} answered {answers[0]}, and {answers[1]} where no question had been asked before",
+                f"{method}{arguments} answered {answers[0]}, and {answers[1]} where no question "
+                f"had been asked before",
             )
         return answers[0]
 
@@ -537,12 +547,18 @@ class KVWorld:
         found = self._ask("lookup", row.request)
         known = row.request.num_tokens
         unit = self.unit
-        told = f"lookup found {found} of {known} known tokens of {row.request}, with {self.layout.groups}"
+        told = (
+            f"lookup found {found} of {known} known tokens of {row.request}, with "
+            f"{self.layout.groups}"
+        )
         self._hold("hit_length", 0 <= found < known and found % unit == 0, told)
         findable = [0]
         if self.kv.capabilities.reuse and row.request.params.prompt_logprobs is None:
             findable = self._findable(row)
-        told = f"{told}, of which {findable} may be found: what was committed under its cache_keys, and may be shared"
+        told = (
+            f"{told}, of which {findable} may be found: what was committed under its "
+            f"cache_keys, and may be shared"
+        )
         self._hold("hit", found in findable, told)
         self._hold(
             "reuse",
@@ -552,7 +568,8 @@ class KVWorld:
         return int(found)
 
     def _findable(self, row: Row) -> list[int]:
-        """Return the numbers of leading known tokens that every group accepts, by what was committed."""
+        """Return the numbers of leading known tokens that every group accepts, by what was
+        committed."""
         self.contents.extend(row.request.cache_keys, row.contents, row.tokens)
         # by group: blocks in a row that end here
         accepted = [0]
@@ -582,10 +599,16 @@ class KVWorld:
         before = self._snapshot() if needed > available else None
         free = self._ask("counts").free
         allocation = self._tell("allocate", row.request, room)
-        told = f"pages_needed({row.request}, {room}) was {needed}, {available} were available, and allocate answered {allocation}"
+        told = (
+            f"pages_needed({row.request}, {room}) was {needed}, {available} were available, and "
+            f"allocate answered {allocation}"
+        )
         self._hold("pages_needed", (allocation is not None) == (needed <= available), told)
         if allocation is None:
-            told = f"allocate({row.request}, {room}) returned None; counts, lookups and unshared pages were {before} and are {self._snapshot()}"
+            told = (
+                f"allocate({row.request}, {room}) returned None; counts, lookups and unshared "
+                f"pages were {before} and are {self._snapshot()}"
+            )
             self._hold("failed_allocate", before in (None, self._snapshot()), told)
             return False
         left = self._ask("available_pages")
@@ -594,7 +617,8 @@ class KVWorld:
         self._hold(
             "hit",
             allocation.cached == cached,
-            f"allocate says {allocation.cached} tokens of {row.request} are cached; lookup said {cached}",
+            f"allocate says {allocation.cached} tokens of {row.request} are cached; lookup said "
+            f"{cached}",
         )
         self._append(row, allocation, free=free, cached=cached, tokens=max(room, cached))
         return True
@@ -607,10 +631,16 @@ class KVWorld:
         free = self._ask("counts").free
         before = self._snapshot() if copied > available else None
         allocation = self._tell("fork", parent.request, child.request, tokens)
-        told = f"fork({parent.request}, {child.request}, {tokens}) with {self.layout.groups}, {available} available, answered {allocation}"
+        told = (
+            f"fork({parent.request}, {child.request}, {tokens}) with {self.layout.groups}, "
+            f"{available} available, answered {allocation}"
+        )
         if allocation is None:
             self._hold("fork", copied > available, f"{told}, though its copies need {copied} pages")
-            told = f"{told}; counts, lookups and unshared pages were {before} and are {self._snapshot()}"
+            told = (
+                f"{told}; counts, lookups and unshared pages were {before} and are "
+                f"{self._snapshot()}"
+            )
             self._hold("failed_fork", before in (None, self._snapshot()), told)
             return False
         self._hold("fork", allocation.cached == tokens, told)
@@ -627,7 +657,8 @@ class KVWorld:
     def _append(
         self, row: Row, allocation: Allocation, *, free: int, cached: int, tokens: int
     ) -> None:
-        """Append blocks to its tables: those of the first `cached` tokens are shared with others, the rest are new; `free` pages were free before."""
+        """Append blocks to its tables: those of the first `cached` tokens are shared with others,
+        the rest are new; `free` pages were free before."""
         pages = allocation.pages
         held = set.union(*self._held())
         sound = (
@@ -651,7 +682,10 @@ class KVWorld:
             table += [own[at : at + width] for at in range(0, len(own), width)]
             shared = 0 if group.recurrent else cached // size
             unseen = group.first_visible_block(cached) if cached else 0
-            told = f"{row.request}, {cached} of whose tokens are cached, has the table {table} in {group}"
+            told = (
+                f"{row.request}, {cached} of whose tokens are cached, has the table {table} in "
+                f"{group}"
+            )
             self._hold(
                 "table",
                 len(table) == group.blocks(tokens),
@@ -671,7 +705,10 @@ class KVWorld:
         pages_held = [
             page for table in row.tables for block in table for page in block if page != HOLE
         ]
-        told = f"{row.request} was given pages {pages} of {self.num_pages}, of which {new} are new, while {sorted(held)} are held"
+        told = (
+            f"{row.request} was given pages {pages} of {self.num_pages}, of which {new} are "
+            f"new, while {sorted(held)} are held"
+        )
         sound = (
             len(set(pages_held)) == len(pages_held)
             and not set(new) & held
@@ -688,7 +725,10 @@ class KVWorld:
         self.contents.extend(row.request.cache_keys, row.contents, row.tokens)
         if self.layout.recurrent:
             taken = self._ask("counts").held - before.held
-            told = f"commit({row.request}, {known}) took {taken} pages; for a checkpoint, {state_pages} are allowed here, as {row.pending} are taken"
+            told = (
+                f"commit({row.request}, {known}) took {taken} pages; for a checkpoint, "
+                f"{state_pages} are allowed here, as {row.pending} are taken"
+            )
             self._hold(
                 "checkpoints", taken in (0, state_pages) and not (taken and row.pending), told
             )
@@ -712,7 +752,10 @@ class KVWorld:
         available = self._ask("available_pages")
         self._tell("free", row.request)
         freed = self._ask("available_pages") - available
-        told = f"pages_needed(…, without=[{row.request}]) counted off {foretold} pages; freeing it made {freed} available"
+        told = (
+            f"pages_needed(…, without=[{row.request}]) counted off {foretold} pages; freeing it "
+            f"made {freed} available"
+        )
         self._hold("pages_needed_without", freed == foretold, told)
         row.tables = []
         row.computed = 0
@@ -722,7 +765,8 @@ class KVWorld:
         row.asked = 0
 
     def _take_back(self, row: Row) -> None:
-        """Revoke its grant, if any; release requests admitted in this step that share tokens which it would have written."""
+        """Revoke its grant, if any; release requests admitted in this step that share tokens which
+        it would have written."""
         if row.planned_from is None:
             return
         before = row.planned_from
@@ -756,7 +800,10 @@ class KVWorld:
         if self.layout.recurrent:
             by_group = (*by_group[:-1], by_group[-1] + self._pending)
         held = sum(by_group)
-        told = f"{counts}, {self._ask('available_pages')} available, of {self.num_pages} pages; {by_group} are in tables or of checkpoints, by group"
+        told = (
+            f"{counts}, {self._ask('available_pages')} available, of {self.num_pages} pages; "
+            f"{by_group} are in tables or of checkpoints, by group"
+        )
         adds_up = (
             counts.free + counts.held + counts.cached == self.num_pages
             and min(counts.free, counts.held, counts.cached) >= 0
@@ -792,14 +839,21 @@ class KVWorld:
         )
         foretold = self._freed_by(requests)
         pending = sum(row.pending for row in group)
-        told = f"pages_needed(…, without={requests}) counts off {foretold} pages; only in their tables are {sorted(alone)}, and {pending} in checkpoints"
+        told = (
+            f"pages_needed(…, without={requests}) counts off {foretold} pages; only in their "
+            f"tables are {sorted(alone)}, and {pending} in checkpoints"
+        )
         self._hold("pages_needed_without", foretold == len(alone) + pending, told)
 
     def _check_tables(self, row: Row) -> None:
-        """Check that the manager's tables are those that it gave, where the request holds blocks."""
+        """Check that the manager's tables are those that it gave, where the request holds
+        blocks."""
         if row.tables:
             answer = self._ask("tables", row.request)
-            told = f"tables({row.request}) answered {answer}; it was given {row.tables}, without what was released since"
+            told = (
+                f"tables({row.request}) answered {answer}; it was given {row.tables}, without "
+                f"what was released since"
+            )
             flat = [[page for block in table for page in block] for table in row.tables]
             sound = type(answer) is tuple and [len(own) for own in answer] == [
                 len(own) for own in flat
@@ -847,7 +901,10 @@ class KVWorld:
         for part, page in enumerate(row.tables[number][0]):
             found = self.memory.get(page, {}).get(STATE)
             if found != (row.contents[tokens - 1], number, part):
-                told = f"{tokens} tokens of {row.request} are computed; page {page} of its live state holds {self.contents.named(found)}"
+                told = (
+                    f"{tokens} tokens of {row.request} are computed; page {page} of its live "
+                    f"state holds {self.contents.named(found)}"
+                )
                 self._broken(claim, told)
 
     def _check_page(self, row: Row, page: int, positions: range, group: int, part: int) -> None:
@@ -856,7 +913,10 @@ class KVWorld:
         for offset, position in enumerate(positions):
             found = memory.get(offset)
             if found != (row.contents[position], group, part):
-                told = f"token {position} of {row.request} reads page {page}, offset {offset}, which holds {self.contents.named(found)}"
+                told = (
+                    f"token {position} of {row.request} reads page {page}, offset {offset}, "
+                    f"which holds {self.contents.named(found)}"
+                )
                 copied = (
                     row.copied is not None
                     and position < row.copied < positions.start + self.groups[group][1].block_tokens
@@ -872,7 +932,8 @@ class KVWorld:
             self._hold(
                 "answers",
                 tuple(taken) == then,
-                f"take_copies or take_checkpoints returned {list(then)}, which is now {list(taken)}",
+                f"take_copies or take_checkpoints returned {list(then)}, which is now "
+                f"{list(taken)}",
             )
         counts = self._ask("counts")
         room = self._fitting(self.num_pages)
@@ -892,7 +953,8 @@ class KVWorld:
             self._hold(
                 "no_leak",
                 whole,
-                f"every request has ended, and one that needs {self.layout.pages(room)} pages gets {allocation}; {counts}",
+                f"every request has ended, and one that needs {self.layout.pages(room)} pages gets "
+                f"{allocation}; {counts}",
             )
 
     # Helpers
@@ -964,7 +1026,8 @@ class KVWorld:
                 self.memory[page] = {STATE: (row.contents[end - 1], len(self.paged), part)}
 
     def _freed_by(self, requests: Sequence[LiveRequest]) -> int:
-        """Return how many pages freeing `requests` would make available, by what another request of one token would need."""
+        """Return how many pages freeing `requests` would make available, by what another request of
+        one token would need."""
         return self.layout.pages(1) - int(self._ask("pages_needed", self.probe, 1, requests))
 
     def _snapshot(self) -> object:

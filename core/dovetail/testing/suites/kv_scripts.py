@@ -10,6 +10,7 @@ from dovetail.testing.checks import CheckFailed
 from dovetail.testing.suites.kv_model import Act, Broken, KVWorld, Shape, plain
 
 BLOCK_SIZES = (1, 2, 3, 16)
+# block sizes of the groups of a layout
 GROUP_SIZES = (
     (1, 1, 1),
     (2, 2, 2),
@@ -17,7 +18,7 @@ GROUP_SIZES = (
     (2, 4, 1),
     (2, 3, 6),
     (1, 3, 3),
-)  # block sizes of the groups of a layout
+)
 WEIGHTS = {
     "arrive": 4, "step": 4, "grant": 1, "evict": 2, "fork": 1, "preempt": 1, "preempt_last_granted": 1, "finish": 2, "trim": 1, "submit": 1,
     "deliver": 1, "hog": 1, "reset": 0.3, "take_back_last_granted": 0.5,
@@ -31,7 +32,8 @@ def draw_shape(random: Random) -> Shape:
 
 
 def draw_groups(random: Random) -> Shape:
-    """Draw a shape of one to three groups, mostly one of full attention and others; blocks of up to three pages."""
+    """Draw a shape of one to three groups, mostly one of full attention and others; blocks of up to
+    three pages."""
     windows = [
         *random.sample([1, 2, 3, 5, 8, 20], random.choice([0, 1, 1, 2])),
         random.choice([None, None, None, 4]),
@@ -47,7 +49,8 @@ def draw_groups(random: Random) -> Shape:
 
 
 def draw_states(random: Random) -> Shape:
-    """Draw a shape of a state, of up to three pages, and mostly of groups of K and V; most pools have room for several requests."""
+    """Draw a shape of a state, of up to three pages, and mostly of groups of K and V; most pools
+    have room for several requests."""
     paged = draw_groups(random).groups[: random.choice([0, 1, 1, 1, 2, 2, 3])]
     tokens = Shape(paged, 0).layout.hit_tokens if paged else random.choice([1, 2, 4])
     groups = (
@@ -102,20 +105,23 @@ def _draw_act(random: Random, name: str) -> Act:
 
 
 def shortest(make: Callable[[KVContext], KVCacheManager], found: Broken) -> CheckFailed:
-    """Return the same breach without the acts that it doesn't need; the message ends with the others."""
+    """Return the same breach without the acts that it doesn't need; the message ends with the
+    others."""
     broken = _breach(make, found, found.script)
     for at in reversed(range(len(found.script))):
         if broken is not None:
             broken = _breach(make, found, [*broken.script[:at], *broken.script[at + 1 :]]) or broken
     if broken is None:
         return CheckFailed(
-            f"kv_cache.{found.claim}: {found}; the same acts, done again, didn't show it: the manager isn't deterministic"
+            f"kv_cache.{found.claim}: {found}; the same acts, done again, didn't show it: the "
+            f"manager isn't deterministic"
         )
     acts = ", ".join(
         f"{name}({', '.join(map(repr, arguments))})" for name, arguments in broken.script
     )
     return CheckFailed(
-        f"{broken}; shown by {broken.shape} and these acts of {KVWorld.__module__}.KVWorld: {acts or 'none'}"
+        f"{broken}; shown by {broken.shape} and these acts of {KVWorld.__module__}.KVWorld: "
+        f"{acts or 'none'}"
     )
 
 

@@ -1,7 +1,9 @@
-"""`LogitsProcessorSuite`: checks that a logits processor conforms to the contract of `dovetail.api.logits_processor`.
+"""`LogitsProcessorSuite`: checks that a logits processor conforms to the contract of
+`dovetail.api.logits_processor`.
 
-What a processor computes is up to its author. So it is compared with itself: a line gets the same bits by itself, in a batch, in another row, after
-drafts, after a preemption, and after other calls.
+What a processor computes is up to its author. So it is compared with itself: a line gets the same
+bits by itself, in a batch, in another row, after drafts, after a preemption, and after other
+calls.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from dovetail.testing.suites.logits_processor_bench import (
 from dovetail.testing.suites.sampler_requests import JUNK
 
 LARGE_VOCAB = 40_007  # where sums over the vocabulary are split among threads
+# bits of float32: NaNs, -0, the least number, inf, -inf
 SPECIAL = (
     0x7FC00001,
     0xFFC12345,
@@ -43,15 +46,16 @@ SPECIAL = (
     0x00000001,
     0x7F800000,
     0xFF800000,
-)  # bits of float32: NaNs, -0, the least number, inf, -inf
+)
 
 Replay = Callable[[], object]
 
 
 class LogitsProcessorSuite(Suite):
-    """`arguments`: example arguments of requests, each a mapping; default: one empty mapping, for the defaults. At least one must
-    change logits after repetitive texts of letters. Texts are encoded by a tokenizer whose tokens are the bytes. Runs on `device`: by default a GPU
-    if available, otherwise the CPU. Processors must support both."""
+    """`arguments`: example arguments of requests, each a mapping; default: one empty mapping, for
+    the defaults. At least one must change logits after repetitive texts of letters. Texts are
+    encoded by a tokenizer whose tokens are the bytes. Runs on `device`: by default a GPU if
+    available, otherwise the CPU. Processors must support both."""
 
     kind = "logits_processor"
     settings = Suite.settings | {"arguments", "device"}
@@ -81,7 +85,8 @@ class LogitsProcessorSuite(Suite):
                 first = _validated(self.model, example)
             except ValidationError as error:
                 fail(
-                    f"{self.model.__name__} refuses the example {shown(dict(example))}: {error}; set `arguments` to what requests may say",
+                    f"{self.model.__name__} refuses the example {shown(dict(example))}: {error}; "
+                    f"set `arguments` to what requests may say",
                     error,
                 )
             found.append(self._sent(first))
@@ -94,9 +99,10 @@ class LogitsProcessorSuite(Suite):
 
     @check("logits_processor.arguments", since="0.1")
     def test_arguments(self) -> None:
-        """`Arguments` isn't a pydantic model that forbids unknown keys, or doesn't accept its own values. They are validated when a request arrives,
-        sent to the ranks as JSON (`model_dump(mode="json")`), and validated there again without the tokenizer: a validator must leave ids as they
-        are, and the result must be equal."""
+        """`Arguments` isn't a pydantic model that forbids unknown keys, or doesn't accept its own
+        values. They are validated when a request arrives, sent to the ranks as JSON
+        (`model_dump(mode="json")`), and validated there again without the tokenizer: a validator
+        must leave ids as they are, and the result must be equal."""
         require(
             isinstance(self.model, type) and issubclass(self.model, BaseModel),
             f"Arguments is {self.model!r}, expected a pydantic model",
@@ -107,14 +113,17 @@ class LogitsProcessorSuite(Suite):
             except ValidationError:
                 continue
             fail(
-                f'{self.model.__name__} took the unknown key {UNKNOWN_KEY!r}: give it `model_config = ConfigDict(extra="forbid")`'
+                f"{self.model.__name__} took the unknown key {UNKNOWN_KEY!r}: give it "
+                f'`model_config = ConfigDict(extra="forbid")`'
             )
 
     @check("logits_processor.bad_arguments", since="0.1")
     def test_bad_arguments(self) -> None:
-        """An invalid value of an argument was accepted, and `update` or `apply` raised, other rows changed, or the largest logit wasn't finite
-        afterwards; or `Arguments` raised something else than `ValueError`. Give each field a strict type and a range, refuse NaN and inf
-        (`allow_inf_nan=False`), and bound the length of lists. Without a tokenizer ({"encode": None}) reject texts."""
+        """An invalid value of an argument was accepted, and `update` or `apply` raised, other rows
+        changed, or the largest logit wasn't finite afterwards; or `Arguments` raised something else
+        than `ValueError`. Give each field a strict type and a range, refuse NaN and inf
+        (`allow_inf_nan=False`), and bound the length of lists. Without a tokenizer ({"encode":
+        None}) reject texts."""
         fine = [
             Asking(line.logits, line.sampling, line.prompt, line.output)
             for line in self.lines(drafts=False)[0][:2]
@@ -132,7 +141,8 @@ class LogitsProcessorSuite(Suite):
                         self._require_harmless(given, arguments, fine, expected)
             require(
                 len(taken) < 2 * len(JUNK),
-                f"the argument {field!r} takes every one of {len(JUNK)} values, from -1 and {{}} to 'x'",
+                f"the argument {field!r} takes every one of {len(JUNK)} values, from -1 and {{}} "
+                f"to 'x'",
             )
 
     def _taken(self, given: Mapping[str, Any], encode: Any) -> BaseModel | None:
@@ -143,21 +153,27 @@ class LogitsProcessorSuite(Suite):
             return None
         except Exception as error:
             fail(
-                f"the arguments {shown(dict(given))}: {self.model.__name__} raised {describe(error)}, expected a ValueError",
+                f"the arguments {shown(dict(given))}: {self.model.__name__} raised "
+                f"{describe(error)}, expected a ValueError",
                 error,
             )
         return self._sent(first)
 
     def _sent(self, first: BaseModel) -> BaseModel:
-        """Return arguments as they arrive on a rank: through JSON, and validated without context. Requires the same values."""
+        """Return arguments as they arrive on a rank: through JSON, and validated without context.
+        Requires the same values."""
         try:
             sent = self.model.model_validate(json.loads(json.dumps(_plain(first), allow_nan=False)))
         except Exception as error:
             fail(
-                f"the arguments {shown_arguments(first)} were taken, but can't be sent to the ranks: {describe(error)}",
+                f"the arguments {shown_arguments(first)} were taken, but can't be sent to the "
+                f"ranks: {describe(error)}",
                 error,
             )
-        told = f"the arguments {shown_arguments(first)} became {shown_arguments(sent)} on the way to the ranks"
+        told = (
+            f"the arguments {shown_arguments(first)} became {shown_arguments(sent)} on the way "
+            f"to the ranks"
+        )
         require(sent == first and _plain(sent) == _plain(first), told)
         return sent
 
@@ -185,21 +201,23 @@ class LogitsProcessorSuite(Suite):
 
     @check("logits_processor.examples", since="0.1")
     def test_examples(self) -> None:
-        """The examples of the suite change no logit, so the suite proves nothing: set `arguments`, a list of mappings. Or the largest logit isn't
-        finite afterwards, which ends the request with an error."""
+        """The examples of the suite change no logit, so the suite proves nothing: set `arguments`,
+        a list of mappings. Or the largest logit isn't finite afterwards, which ends the request
+        with an error."""
         lines, places = self.lines()
         bench = self.bench(lines, places)
         after = bench.apply()
         require(
             not _bits_equal(after, bench.logits),
-            f"none of the arguments {shown([dict(example) for example in self.arguments])} changed a logit",
+            f"none of the arguments {shown([dict(example) for example in self.arguments])} changed "
+            f"a logit",
         )
         _require_usable(after, "an example")
 
     @check("logits_processor.banned", since="0.1")
     def test_banned(self) -> None:
-        """A logit of -inf was raised. Such a token can't be sampled, by the request's rules or its grammar; add to logits, or use `masked_fill` with
-        -inf, but don't assign other values."""
+        """A logit of -inf was raised. Such a token can't be sampled, by the request's rules or its
+        grammar; add to logits, or use `masked_fill` with -inf, but don't assign other values."""
         lines, places = self.lines()
         bench = self.bench(lines, places)
         bench.logits[:, ::3] = -torch.inf
@@ -207,13 +225,15 @@ class LogitsProcessorSuite(Suite):
         for line, tokens in zip(lines, raised, strict=True):
             require(
                 not tokens.any(),
-                f"{said(line)}: the logit of token {int(tokens.int().argmax())}, which was -inf, was changed",
+                f"{said(line)}: the logit of token {int(tokens.int().argmax())}, which was -inf, "
+                f"was changed",
             )
 
     @check("logits_processor.others", since="0.1")
     def test_others(self) -> None:
-        """Logits of a row that didn't ask, or of padding, were changed; even the bits of NaN and -0 must stay. Adding 0 and multiplying by 1 change
-        them on some devices: use `torch.where`, or write only to rows that ask."""
+        """Logits of a row that didn't ask, or of padding, were changed; even the bits of NaN and -0
+        must stay. Adding 0 and multiplying by 1 change them on some devices: use `torch.where`, or
+        write only to rows that ask."""
         lines, places = self.lines()
         bench = self.bench(lines, places)
         bits = torch.tensor(
@@ -247,8 +267,9 @@ class LogitsProcessorSuite(Suite):
 
     @check("logits_processor.batch", since="0.1")
     def test_batch(self) -> None:
-        """A line's logits depend on the other lines of the step: their number, content, order, or padding. Sums over the vocabulary (`sum`, `std`,
-        `softmax`) may round differently in another batch; add halves of the vocabulary repeatedly instead, which is the same for all."""
+        """A line's logits depend on the other lines of the step: their number, content, order, or
+        padding. Sums over the vocabulary (`sum`, `std`, `softmax`) may round differently in another
+        batch; add halves of the vocabulary repeatedly instead, which is the same for all."""
         lines, places = self.lines()
         bench = self.bench(lines, places)
         together = bench.apply()
@@ -296,8 +317,9 @@ class LogitsProcessorSuite(Suite):
 
     @check("logits_processor.lines", since="0.1")
     def test_lines(self) -> None:
-        """A line after drafts doesn't get what a row gets whose output ends with these, bit for bit. The drafts are in the history, after
-        `num_tokens`; `history.lengths(lines)` is the number of tokens before a line; minus `prompt_lens` it is the output position."""
+        """A line after drafts doesn't get what a row gets whose output ends with these, bit for
+        bit. The drafts are in the history, after `num_tokens`; `history.lengths(lines)` is the
+        number of tokens before a line; minus `prompt_lens` it is the output position."""
         lines, places = self.lines()
         own = [replace(line, output=line.output + line.drafts, drafts=()) for line in lines]
         require_same(
@@ -309,8 +331,8 @@ class LogitsProcessorSuite(Suite):
 
     @check("logits_processor.stale_history", since="0.1")
     def test_stale_history(self) -> None:
-        """A line's logits depend on what its row of the history holds after its tokens, or on other rows' tokens. Read only the first
-        `lengths(lines)` of its row."""
+        """A line's logits depend on what its row of the history holds after its tokens, or on other
+        rows' tokens. Read only the first `lengths(lines)` of its row."""
         lines, places = self.lines()
         quiet = self.bench(lines, places)
         loud = self.bench(lines, places)
@@ -326,8 +348,9 @@ class LogitsProcessorSuite(Suite):
 
     @check("logits_processor.stateless", since="0.1")
     def test_stateless(self) -> None:
-        """A line's logits changed when the processor was called again, after other calls, after drafts that were rejected, or in another instance.
-        Keep nothing from one call to the next, and compute noise from the seed, the output position and the token's id."""
+        """A line's logits changed when the processor was called again, after other calls, after
+        drafts that were rejected, or in another instance. Keep nothing from one call to the next,
+        and compute noise from the seed, the output position and the token's id."""
         lines, places = self.lines()
         bench = self.bench(lines, places)
         first = bench.apply()
@@ -353,7 +376,8 @@ class LogitsProcessorSuite(Suite):
 
     @check("logits_processor.preemption", since="0.1")
     def test_preemption(self) -> None:
-        """A request that was preempted and resumed in another row, with its history rebuilt, got other logits."""
+        """A request that was preempted and resumed in another row, with its history rebuilt, got
+        other logits."""
         lines, _ = self.lines(drafts=False)
         count = len(lines)
         bench = self.bench(
@@ -371,8 +395,9 @@ class LogitsProcessorSuite(Suite):
 
     @check("logits_processor.reused_rows", since="0.1")
     def test_reused_rows(self) -> None:
-        """`update` kept state of a row's previous request, raised for an unknown row, or didn't start rows that are both removed and added.
-        Removals come first. It may also be called again with the same rows, after an error in another row."""
+        """`update` kept state of a row's previous request, raised for an unknown row, or didn't
+        start rows that are both removed and added. Removals come first. It may also be called again
+        with the same rows, after an error in another row."""
         lines, places = self.lines()
         rows = sorted(set(places))
         bench = self.bench(lines, places)
@@ -395,7 +420,8 @@ class LogitsProcessorSuite(Suite):
 
     @check("logits_processor.read_only", since="0.1")
     def test_read_only(self) -> None:
-        """The history, `lines`, a row's arguments or the list of rows was changed, but only `logits` may be."""
+        """The history, `lines`, a row's arguments or the list of rows was changed, but only
+        `logits` may be."""
         lines, places = self.lines()
         bench = self.bench(lines, places)
         logits, given = bench.batch()
@@ -418,8 +444,9 @@ class LogitsProcessorSuite(Suite):
 
     @check("logits_processor.sizes", since="0.1")
     def test_sizes(self) -> None:
-        """It failed at a limit, or the result depends on it: a vocabulary of 1 or 3 tokens, one row, histories of one token or that fill their row,
-        no drafts, no lines, or many times more lines than rows, as padding makes them."""
+        """It failed at a limit, or the result depends on it: a vocabulary of 1 or 3 tokens, one
+        row, histories of one token or that fill their row, no drafts, no lines, or many times more
+        lines than rows, as padding makes them."""
         for vocab in (1, 3):
             lines, places = self.lines(vocab=vocab)
             bench = self.bench(lines, places)
@@ -472,10 +499,11 @@ class LogitsProcessorSuite(Suite):
 
     @check("logits_processor.replayed", since="0.1", capability="cuda_graph")
     def test_replayed(self) -> None:
-        """The operations of `apply`, recorded and replayed for other lines, arguments and histories, didn't give what `apply` does then: it read a
-        value on the host, or a buffer that `update` replaced by another. Or it makes the host wait for the device, as `.item()`, `bool()` of a
-        tensor, masks as indices and `nonzero` do. Branch with `torch.where`, and write to buffers in place. This is tried on the CPU, too, and
-        needs no graph."""
+        """The operations of `apply`, recorded and replayed for other lines, arguments and
+        histories, didn't give what `apply` does then: it read a value on the host, or a buffer that
+        `update` replaced by another. Or it makes the host wait for the device, as `.item()`,
+        `bool()` of a tensor, masks as indices and `nonzero` do. Branch with `torch.where`, and
+        write to buffers in place. This is tried on the CPU, too, and needs no graph."""
 
         def record(bench: ProcessorBench, logits: torch.Tensor, lines: Lines) -> Replay:
             recording = Recording()
@@ -490,7 +518,8 @@ class LogitsProcessorSuite(Suite):
 
     @check("logits_processor.graph", since="0.1", capability="cuda_graph")
     def test_graph(self) -> None:
-        """A CUDA graph of `apply` can't be captured, or its replay for other lines, arguments and histories doesn't give what `apply` does then."""
+        """A CUDA graph of `apply` can't be captured, or its replay for other lines, arguments and
+        histories doesn't give what `apply` does then."""
         if not self.place.startswith("cuda"):
             raise Untried("cuda_graph", f"the suite runs on {self.place}")
 

@@ -1,4 +1,5 @@
-"""Lines to process: rows that ask for a logits processor with some arguments, and rows that don't; uses only the interface."""
+"""Lines to process: rows that ask for a logits processor with some arguments, and rows that don't;
+uses only the interface."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ MakeProcessor = Callable[[LogitsProcessorContext], LogitsProcessor]
 
 @dataclass(frozen=True)
 class Asking(Row):
-    """A line of a row. `arguments`: those for the processor; None: its request doesn't ask for it."""
+    """A line of a row. `arguments`: those for the processor; None: its request doesn't ask for
+    it."""
 
     arguments: BaseModel | None = None
 
@@ -65,7 +67,8 @@ class ProcessorBench(RowsBench):
         self.processor.update(removed, added)
 
     def batch(self, some: Sequence[int | None] | None = None) -> tuple[torch.Tensor, Lines]:
-        """Return the logits and lines of all lines, or of some, given by their index. None is padding, with the logits of the first line."""
+        """Return the logits and lines of all lines, or of some, given by their index. None is
+        padding, with the logits of the first line."""
         picked = list(range(len(self.places))) if some is None else some
         index = torch.tensor(
             [one or 0 for one in picked], dtype=torch.int64, device=self.logits.device
@@ -88,8 +91,9 @@ class ProcessorBench(RowsBench):
 def lines_of(
     arguments: Sequence[BaseModel], *, rows: int = 16, vocab: int = VOCAB, drafts: bool = True
 ) -> tuple[list[Asking], list[int]]:
-    """Return lines and the row of each. All of `arguments` are asked for at least twice, and every third row asks for nothing. Rows have 1 to
-    `MOST_TOKENS` tokens, in which passages come again, and up to `MOST_DRAFTS` drafts. Some logits are -inf, as rules leave them."""
+    """Return lines and the row of each. All of `arguments` are asked for at least twice, and every
+    third row asks for nothing. Rows have 1 to `MOST_TOKENS` tokens, in which passages come again,
+    and up to `MOST_DRAFTS` drafts. Some logits are -inf, as rules leave them."""
     rng = np.random.default_rng(7)
     lines = []
     places = []
@@ -137,12 +141,16 @@ def require_same(
     """Require equal bits of logits [n, vocab], one for each of `lines`."""
     if found.shape != expected.shape:
         fail(
-            f"{what}: the logits have the shape {list(found.shape)}, expected {list(expected.shape)}"
+            f"{what}: the logits have the shape {list(found.shape)}, expected "
+            f"{list(expected.shape)}"
         )
     unlike = (found.view(torch.int32) != expected.view(torch.int32)).nonzero()
     if len(unlike):
         index, token = unlike[0].tolist()
-        told = f"the logit of token {token} became {found[index, token]:.9g}, expected {expected[index, token]:.9g}"
+        told = (
+            f"the logit of token {token} became {found[index, token]:.9g}, expected "
+            f"{expected[index, token]:.9g}"
+        )
         fail(f"{said(lines[index])}: {what}: {told}")
 
 
@@ -152,7 +160,10 @@ def said(line: Asking) -> str:
         if line.arguments is None
         else f"with {shown_arguments(line.arguments)}"
     )
-    return f"a row {asks}, after {len(line.prompt)} + {len(line.output)} tokens and {len(line.drafts)} drafts"
+    return (
+        f"a row {asks}, after {len(line.prompt)} + {len(line.output)} tokens and "
+        f"{len(line.drafts)} drafts"
+    )
 
 
 def shown_arguments(arguments: BaseModel) -> Any:

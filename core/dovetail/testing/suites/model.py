@@ -1,7 +1,9 @@
-"""`ModelSuite`: checks that a model architecture conforms to the contract of `dovetail.api.model`, and computes the same as transformers.
+"""`ModelSuite`: checks that a model architecture conforms to the contract of `dovetail.api.model`,
+and computes the same as transformers.
 
-Models are tiny and random, built from transformers' own config classes (`model_configs`). They run on the CPU in float32, with the suite's own
-attention (`model_bench`), so that differences are due to the model.
+Models are tiny and random, built from transformers' own config classes (`model_configs`). They run
+on the CPU in float32, with the suite's own attention (`model_bench`), so that differences are due
+to the model.
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ from dovetail.testing.suites.model_bench import CPU, Bench, Chunk, Reference, Te
 MANY = 12  # sequences per step
 SHORT = 17  # tokens
 FAR = 600  # a position that bfloat16 can't hold
-TOLERANCE = 1e-4  # relative to the largest number, and to each: allows another order of sums, but not another formula
+# relative to the largest number, and to each: allows another order of sums, but not another formula
+TOLERANCE = 1e-4
 
 
 class ModelSuite(Suite):
-    """`architectures`: to build; default: those declared by the component's plugin, for a class those in its attribute of that name, or those
-    declared for its nearest base class. `variants`: fields of additional configs to compare numbers for."""
+    """`architectures`: to build; default: those declared by the component's plugin, for a class
+    those in its attribute of that name, or those declared for its nearest base class. `variants`:
+    fields of additional configs to compare numbers for."""
 
     kind = "model"
     settings = Suite.settings | {"architectures", "variants"}
@@ -49,7 +53,8 @@ class ModelSuite(Suite):
 
     @cached_property
     def served(self) -> tuple[str, ...]:
-        """Architectures to test: those without a head for labels, which the executor computes. Raises `CheckFailed` if none is known."""
+        """Architectures to test: those without a head for labels, which the executor computes.
+        Raises `CheckFailed` if none is known."""
         if self.architectures or isinstance(self.component, str):
             found = self.architectures or self.resolved.spec.architectures
         else:
@@ -58,20 +63,22 @@ class ModelSuite(Suite):
             )
         require(
             found,
-            "no architectures are declared: name them in the ComponentSpec, or set `architectures` on the suite",
+            "no architectures are declared: name them in the ComponentSpec, or set `architectures` "
+            "on the suite",
         )
         return tuple(name for name in found if not configs.has_label_head(name)) or found
 
     def declares(self, capability: str) -> bool:
-        """`causal` is declared by a first architecture whose layers are; it generates, and has a head over the vocabulary."""
+        """`causal` is declared by a first architecture whose layers are; it generates, and has a
+        head over the vocabulary."""
         if capability == "causal":
             return not self.encodes
         return super().declares(capability)
 
     @cached_property
     def encodes(self) -> bool:
-        """True if the architectures are encoders: each row of a step is a whole prompt, and there are no logits. What checks compare as such are
-        hidden states."""
+        """True if the architectures are encoders: each row of a step is a whole prompt, and there
+        are no logits. What checks compare as such are hidden states."""
         return not all(
             spec.causal for spec in self.arch.layer_specs(configs.tiny(self.served[0]), SINGLE)
         )
@@ -95,8 +102,10 @@ class ModelSuite(Suite):
 
     @check("model.transformers", since="0.1")
     def test_transformers(self) -> None:
-        """Hidden states (after the last norm) or logits differ from transformers' in float32. Compare layer by layer, starting at the embedding:
-        norms and their eps, rotary embedding, additions to the residual stream, biases, tied weights. Sequences are as long as the model allows."""
+        """Hidden states (after the last norm) or logits differ from transformers' in float32.
+        Compare layer by layer, starting at the embedding: norms and their eps, rotary embedding,
+        additions to the residual stream, biases, tied weights. Sequences are as long as the model
+        allows."""
         for config, reference, bench in self.pairs():
             tokens = some_tokens(config, model_length(config))
             hidden = bench.step(Chunk("a", tokens, 0))
@@ -116,8 +125,9 @@ class ModelSuite(Suite):
 
     @check("model.config_fields", since="0.1")
     def test_config_fields(self) -> None:
-        """A config field that changes the numbers was accepted, and the numbers differ from transformers'. Implement it, or name it in
-        `reasons_against`. Extreme values count, too: an eps of 1e-12, a window of one token, no layer without a window."""
+        """A config field that changes the numbers was accepted, and the numbers differ from
+        transformers'. Implement it, or name it in `reasons_against`. Extreme values count, too: an
+        eps of 1e-12, a window of one token, no layer without a window."""
         for architecture in self.served:
             for change in configs.changes(architecture):
                 config = configs.tiny(architecture, **change.fields)
@@ -126,7 +136,8 @@ class ModelSuite(Suite):
                     named = any(change.field in reason for reason in reasons)
                     require(
                         named,
-                        f"{change.fields} is refused without naming {change.field}: {list(reasons)}",
+                        f"{change.fields} is refused without naming {change.field}: "
+                        f"{list(reasons)}",
                     )
                     continue
                 reference = Reference(config)
@@ -144,13 +155,15 @@ class ModelSuite(Suite):
                     assert_close(
                         ours,
                         theirs,
-                        f"{architecture} takes {change.fields}, but its {what} differ from transformers'",
+                        f"{architecture} takes {change.fields}, but its {what} differ from "
+                        f"transformers'",
                     )
 
     @check("model.unknown_fields", since="0.1")
     def test_unknown_fields(self) -> None:
-        """A field unknown to the architecture was ignored, although it may change the numbers (a softcap, a scale, a weight format). Reject fields
-        by name unless they are known to be harmless."""
+        """A field unknown to the architecture was ignored, although it may change the numbers (a
+        softcap, a scale, a weight format). Reject fields by name unless they are known to be
+        harmless."""
         for architecture in self.served:
             known = vars(configs.tiny(architecture))
             for field, value in configs.UNHEARD_OF.items():
@@ -166,7 +179,8 @@ class ModelSuite(Suite):
 
     @check("model.rope_types", since="0.1")
     def test_unknown_ropes(self) -> None:
-        """An unknown rope type, or an unknown parameter of a rope type, was ignored: positions would be those of another model. Reject it by name."""
+        """An unknown rope type, or an unknown parameter of a rope type, was ignored: positions
+        would be those of another model. Reject it by name."""
         for architecture in self.served:
             for rope in configs.UNHEARD_OF_ROPES:
                 config = configs.tiny(architecture)
@@ -186,15 +200,17 @@ class ModelSuite(Suite):
                 )
                 require(
                     named,
-                    f"a config whose rope_parameters have {rope} isn't refused by that name: {reasons}",
+                    f"a config whose rope_parameters have {rope} isn't refused by that name: "
+                    f"{reasons}",
                 )
 
     # ---- steps
 
     @check("model.positions", since="0.1", capability="causal")
     def test_positions(self) -> None:
-        """Two steps with the same number of tokens and the same first position had the same rotation, although other positions differ. Key anything
-        cached between steps by all positions, or cache nothing."""
+        """Two steps with the same number of tokens and the same first position had the same
+        rotation, although other positions differ. Key anything cached between steps by all
+        positions, or cache nothing."""
         for config, reference, bench in self.pairs():
             tokens = {name: some_tokens(config, 20, seed=ord(name)) for name in "abc"}
             before = [
@@ -215,13 +231,15 @@ class ModelSuite(Suite):
             assert_close(
                 found,
                 expected,
-                f"logits of {_told(config)} after a step of as many tokens that began at the same position",
+                f"logits of {_told(config)} after a step of as many tokens that began at the same "
+                f"position",
             )
 
     @check("model.owns_nothing", since="0.1")
     def test_inputs_and_results_are_the_callers(self) -> None:
-        """`forward` or `logits` modified its input; or its result is something that it reads again, so that a caller that overwrites it (a sampler
-        may overwrite logits) changes later ones; or an attention result was used after the next layer had attended."""
+        """`forward` or `logits` modified its input; or its result is something that it reads again,
+        so that a caller that overwrites it (a sampler may overwrite logits) changes later ones; or
+        an attention result was used after the next layer had attended."""
         config = next(self.configs())
         bench = self.bench(config, Reference(config).tensors())
         tokens = some_tokens(config, 12)
@@ -246,7 +264,8 @@ class ModelSuite(Suite):
                 assert_close(
                     again,
                     expected[wanted],
-                    "logits of the same states, after the caller has overwritten those of the first call",
+                    "logits of the same states, after the caller has overwritten those of the "
+                    "first call",
                 )
                 hidden.fill_(torch.nan)
             again = bench.logits(bench.step(Chunk(f"again {sequence}", tokens, 0), wanted=wanted))
@@ -256,8 +275,8 @@ class ModelSuite(Suite):
 
     @check("model.chunks", since="0.1", capability="causal")
     def test_chunks(self) -> None:
-        """A prompt computed in chunks gives other logits than at once. Use the given positions instead of counting, and keep nothing between
-        calls."""
+        """A prompt computed in chunks gives other logits than at once. Use the given positions
+        instead of counting, and keep nothing between calls."""
         for config, reference, bench in self.pairs():
             tokens = some_tokens(config, 30)
             whole = bench.run(tokens)
@@ -265,7 +284,8 @@ class ModelSuite(Suite):
             assert_close(
                 chunked,
                 whole,
-                f"logits of {_told(config)} in chunks of 7, 1, 13 and 9 differ from those of the whole",
+                f"logits of {_told(config)} in chunks of 7, 1, 13 and 9 differ from those of the "
+                f"whole",
             )
 
     @check("model.decode", since="0.1", capability="causal")
@@ -281,13 +301,15 @@ class ModelSuite(Suite):
                 assert_close(
                     decoded,
                     whole,
-                    f"logits of {_told(config)}, decoded token by token after {first}, differ from those of the whole",
+                    f"logits of {_told(config)}, decoded token by token after {first}, differ from "
+                    f"those of the whole",
                 )
 
     @check("model.prefix", since="0.1", capability="causal")
     def test_prefix(self) -> None:
-        """A sequence whose first K and V come from another one (a prefix hit) gives other logits than if computed. A hit starts at a position that
-        the model has never seen in this sequence."""
+        """A sequence whose first K and V come from another one (a prefix hit) gives other logits
+        than if computed. A hit starts at a position that the model has never seen in this
+        sequence."""
         for config, reference, bench in self.pairs():
             tokens = some_tokens(config, 30)
             others = some_tokens(config, 12, seed=1)
@@ -298,13 +320,15 @@ class ModelSuite(Suite):
             assert_close(
                 hit,
                 whole,
-                f"logits of {_told(config)} after a prefix hit of 17 tokens differ from those that are recomputed",
+                f"logits of {_told(config)} after a prefix hit of 17 tokens differ from those that "
+                f"are recomputed",
             )
 
     @check("model.ragged", since="0.1")
     def test_ragged(self) -> None:
-        """Sequences that share a step give other logits than by themselves. A step is a flat list of tokens of several sequences, each with its
-        position; only attention knows which belong together."""
+        """Sequences that share a step give other logits than by themselves. A step is a flat list
+        of tokens of several sequences, each with its position; only attention knows which belong
+        together."""
         for config, reference, bench in self.pairs():
             tokens = {
                 name: some_tokens(config, n, seed=n)
@@ -333,7 +357,8 @@ class ModelSuite(Suite):
             assert_close(
                 bench.logits(hidden),
                 torch.cat(expected),
-                f"logits of {_told(config)} in a step of {MANY} sequences differ from those of separate steps",
+                f"logits of {_told(config)} in a step of {MANY} sequences differ from those of "
+                f"separate steps",
             )
             if self.encodes:
                 continue
@@ -345,14 +370,19 @@ class ModelSuite(Suite):
                 alone.run(part.token_ids, sequence=part.sequence, start=part.start)
                 for part in falling
             ]
-            told = f"logits of {_told(config)} in a step whose positions decrease from row to row differ from those of separate steps"
+            told = (
+                f"logits of {_told(config)} in a step whose positions decrease from row to row "
+                f"differ from those of separate steps"
+            )
             assert_close(bench.logits(bench.step(*falling)), torch.cat(expected), told)
 
     @check("model.states", since="0.3")
     def test_states(self) -> None:
-        """The states of recurrent layers after the same tokens differ with the steps that computed these: whole, in chunks of 1, 7 and the rest, over
-        the states of an earlier request, beside other rows in any order; or those of a row changed in a step of others; or a checkpoint isn't the
-        state after exactly its tokens. Every layer uses the rows of `StateLayer.batch`, in all of which it replaces the states."""
+        """The states of recurrent layers after the same tokens differ with the steps that computed
+        these: whole, in chunks of 1, 7 and the rest, over the states of an earlier request, beside
+        other rows in any order; or those of a row changed in a step of others; or a checkpoint
+        isn't the state after exactly its tokens. Every layer uses the rows of `StateLayer.batch`,
+        in all of which it replaces the states."""
         for config in self.configs():
             bench = self.bench(config, Reference(config).tensors())
             if bench.states is None:
@@ -391,8 +421,9 @@ class ModelSuite(Suite):
 
     @check("model.wanted", since="0.2")
     def test_wanted(self) -> None:
-        """With `wanted`, `forward` doesn't return the states of those tokens, in that order, equal to those without it; or a later step misses K
-        and V of the others: these must be written in every layer. Simplest solution: `return hidden if wanted is None else hidden[wanted]`."""
+        """With `wanted`, `forward` doesn't return the states of those tokens, in that order, equal
+        to those without it; or a later step misses K and V of the others: these must be written in
+        every layer. Simplest solution: `return hidden if wanted is None else hidden[wanted]`."""
         for config, reference, bench in self.pairs():
             tokens = some_tokens(config, 30)
             others = some_tokens(config, 9, seed=1)
@@ -416,14 +447,16 @@ class ModelSuite(Suite):
                 assert_close(
                     alone,
                     expected,
-                    f"states of {_told(config)} at places {places} of a step differ if only these are wanted",
+                    f"states of {_told(config)} at places {places} of a step differ if only these "
+                    f"are wanted",
                 )
 
     @check("model.taps", since="0.4", capability="taps")
     def test_taps(self) -> None:
-        """`forward_tapped` doesn't return the residual stream of all tokens after the first t layers for a tap t, and the final states for the number
-        of layers, one after the other, as transformers computes them; or what `forward` returns, also with `wanted`. Or `embed` doesn't return what
-        the first layer reads, or a later step changes a result."""
+        """`forward_tapped` doesn't return the residual stream of all tokens after the first t
+        layers for a tap t, and the final states for the number of layers, one after the other, as
+        transformers computes them; or what `forward` returns, also with `wanted`. Or `embed`
+        doesn't return what the first layer reads, or a later step changes a result."""
         for config, reference, bench in self.pairs():
             tokens = some_tokens(config, 20)
             layers = int(config.num_hidden_layers)
@@ -451,7 +484,8 @@ class ModelSuite(Suite):
                     assert_close(
                         hidden,
                         right,
-                        f"states of {told} from forward_tapped, with taps {taps}, differ from those of forward",
+                        f"states of {told} from forward_tapped, with taps {taps}, differ from "
+                        f"those of forward",
                     )
             for states, expected in kept:
                 assert_close(
@@ -460,7 +494,8 @@ class ModelSuite(Suite):
 
     @check("model.side_by_side", since="0.1")
     def test_side_by_side(self) -> None:
-        """A second model in the process changed the results of the first: state is kept outside of the module that `build` returned."""
+        """A second model in the process changed the results of the first: state is kept outside of
+        the module that `build` returned."""
         config = next(self.configs())
         references = [Reference(config, seed) for seed in (0, 1)]
         tokens = some_tokens(config, 12)
@@ -477,8 +512,8 @@ class ModelSuite(Suite):
 
     @check("model.weight_names", since="0.1")
     def test_weight_names(self) -> None:
-        """`weights()` doesn't list exactly the tensors of a checkpoint, with parameters that have `load`; only those that may be missing (a tied
-        head) are optional."""
+        """`weights()` doesn't list exactly the tensors of a checkpoint, with parameters that have
+        `load`; only those that may be missing (a tied head) are optional."""
         for config, reference, bench in self.pairs():
             rules = list(bench.model.weights())
             held = set(reference.held())
@@ -500,28 +535,29 @@ class ModelSuite(Suite):
             )
             require(
                 names <= held,
-                f"{_told(config)}: rules for tensors that no checkpoint has: {sorted(names - held)}",
+                f"{_told(config)}: rules for tensors that no checkpoint has: "
+                f"{sorted(names - held)}",
             )
             needed = {rule.source for rule in rules if not rule.optional}
             missing = sorted(set(reference.tensors()) - needed)
             require(
                 not missing,
-                f"{_told(config)}: these tensors are optional, but nothing can stand in for them: {missing}",
+                f"{_told(config)}: these tensors are optional, but nothing can stand in for them: "
+                f"{missing}",
             )
 
     @check("model.weight_use", since="0.1")
     def test_weight_use(self) -> None:
-        """A tensor of the checkpoint is read but doesn't affect the numbers, or was never loaded into its parameter."""
+        """A tensor of the checkpoint is read but doesn't affect the numbers, or was never loaded
+        into its parameter."""
 
         def usual(name: str) -> bool:
-            return not name.endswith(
-                ("correction_bias", ".key.bias")
-            )  # the bias of keys adds the same to all scores of a query
+            # the bias of keys adds the same to all scores of a query
+            return not name.endswith(("correction_bias", ".key.bias"))
 
         for config in self.configs():
-            self.assert_used(
-                config, lambda name: name.endswith("correction_bias")
-            )  # which counts in the choice of experts alone
+            # which counts in the choice of experts alone
+            self.assert_used(config, lambda name: name.endswith("correction_bias"))
             configs.choosing_all_experts(config)  # an expert that no token chooses has no effect
             self.assert_used(config, usual)
 
@@ -537,9 +573,8 @@ class ModelSuite(Suite):
         for name in names:
             tensor = tensors[name]
             noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
-            other = (
-                -tensor if tensor.numel() == 1 else tensor + noise
-            )  # a norm may follow, for which only the sign of a scale counts
+            # a norm may follow, for which only the sign of a scale counts
+            other = -tensor if tensor.numel() == 1 else tensor + noise
             bench.load({name: other})
             changed = bench.run(tokens, sequence=name)
             bench.load({name: tensor})
@@ -550,8 +585,9 @@ class ModelSuite(Suite):
 
     @check("model.weight_complete", since="0.1")
     def test_weight_complete(self) -> None:
-        """Something that affects the numbers isn't loaded: they change with the previous content of the parameters' memory. `build` leaves parameters
-        uninitialized; each part of each needs a rule in `weights()`."""
+        """Something that affects the numbers isn't loaded: they change with the previous content of
+        the parameters' memory. `build` leaves parameters uninitialized; each part of each needs a
+        rule in `weights()`."""
         for config in self.configs():
             tensors = Reference(config).tensors()
             tokens = some_tokens(config, 12)
@@ -561,14 +597,16 @@ class ModelSuite(Suite):
             assert_close(
                 one,
                 other,
-                f"logits of {_told(config)} depend on memory that no tensor of the checkpoint was written to",
+                f"logits of {_told(config)} depend on memory that no tensor of the checkpoint was "
+                f"written to",
             )
 
     @check("model.checkpoint", since="0.1")
     def test_checkpoint(self) -> None:
-        """A checkpoint can't be loaded from its files, or then gives other logits than transformers. Dovetail reads safetensors files by
-        `weights()`: `parameter.load` gets a slice, which returns only what is requested. A config read from a file has fields that one created in
-        Python lacks, such as `model_type`."""
+        """A checkpoint can't be loaded from its files, or then gives other logits than
+        transformers. Dovetail reads safetensors files by `weights()`: `parameter.load` gets a
+        slice, which returns only what is requested. A config read from a file has fields that one
+        created in Python lacks, such as `model_type`."""
         for config in self.configs():
             reference = Reference(config)
             tokens = some_tokens(config, 12)
@@ -592,8 +630,9 @@ class ModelSuite(Suite):
 
     @check("model.tied", since="0.1", capability="causal")
     def test_tied(self) -> None:
-        """With `tie_word_embeddings` the head is the embedding, whether the checkpoint has one of the two or both; otherwise it has separate
-        weights. Let both rules name one parameter, the head's `optional`."""
+        """With `tie_word_embeddings` the head is the embedding, whether the checkpoint has one of
+        the two or both; otherwise it has separate weights. Let both rules name one parameter, the
+        head's `optional`."""
         for architecture in filter(configs.ties, self.served):
             config = configs.tiny(architecture, tie_word_embeddings=True)
             reference = Reference(config)
@@ -622,8 +661,9 @@ class ModelSuite(Suite):
 
     @check("model.shards", since="0.1", capability="tensor_parallel")
     def test_shards(self) -> None:
-        """Split over 2 or 4 ranks, the model gives other logits than unsplit, or different ones by rank. Reduce row-parallel sums once (only one
-        rank adds a bias), repeat K and V heads if there are more ranks, and gather logits without the vocabulary's padding."""
+        """Split over 2 or 4 ranks, the model gives other logits than unsplit, or different ones by
+        rank. Reduce row-parallel sums once (only one rank adds a bias), repeat K and V heads if
+        there are more ranks, and gather logits without the vocabulary's padding."""
         for config, reference, bench in self.pairs():
             tokens = some_tokens(config, 12)
             tensors = reference.tensors()
@@ -635,7 +675,8 @@ class ModelSuite(Suite):
                     assert_close(
                         logits,
                         whole,
-                        f"logits of {_told(config)} on rank {rank} of {size} differ from the whole model's",
+                        f"logits of {_told(config)} on rank {rank} of {size} differ from the whole "
+                        f"model's",
                     )
 
     def logits_on_rank(
@@ -645,8 +686,8 @@ class ModelSuite(Suite):
 
     @check("model.layer_specs", since="0.1")
     def test_layer_specs(self) -> None:
-        """`layer_specs` isn't what `build` passes to `make_attention`, in the same order and for the same rank: the KV pool would have another
-        shape than the model."""
+        """`layer_specs` isn't what `build` passes to `make_attention`, in the same order and for
+        the same rank: the KV pool would have another shape than the model."""
         for config in self.configs():
             for size in (1, 2, 4) if self.declares("tensor_parallel") else (1,):
                 for specs, made in on_ranks(size, partial(self.specs_of, config)):
@@ -657,8 +698,8 @@ class ModelSuite(Suite):
 
     @check("model.state_specs", since="0.3")
     def test_state_specs(self) -> None:
-        """`state_specs` isn't what `build` passes to `make_state`, in the same order and for the same rank: the pool would have no room for the
-        states."""
+        """`state_specs` isn't what `build` passes to `make_state`, in the same order and for the
+        same rank: the pool would have no room for the states."""
         for config in self.configs():
             for size in (1, 2, 4) if self.declares("tensor_parallel") else (1,):
                 for specs, made in on_ranks(size, partial(self.state_specs_of, config)):
@@ -669,7 +710,8 @@ class ModelSuite(Suite):
 
     @check("model.max_len", since="0.1")
     def test_max_len(self) -> None:
-        """Built for shorter sequences than the model allows (`BuildContext.max_len`), it gives other logits, or fails at the last position."""
+        """Built for shorter sequences than the model allows (`BuildContext.max_len`), it gives
+        other logits, or fails at the last position."""
         for config in self.configs():
             reference = Reference(config)
             tokens = some_tokens(config, SHORT)
@@ -695,9 +737,11 @@ class ModelSuite(Suite):
 
     @check("model.dtype", since="0.1")
     def test_dtype(self) -> None:
-        """Parameters and hidden states don't have the requested dtype, or half precision is inaccurate: compute norms, rotary embedding and softmax
-        in float32, as squares of large numbers overflow float16. The mean error of logits may be 1.5 times that of transformers in that dtype, the
-        worst token's 3 times, including at positions that the dtype can't represent."""
+        """Parameters and hidden states don't have the requested dtype, or half precision is
+        inaccurate: compute norms, rotary embedding and softmax in float32, as squares of large
+        numbers overflow float16. The mean error of logits may be 1.5 times that of transformers in
+        that dtype, the worst token's 3 times, including at positions that the dtype can't
+        represent."""
         far = configs.tiny(self.served[0], max_position_embeddings=2 * FAR)
         for index, config in enumerate([*self.configs(), far]):
             for dtype in (torch.float16, torch.bfloat16)[bool(index) :]:
@@ -728,14 +772,16 @@ class ModelSuite(Suite):
             for rule in bench.model.weights()
             if rule.parameter is not None and not rule.source.endswith(wide)
         ]
+        # numbers of heads of recurrent layers, which are computed with in float32
         of_states = (
             "A_log",
             "dt_bias",
             ".D",
-        )  # numbers of heads of recurrent layers, which are computed with in float32
+        )
+        # those of a transform may be float32
         rules = [
             rule for rule in rules if rule.transform is None and not rule.source.endswith(of_states)
-        ]  # those of a transform may be float32
+        ]
         found = {rule.parameter.dtype for rule in rules}
         require(found == {dtype}, f"parameters of a model in {dtype} are {found}")
         hidden = bench.step(Chunk("a", tokens, 0))
@@ -752,12 +798,16 @@ class ModelSuite(Suite):
             ("on average", ours.mean(), 1.5 * theirs.mean()),
             ("at the worst token", ours.max(), 3 * theirs.max()),
         ):
-            told = f"{_told(config)} in {dtype}{what}: logits of {length} tokens are off by {error:.3g} {which}, allowed are {allowed:.3g}"
+            told = (
+                f"{_told(config)} in {dtype}{what}: logits of {length} tokens are off by "
+                f"{error:.3g} {which}, allowed are {allowed:.3g}"
+            )
             require(error <= allowed, told)
 
     def assert_norms_exact(self, config: Any) -> None:
-        """Check the norms in half precision, by embeddings that no layer adds anything to: each token's states equal those in float32, except for
-        rounding. A common factor indicates a rounded mean of squares; squares of large numbers are infinite in float16."""
+        """Check the norms in half precision, by embeddings that no layer adds anything to: each
+        token's states equal those in float32, except for rounding. A common factor indicates a
+        rounded mean of squares; squares of large numbers are infinite in float16."""
         for dtype, size in ((torch.bfloat16, 1.0), (torch.float16, 3000.0)):
             reference = Reference(config)
             tokens = torch.arange(config.vocab_size)
@@ -772,7 +822,10 @@ class ModelSuite(Suite):
                 (((states * exact).sum(1) / (exact * exact).sum(1)) - 1).abs().mean()
                 for states in (ours, theirs)
             ]
-            told = f"{_told(config)} in {dtype}, with embeddings {size:g} times as large: norms are off by a factor of {factors[0]:.3g} a token"
+            told = (
+                f"{_told(config)} in {dtype}, with embeddings {size:g} times as large: norms "
+                f"are off by a factor of {factors[0]:.3g} a token"
+            )
             require(factors[0] <= 2 * factors[1], f"{told}, allowed are {2 * factors[1]:.3g}")
 
 
@@ -794,7 +847,8 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
     difference = float((ours[token] - theirs[token]).abs().max())
     require(
         worst[token] <= 1,
-        f"{what}: by {difference:.3g} at token {token} of {len(ours)}, where numbers are as large as {scale:.3g}",
+        f"{what}: by {difference:.3g} at token {token} of {len(ours)}, where numbers are as large "
+        f"as {scale:.3g}",
     )
 
 
@@ -811,7 +865,8 @@ def _told(config: Any) -> str:
 
 
 def _declared_for(cls: type[Any]) -> tuple[str, ...]:
-    """Return the architectures that an installed plugin declares for a class, or for the nearest of its bases."""
+    """Return the architectures that an installed plugin declares for a class, or for the nearest of
+    its bases."""
     from dovetail.registry.registry import Registry
 
     declared = {

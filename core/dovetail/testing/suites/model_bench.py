@@ -1,5 +1,5 @@
-"""Runs models without an engine: attention that stores each sequence's K and V, states of recurrent layers in a pool, ranks as threads, and
-transformers' own model as the reference."""
+"""Runs models without an engine: attention that stores each sequence's K and V, states of recurrent
+layers in a pool, ranks as threads, and transformers' own model as the reference."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ class Chunk(NamedTuple):
     sequence: str
     token_ids: torch.Tensor  # [tokens] int64
     start: int  # position of the first
-    checkpoint: int = (
-        0  # tokens of these after which the states are copied, for `Bench.fork`; 0: they aren't
-    )
+    # tokens of these after which the states are copied, for `Bench.fork`; 0: they aren't
+    checkpoint: int = 0
 
 
 @dataclass
@@ -46,9 +45,8 @@ class Sequences:
 
     step: list[tuple[str, int]] = field(default_factory=list)  # sequence, tokens
     layers: list[KeptAttention] = field(default_factory=list)
-    latest: torch.Tensor | None = (
-        None  # result of the last `attend`, which the next one may overwrite
-    )
+    # result of the last `attend`, which the next one may overwrite
+    latest: torch.Tensor | None = None
 
     def make_attention(self, spec: LayerSpec) -> KeptAttention:
         self.layers.append(KeptAttention(spec, self))
@@ -122,16 +120,15 @@ class Bench:
         max_len: int | None = None,
         quantization: Quantization | None = None,
     ) -> None:
-        """`tensors`: a checkpoint's, None: none are loaded. `before`: what all memory of the parameters holds before. `quantization`: gives linear
-        layers their formats."""
+        """`tensors`: a checkpoint's, None: none are loaded. `before`: what all memory of the
+        parameters holds before. `quantization`: gives linear layers their formats."""
         self.sequences, self.made = Sequences(), list[StateSpec]()
         declared = arch.state_specs(config, parallel)
         self.states = bind_states(declared, ROWS, dtype) if declared else None
         self._rows: dict[str, int] = {}  # the least recently used first
         self._free_rows = [*range(ROWS)]  # the next one last
-        self._checkpoints: dict[
-            tuple[str, int], list[torch.Tensor]
-        ] = {}  # by sequence and tokens: the states in all layers
+        # by sequence and tokens: the states in all layers
+        self._checkpoints: dict[tuple[str, int], list[torch.Tensor]] = {}
         context = BuildContext(
             parallel,
             dtype,
@@ -164,7 +161,8 @@ class Bench:
 
     @torch.no_grad()
     def step(self, *parts: Chunk, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """Hidden states [tokens, hidden] of a step that computes these parts; of those `wanted` alone [n, hidden]."""
+        """Hidden states [tokens, hidden] of a step that computes these parts; of those `wanted`
+        alone [n, hidden]."""
         self.plan(*parts)
         positions = torch.cat(
             [torch.arange(part.start, part.start + len(part.token_ids)) for part in parts]
@@ -205,8 +203,8 @@ class Bench:
             self.states.plan(rows, lengths, starts, checkpoints)
 
     def fork(self, source: str, target: str, tokens: int) -> None:
-        """Let `target` begin with K and V of the first tokens of `source`, and with its states after these, of which there is a checkpoint: like a
-        prefix hit."""
+        """Let `target` begin with K and V of the first tokens of `source`, and with its states
+        after these, of which there is a checkpoint: like a prefix hit."""
         self.sequences.fork(source, target, tokens)
         if self.states is not None:
             line = torch.tensor([self._row(target, new=True)])
@@ -251,8 +249,9 @@ class Bench:
         start: int = 0,
         checkpoint: int = 0,
     ) -> torch.Tensor:
-        """Logits [tokens, vocab] of a sequence's tokens from `start` on, computed whole or in chunks of these lengths (which add up). `checkpoint`:
-        tokens of the first chunk after which the states are copied."""
+        """Logits [tokens, vocab] of a sequence's tokens from `start` on, computed whole or in
+        chunks of these lengths (which add up). `checkpoint`: tokens of the first chunk after which
+        the states are copied."""
         parts = []
         at = start
         for ids in torch.split(token_ids, list(chunks or (len(token_ids),))):
@@ -350,7 +349,8 @@ class Reference:
         ]
 
     def scale_matrices(self, factor: float, embedding: float | None = None) -> None:
-        """Multiply the weights of all layers by `factor`, and those of the embedding by it or `embedding`; norms and an untied head stay."""
+        """Multiply the weights of all layers by `factor`, and those of the embedding by it or
+        `embedding`; norms and an untied head stay."""
         embedded = self.model.get_input_embeddings().weight
         head = self.model.get_output_embeddings()
         with torch.no_grad():
@@ -361,7 +361,8 @@ class Reference:
                     parameter.mul_(factor)
 
     def enlarge_what_norms_of_heads_get(self, factor: float) -> bool:
-        """Multiply the weights of q and k by `factor` if they are normed, which changes next to nothing; return whether they are."""
+        """Multiply the weights of q and k by `factor` if they are normed, which changes next to
+        nothing; return whether they are."""
         names = dict(self.model.named_parameters())
         if not any("q_norm" in name for name in names):
             return False
@@ -397,7 +398,8 @@ class Reference:
 
     @torch.no_grad()
     def run(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return hidden states after the last norm, and logits; of an encoder the hidden states twice."""
+        """Return hidden states after the last norm, and logits; of an encoder the hidden states
+        twice."""
         if self.encodes:
             hidden: torch.Tensor = self.model(
                 token_ids[None], attention_mask=torch.ones_like(token_ids[None])

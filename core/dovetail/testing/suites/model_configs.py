@@ -1,4 +1,5 @@
-"""Tiny Hugging Face configs of an architecture and variations of them, for models with random weights that run in milliseconds."""
+"""Tiny Hugging Face configs of an architecture and variations of them, for models with random
+weights that run in milliseconds."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ OF_LAYERS: dict[
 
 OF_STATES: dict[
     str, dict[str, Any]
-] = {  # besides, for architectures with recurrent layers: those that have this field. Four ranks can split them
+    # besides, for architectures with recurrent layers: those that have this field. Four ranks can
+    # split them
+] = {
     "linear_num_key_heads": {
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 8,
@@ -103,10 +106,11 @@ OF_ENCODERS: dict[str, Any] = {  # besides, for encoders
     "sep_token_id": None,
 }
 
+# of layers, in turn, for architectures with a rotary embedding for each
 KINDS = (
     "sliding_attention",
     "full_attention",
-)  # of layers, in turn, for architectures with a rotary embedding for each
+)
 STATE_KINDS = ("linear_attention", "full_attention")  # for architectures with recurrent layers
 
 VARIANTS: tuple[Mapping[str, Any], ...] = (
@@ -175,13 +179,13 @@ class Change(NamedTuple):
 
     field: str
     fields: dict[str, Any]
-    tiny_weights: float | None = (
-        None  # factor for all matrices, if the field only matters for small numbers
-    )
+    # factor for all matrices, if the field only matters for small numbers
+    tiny_weights: float | None = None
 
 
 def config_class(architecture: str) -> type[Any]:
-    """Return transformers' config class of an architecture. Raises `AttributeError` if there is none."""
+    """Return transformers' config class of an architecture. Raises `AttributeError` if there is
+    none."""
     import transformers
 
     cls: type[Any] = getattr(transformers, architecture).config_class
@@ -198,7 +202,8 @@ def has_label_head(architecture: str) -> bool:
 
 
 def ties(architecture: str) -> bool:
-    """Return True if transformers' class for an architecture ties the head to the embedding where the config says so."""
+    """Return True if transformers' class for an architecture ties the head to the embedding where
+    the config says so."""
     import transformers
 
     return bool(getattr(transformers, architecture)._tied_weights_keys)  # noqa: SLF001 (nothing public says it)
@@ -255,7 +260,8 @@ def tiny(architecture: str, **fields: Any) -> Any:
             for index in range(fields.get("num_hidden_layers", TINY["num_hidden_layers"]))
         ]
         fields = {"layer_types": kinds, **fields}
-    # copied, since configs change the dicts that they are given: some add how much of a head rotates
+    # copied, since configs change the dicts that they are given: some add how much of a head
+    # rotates
     config = cls(
         **deepcopy({name: value for name, value in values.items() if name in known} | fields)
     )
@@ -305,7 +311,8 @@ def _all_kinds_of_layers(architecture: str) -> list[dict[str, Any]]:
 
 
 def choosing_all_experts(config: Any) -> Any:
-    """Change a config so that each token goes through all experts of a mixture, and no choice depends on rounding. Returns it."""
+    """Change a config so that each token goes through all experts of a mixture, and no choice
+    depends on rounding. Returns it."""
     if hasattr(config, "num_experts_per_tok"):
         config.num_experts_per_tok = (
             getattr(config, "num_local_experts", None) or config.num_experts
@@ -314,7 +321,8 @@ def choosing_all_experts(config: Any) -> Any:
 
 
 def changes(architecture: str) -> Iterator[Change]:
-    """Another value for each field of the architecture's own config that is a switch, a number that isn't a size, or an activation."""
+    """Another value for each field of the architecture's own config that is a switch, a number that
+    isn't a size, or an activation."""
     import transformers
 
     common = vars(transformers.PretrainedConfig())

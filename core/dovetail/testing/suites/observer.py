@@ -1,7 +1,8 @@
 """`ObserverSuite`: checks that an observer conforms to the contract of `dovetail.api.observer`.
 
-Each check runs the real engine core over a fake executor, with a policy that preempts and rejects, and with late arrivals and aborts, and compares
-it with the same run without the observer. Needs no torch.
+Each check runs the real engine core over a fake executor, with a policy that preempts and rejects,
+and with late arrivals and aborts, and compares it with the same run without the observer. Needs no
+torch.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ from dovetail.testing.suites.scheduler_world import Abort, Act, Arrive, Run, Sha
 
 SHAPE = Shape(num_blocks=16)
 REUSING = replace(SHAPE, reuse=True)
-STILL = replace(
-    SHAPE, seconds_per_step=1e-30, seconds_per_token=0.0
-)  # too short for the clock to move
+# too short for the clock to move
+STILL = replace(SHAPE, seconds_per_step=1e-30, seconds_per_token=0.0)
+# fields of events that differ between runs, or by observers
 UNEVEN = (
     "core_s",
     "decisions",
     "error",
-)  # fields of events that differ between runs, or by observers
+)
 STATE = (
     *(
         "num_computed",
@@ -115,23 +116,24 @@ LOST: tuple[Act, ...] = (  # requests that are rejected or aborted after a preem
 )
 
 
-_slow_stops: dict[
-    type, float
-] = {}  # observer -> seconds that `on_stopped` took in this process, if it is slow
+# observer -> seconds that `on_stopped` took in this process, if it is slow
+_slow_stops: dict[type, float] = {}
 
 
 class ObserverSuite(Suite):
-    """Runs with preemptions, rejections, aborts, parallel samples and late arrivals; without requests; and with an error at the end."""
+    """Runs with preemptions, rejections, aborts, parallel samples and late arrivals; without
+    requests; and with an error at the end."""
 
     kind = "observer"
 
     # First, since process-wide changes by an observer happen only once.
     @check("observer.process_untouched", since="0.1")
     def test_what_belongs_to_the_whole_process_is_left_alone(self) -> None:
-        """The observer changed process-wide state: the seeds of `random` or numpy, the environment, the working directory, the
-        import path, standard output, signal handlers, exception hooks, warnings, garbage collection, the umask, the locale, tracing, sockets'
-        timeout, numpy's errors, built-in functions, the root of all loggers, or the engine's logger. Observers run inside a server; they may
-        only configure their own logger."""
+        """The observer changed process-wide state: the seeds of `random` or numpy, the environment,
+        the working directory, the import path, standard output, signal handlers, exception hooks,
+        warnings, garbage collection, the umask, the locale, tracing, sockets' timeout, numpy's
+        errors, built-in functions, the root of all loggers, or the engine's logger. Observers run
+        inside a server; they may only configure their own logger."""
         before = _process()
         for when, acts, policy in (
             ("a busy run", BUSY, _Harsh),
@@ -151,8 +153,9 @@ class ObserverSuite(Suite):
 
     @check("observer.no_effect", since="0.1")
     def test_an_observer_changes_nothing(self) -> None:
-        """With the observer, a request ended differently, or another step was planned, or another observer got other events, than without it.
-        Events are read-only: copy before modifying, and don't touch requests, block counts or the clock."""
+        """With the observer, a request ended differently, or another step was planned, or another
+        observer got other events, than without it. Events are read-only: copy before modifying, and
+        don't touch requests, block counts or the clock."""
         for decisions in (False, True):
             with_it = _story(self._play(BUSY, decisions=decisions).world)
             expected = _story(_play(None, BUSY, decisions=decisions))
@@ -164,8 +167,9 @@ class ObserverSuite(Suite):
 
     @check("observer.raises_nothing", since="0.1")
     def test_no_event_makes_it_raise(self) -> None:
-        """A method raised. The engine continues, but drops an observer after repeated errors. Any event may occur at any time: a request may end
-        without having been admitted, an id may be reused once its request has ended, a step may have no tokens and no decisions, and simulated
+        """A method raised. The engine continues, but drops an observer after repeated errors. Any
+        event may occur at any time: a request may end without having been admitted, an id may be
+        reused once its request has ended, a step may have no tokens and no decisions, and simulated
         times may stand still."""
         for decisions in (False, True):
             spy = self._play(BUSY, decisions=decisions)
@@ -183,30 +187,33 @@ class ObserverSuite(Suite):
         if self._stops_slowly:
             took_s = _slow_stops[self.component_class]
             self.note(
-                f"a call of on_stopped took {took_s:.1f} s: the engine waits for it; it was left out of all runs but four (not judged)"
+                f"a call of on_stopped took {took_s:.1f} s: the engine waits for it; it was left "
+                f"out of all runs but four (not judged)"
             )
         elif spy.longest[0] > SLOW_S:
             self.note(
-                f"a call of {spy.longest[1]} took {spy.longest[0]:.1f} s: the engine waits for it, and the whole suite took long (not judged)"
+                f"a call of {spy.longest[1]} took {spy.longest[0]:.1f} s: the engine waits for it, "
+                f"and the whole suite took long (not judged)"
             )
 
     @check("observer.empty_run", since="0.1")
     def test_it_survives_a_run_without_requests(self) -> None:
-        """A method raised when the engine started and stopped without requests: there may be no step to divide by."""
+        """A method raised when the engine started and stopped without requests: there may be no
+        step to divide by."""
         self._play((), stopped=True).require_quiet("a run without requests")
 
     @check("observer.failed_run", since="0.1")
     def test_it_survives_a_run_that_fails(self) -> None:
-        """A method raised after an error ended the engine: `on_finished` is called with "error" for every request, and `on_stopped` with the
-        exception. Report it, don't raise it."""
+        """A method raised after an error ended the engine: `on_finished` is called with "error" for
+        every request, and `on_stopped` with the exception. Report it, don't raise it."""
         spy = self._play(FAILING, policy=_Fails, stopped=True)
         require(spy.world.dead is not None, "the suite's failing policy didn't end the engine")
         spy.require_quiet("a run that an error ended")
 
     @check("observer.request_untouched", since="0.1")
     def test_requests_are_only_read(self) -> None:
-        """The observer modified a request of an event, its `params` or its prompt, if only for a while. Keep state about requests in your own dict,
-        by id."""
+        """The observer modified a request of an event, its `params` or its prompt, if only for a
+        while. Keep state about requests in your own dict, by id."""
         for acts in (BUSY, LOST):
             world = self._play(acts, guarded=True).world
             for request in world.requests:
@@ -218,8 +225,9 @@ class ObserverSuite(Suite):
 
     @check("observer.forgets", since="0.1")
     def test_requests_that_ended_are_forgotten(self) -> None:
-        """The observer keeps requests that have ended, or their ids, so that a server's memory grows forever. Drop them in `on_finished`, including
-        aborted and rejected ones, or in the next step if `more_steps` is true."""
+        """The observer keeps requests that have ended, or their ids, so that a server's memory
+        grows forever. Drop them in `on_finished`, including aborted and rejected ones, or in the
+        next step if `more_steps` is true."""
         for acts, policy in ((BUSY, _Harsh), (LOST, _Harsh), (FAILING, _Fails)):
             spy = self._play(acts, policy=policy)
             ids = {
@@ -237,8 +245,9 @@ class ObserverSuite(Suite):
 
     @check("observer.leaves_nothing", since="0.1")
     def test_nothing_is_left_behind(self) -> None:
-        """After `on_stopped` there are threads, processes, open files or temporary files that weren't there before. Close everything (an exporter's
-        thread, a file) in `on_stopped`. (Resources that only the very first run creates are excluded.)"""
+        """After `on_stopped` there are threads, processes, open files or temporary files that
+        weren't there before. Close everything (an exporter's thread, a file) in `on_stopped`.
+        (Resources that only the very first run creates are excluded.)"""
         if not self._stops_slowly:
             self._play(BUSY, stopped=True)
         for when, acts, policy in (
@@ -267,8 +276,9 @@ class ObserverSuite(Suite):
         guarded: bool = False,
         stopped: bool = False,
     ) -> Spy:
-        """`decisions`: another observer requests them, so that every step's event has them; with `sometimes`, every other step's. `before`: state
-        of the process to compare with after every call. `stopped`: calls `on_stopped` even if it is slow."""
+        """`decisions`: another observer requests them, so that every step's event has them; with
+        `sometimes`, every other step's. `before`: state of the process to compare with after every
+        call. `stopped`: calls `on_stopped` even if it is slow."""
         observer = self.make(ObserverContext(SHAPE.max_seqs, SHAPE.num_blocks))
         spy = Spy(
             observer, sometimes=sometimes, before=before, stops=stopped or not self._stops_slowly
@@ -286,7 +296,8 @@ class ObserverSuite(Suite):
 
 
 class Spy(Observer):
-    """Wraps an observer: records its errors and re-raises them to the engine, which must survive them."""
+    """Wraps an observer: records its errors and re-raises them to the engine, which must survive
+    them."""
 
     world: World
 
@@ -298,8 +309,8 @@ class Spy(Observer):
         before: dict[str, object] | None = None,
         stops: bool = True,
     ) -> None:
-        """`sometimes`: every other step's event has no decisions. `before`: what `changed` names a difference from. `stops`: passes `on_stopped`
-        on."""
+        """`sometimes`: every other step's event has no decisions. `before`: what `changed` names a
+        difference from. `stops`: passes `on_stopped` on."""
         super().__init__(NoOptions(), observer.context)
         self.sometimes = sometimes
         self.before = before

@@ -1,6 +1,7 @@
 """`ParserSuite`: checks that a parser conforms to the contract of `dovetail.api.parser`.
 
-The parser's own examples, their beginnings, and random mixtures of their parts and marks are cut in many ways. Needs no torch.
+The parser's own examples, their beginnings, and random mixtures of their parts and marks are cut in
+many ways. Needs no torch.
 """
 
 from __future__ import annotations
@@ -97,13 +98,15 @@ class ParserSuite(Suite):
 
     @check("parser.examples", since="0.1")
     def test_it_finds_what_its_examples_say(self) -> None:
-        """An example wasn't parsed as it says; or the class lacks examples: of a call with arguments, of reasoning followed by content (each if it
-        finds them), and of text that is only content; or it declares neither calls nor reasoning."""
+        """An example wasn't parsed as it says; or the class lacks examples: of a call with
+        arguments, of reasoning followed by content (each if it finds them), and of text that is
+        only content; or it declares neither calls nor reasoning."""
         can = self.capabilities
         examples = self._examples
         require(
             can.calls or can.reasoning,
-            "it finds neither calls nor reasoning: declare capabilities = ParserCapabilities(calls=True), or reasoning=",
+            "it finds neither calls nor reasoning: declare capabilities = "
+            "ParserCapabilities(calls=True), or reasoning=",
         )
         require(
             not can.calls or any(text != "{}" for one in examples for _, text in one.calls),
@@ -126,8 +129,8 @@ class ParserSuite(Suite):
 
     @check("parser.raises_nothing", since="0.1")
     def test_no_text_and_no_tools_make_it_raise(self) -> None:
-        """The constructor or a method raised. The text may be anything, and end anywhere; tools come from the client, and may have no parameters or
-        an invalid schema."""
+        """The constructor or a method raised. The text may be anything, and end anywhere; tools
+        come from the client, and may have no parameters or an invalid schema."""
         odd = [
             {"type": "function", "function": {"name": name, "parameters": schema}}
             for name in self._functions
@@ -144,8 +147,8 @@ class ParserSuite(Suite):
 
     @check("parser.chunking", since="0.1")
     def test_the_cuts_between_pieces_change_nothing(self) -> None:
-        """A text cut into other pieces was parsed differently. Hold back text that may be part of a mark, and no more. Pieces may be empty, or one
-        character."""
+        """A text cut into other pieces was parsed differently. Hold back text that may be part of a
+        mark, and no more. Pieces may be empty, or one character."""
         for example in self._examples:
             whole = self._parse([example.text])
             bounds = range(1, len(example.text))
@@ -161,15 +164,15 @@ class ParserSuite(Suite):
             starts = number % 2 == 1
             whole = self._parse([text], starts=starts)
             self._require_same(text, range(1, len(text)), whole, starts=starts)
-            cuts = sorted(
-                chance.choices(range(len(text) + 1), k=min(6, len(text)))
-            )  # some of them twice: empty pieces
+            # some of them twice: empty pieces
+            cuts = sorted(chance.choices(range(len(text) + 1), k=min(6, len(text))))
             self._require_same(text, cuts, whole, starts=starts)
 
     @check("parser.events", since="0.1")
     def test_events_come_in_order(self) -> None:
-        """An event isn't one of `dovetail.api.parser`; or has no text; or a call is numbered otherwise than 0, 1, 2 …, or begins twice, or has no id
-        or name, or the id of another call of the answer; or arguments belong to another call than the last one."""
+        """An event isn't one of `dovetail.api.parser`; or has no text; or a call is numbered
+        otherwise than 0, 1, 2 …, or begins twice, or has no id or name, or the id of another call
+        of the answer; or arguments belong to another call than the last one."""
         for number, text in enumerate([*(one.text for one in self._examples), *self._texts]):
             parser = self._made(starts=number % 2 == 1)
             ids = list[str]()
@@ -186,7 +189,8 @@ class ParserSuite(Suite):
                         )
                         require(
                             id and name and (id not in ids or text.count(id) > 1),
-                            f"{text!r}: {event} lacks an id or name, or has the id of another call: {ids}",
+                            f"{text!r}: {event} lacks an id or name, or has the id of another "
+                            f"call: {ids}",
                         )
                         ids.append(id)
                     case ToolCallArguments(index, str(piece)):
@@ -199,8 +203,9 @@ class ParserSuite(Suite):
 
     @check("parser.content", since="0.1")
     def test_what_is_neither_call_nor_reasoning_is_content(self) -> None:
-        """An answer without calls and reasoning isn't content character by character, with the marks in it; or the text before, between or
-        after examples is missing or changed. Emit held-back text in `finish`, and when it turns out not to be a call."""
+        """An answer without calls and reasoning isn't content character by character, with the
+        marks in it; or the text before, between or after examples is missing or changed. Emit
+        held-back text in `finish`, and when it turns out not to be a call."""
         for text in (WORDS, *self._texts):
             parser = self._made()
             found = _added_up([*parser.feed(text), *parser.finish()])
@@ -231,12 +236,14 @@ class ParserSuite(Suite):
                     found = self._parse([example.text, BETWEEN, other.text])
                     require(
                         BETWEEN.strip() in found.content,
-                        f"{example.text + BETWEEN + other.text!r}: the content is {found.content!r}",
+                        f"{example.text + BETWEEN + other.text!r}: the content is "
+                        f"{found.content!r}",
                     )
 
     @check("parser.no_tools", since="0.1")
     def test_without_tools_nothing_is_a_call(self) -> None:
-        """A call was found although the request has no tools. Then all text, marks included, is content or reasoning."""
+        """A call was found although the request has no tools. Then all text, marks included, is
+        content or reasoning."""
         for text in (*(one.text for one in self._examples), *self._texts):
             found = self._parse([text], tools=())
             require(not found.calls, f"{text!r}: without tools, it found {found.calls}")
@@ -247,7 +254,8 @@ class ParserSuite(Suite):
 
     @check("parser.in_call", since="0.1", capability="calls")
     def test_it_knows_when_a_call_is_cut_off(self) -> None:
-        """After a prefix of an example, `in_call` isn't True exactly if the arguments of the last call are incomplete JSON."""
+        """After a prefix of an example, `in_call` isn't True exactly if the arguments of the last
+        call are incomplete JSON."""
         for example in self._examples:
             if not all(_is_json(text) for _, text in example.calls):
                 continue  # the model wrote something wrong
@@ -257,20 +265,23 @@ class ParserSuite(Suite):
                 inside = bool(calls) and not _is_json(calls[-1][1])
                 require(
                     parser.in_call == inside,
-                    f"after {example.text[:end]!r}, with the calls {calls}, in_call is {parser.in_call}",
+                    f"after {example.text[:end]!r}, with the calls {calls}, in_call is "
+                    f"{parser.in_call}",
                 )
 
     @check("parser.reasoning", since="0.1", capability="reasoning")
     def test_reasoning_is_between_the_marks(self) -> None:
-        """Text between the marks of `capabilities.reasoning` isn't reasoning, or what comes after isn't content; with `starts_in_reasoning`, without
-        the first mark; or `in_reasoning` is wrong before the first mark, within, or after the last."""
+        """Text between the marks of `capabilities.reasoning` isn't reasoning, or what comes after
+        isn't content; with `starts_in_reasoning`, without the first mark; or `in_reasoning` is
+        wrong before the first mark, within, or after the last."""
         begin, end = self.capabilities.reasoning
         for starts in (False, True):
             first = "" if starts else begin
             parser = self._made(starts=starts)
             require(
                 parser.in_reasoning == starts,
-                f"before any text, in_reasoning is {parser.in_reasoning}, starts_in_reasoning {starts}",
+                f"before any text, in_reasoning is {parser.in_reasoning}, starts_in_reasoning "
+                f"{starts}",
             )
             events = list(parser.feed(f"{first}A thought"))
             require(
@@ -282,7 +293,8 @@ class ParserSuite(Suite):
             found = _added_up([*events, *parser.finish()])
             require(
                 found == Answer("A thought", "So.", ()),
-                f"{first}A thought{end}So., with starts_in_reasoning={starts}, is parsed as {found}",
+                f"{first}A thought{end}So., with starts_in_reasoning={starts}, is parsed as "
+                f"{found}",
             )
             open_end = self._parse([f"{first}A thought"], starts=starts)
             require(
@@ -292,7 +304,8 @@ class ParserSuite(Suite):
 
     @check("parser.separate", since="0.1")
     def test_answers_dont_disturb_each_other(self) -> None:
-        """Two answers parsed in turns differ from each parsed separately: parsers share mutable state, in the class or module."""
+        """Two answers parsed in turns differ from each parsed separately: parsers share mutable
+        state, in the class or module."""
         for one, other in pairwise([*self._examples, *self._examples[:1]]):
             parsers = [(self._made(), example.text, list[Event]()) for example in (one, other)]
             for place in range(max(len(one.text), len(other.text))):
@@ -307,7 +320,8 @@ class ParserSuite(Suite):
 
     @check("parser.streams", since="0.1")
     def test_plain_text_is_not_held_back(self) -> None:
-        """In prose, events lag far behind the text: content, or reasoning with `starts_in_reasoning`. Emit text that can't be a mark any more."""
+        """In prose, events lag far behind the text: content, or reasoning with
+        `starts_in_reasoning`. Emit text that can't be a mark any more."""
         for starts in (False, True) if self.capabilities.reasoning else (False,):
             parser = self._made(starts=starts)
             fed = 0
@@ -326,8 +340,9 @@ class ParserSuite(Suite):
 
     @check("parser.held", since="0.1")
     def test_what_is_held_back_has_a_limit(self) -> None:
-        """Much more than `MAX_HELD` characters of a long text that looks like the beginning of a call were held back; or the result depends on how
-        the text was cut. Give up exactly where the limit is reached, even inside a piece."""
+        """Much more than `MAX_HELD` characters of a long text that looks like the beginning of a
+        call were held back; or the result depends on how the text was cut. Give up exactly where
+        the limit is reached, even inside a piece."""
         for pattern, more in self._endless:
             text = pattern + (more * MAX_HELD)[: MAX_HELD + 3 * SLACK]
             parser = self._made()
@@ -347,19 +362,21 @@ class ParserSuite(Suite):
 
     @check("parser.linear", since="0.1")
     def test_time_is_proportional_to_length(self) -> None:
-        """A text eight times as long took far more than eight times the time. Don't search the whole text again for each piece."""
+        """A text eight times as long took far more than eight times the time. Don't search the
+        whole text again for each piece."""
         for pattern in ("<", WORDS, *self._marks):
             took_s = [self._seconds((pattern * LONG)[:length]) for length in (SHORT, LONG)]
             slow = took_s[1] > SLOW_S and took_s[1] > SLOWER * took_s[0]
             require(
                 not slow,
-                f"{pattern!r}: {SHORT} characters took {took_s[0]:.2f} s, {LONG} took {took_s[1]:.2f} s",
+                f"{pattern!r}: {SHORT} characters took {took_s[0]:.2f} s, {LONG} took "
+                f"{took_s[1]:.2f} s",
             )
 
     @check("parser.call_form", since="0.1", capability="call_form")
     def test_it_reads_the_calls_that_a_model_is_constrained_to(self) -> None:
-        """A call in the form that `call_form` returns isn't parsed as that call and nothing else; or the text before its arguments
-        doesn't begin with `trigger`."""
+        """A call in the form that `call_form` returns isn't parsed as that call and nothing else;
+        or the text before its arguments doesn't begin with `trigger`."""
         for form in self._forms:
             require(
                 isinstance(form, CallForm),
@@ -388,7 +405,8 @@ class ParserSuite(Suite):
 
     @cached_property
     def _forms(self) -> list[Any]:
-        """Return the forms that `call_form` returns for the templates that it recognises, leaving out None."""
+        """Return the forms that `call_form` returns for the templates that it recognises, leaving
+        out None."""
         templates = ["\n".join(texts) for texts in self.capabilities.templates or ((),)]
         return [
             form

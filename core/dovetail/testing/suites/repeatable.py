@@ -1,4 +1,5 @@
-"""Hypothesis settings for checks: the same examples everywhere, so that verdicts are reproducible, and bounded shrinking."""
+"""Hypothesis settings for checks: the same examples everywhere, so that verdicts are reproducible,
+and bounded shrinking."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ SHRINK_S = 5.0  # time limit for shrinking a failing example
 
 
 def repeatable(max_examples: int, *, shrink: bool = True) -> settings:
-    """Return settings for a function inside a check: `@repeatable(50) @given(…) def holds(…): …`, then `holds()`."""
+    """Return settings for a function inside a check: `@repeatable(50) @given(…) def holds(…): …`,
+    then `holds()`."""
     return settings(
         max_examples=max_examples,
         derandomize=True,
@@ -38,7 +40,8 @@ def for_all(
     holds: Callable[[T], None],
     smaller: Callable[[T], Iterable[T]],
 ) -> None:
-    """Check `holds` on `examples` examples. Raises the `CheckFailed` of the smallest failing one `smaller` reaches in `SHRINK_S`, noted in it."""
+    """Check `holds` on `examples` examples. Raises the `CheckFailed` of the smallest failing one
+    `smaller` reaches in `SHRINK_S`, noted in it."""
     failing: list[T] = []
 
     @repeatable(examples, shrink=False)

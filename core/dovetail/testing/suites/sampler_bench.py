@@ -39,8 +39,9 @@ class Row:
 
 
 class RowsBench:
-    """A history with `rows`, each at its index (0, 1, … if not given), and their logits. Neighbours with the same index are lines of one row, of
-    which the last has the most drafts. `width` of the history in tokens: by default a few more than the longest row."""
+    """A history with `rows`, each at its index (0, 1, … if not given), and their logits. Neighbours
+    with the same index are lines of one row, of which the last has the most drafts. `width` of the
+    history in tokens: by default a few more than the longest row."""
 
     def __init__(
         self,
@@ -150,8 +151,9 @@ def draws(
     output: tuple[int, ...] = (),
     device: str,
 ) -> NDArray[np.int64]:
-    """Count each token in `count` draws of one distribution: `seeds` seeds, each at count / seeds output positions, after the prompt 0 and `output`.
-    Tokens generated from there on are assumed to be 0."""
+    """Count each token in `count` draws of one distribution: `seeds` seeds, each at count / seeds
+    output positions, after the prompt 0 and `output`. Tokens generated from there on are assumed to
+    be 0."""
     positions = max(1, count // seeds)
     rows = [
         Row(logits, replace(sampling, seed=seed), (0,), (*output, *(0,) * positions))

@@ -30,8 +30,8 @@ class SamplerGraphs(SamplerSubject):
 
     @check("sampler.capturable", since="0.1", capability="cuda_graph")
     def test_capturable(self) -> None:
-        """`capture_for` returns no capture that doesn't fully support what a row requests: logprobs, rules or penalties. One such row among others
-        is enough."""
+        """`capture_for` returns no capture that doesn't fully support what a row requests:
+        logprobs, rules or penalties. One such row among others is enough."""
         more: tuple[dict[str, Any], ...] = (
             {"logit_bias": ((0, 9.0),)},
             {"bad_words": ((1,),)},
@@ -83,7 +83,8 @@ class SamplerGraphs(SamplerSubject):
 
     @check("sampler.graph", since="0.1", capability="cuda_graph")
     def test_graph(self) -> None:
-        """A captured graph replays for other rows and requests: parameters are read where `update` stored them, at the same addresses."""
+        """A captured graph replays for other rows and requests: parameters are read where `update`
+        stored them, at the same addresses."""
         if not self.place.startswith("cuda"):
             raise Untried("cuda_graph", f"the suite runs on {self.place}")
         bench, rows = self.capturable(mixed_rows(), Capture.TOKENS)
@@ -107,8 +108,8 @@ class SamplerGraphs(SamplerSubject):
 
     @check("sampler.full_graph", since="0.1", capability="cuda_graph_full")
     def test_full_graph(self) -> None:
-        """A graph of `FULL` also replays for other requests: rules, penalties, and the number of log-probabilities are read where `update` stored
-        them, at the same addresses."""
+        """A graph of `FULL` also replays for other requests: rules, penalties, and the number of
+        log-probabilities are read where `update` stored them, at the same addresses."""
         if not self.place.startswith("cuda"):
             raise Untried("cuda_graph_full", f"the suite runs on {self.place}")
         bench, rows = self.fully_capturable(_asking(mixed_rows(), 2))
@@ -122,7 +123,8 @@ class SamplerGraphs(SamplerSubject):
         self.replay(bench, rows, others, Capture.FULL)
 
     def capturable(self, rows: Sequence[Row], *captures: Capture) -> tuple[Bench, list[Row]]:
-        """Return a bench of those `rows` for which `capture_for` returns one of `captures`, and these rows; a bench of all rows if there are none."""
+        """Return a bench of those `rows` for which `capture_for` returns one of `captures`, and
+        these rows; a bench of all rows if there are none."""
         bench = self.bench(rows)
         some = [
             row
@@ -224,7 +226,8 @@ def _asking(rows: Sequence[Row], logprobs: int | None) -> list[Row]:
 def _require_same(
     rows: Sequence[Row], captured: SampledTokens, sampled: SampledTokens, when: str = ""
 ) -> None:
-    """Require the same token of each row, and equal log-probabilities, as many as the row requests."""
+    """Require the same token of each row, and equal log-probabilities, as many as the row
+    requests."""
     tokens = captured.token_ids[: len(rows)].tolist()
     expected = sampled.token_ids.tolist()
     require(tokens == expected, f"{when}sample() gave {expected}, with a capture {tokens}")
@@ -248,5 +251,6 @@ def _require_same(
         )
         require(
             same,
-            f"{when}{said(row.sampling)}: with a capture, the log-probabilities aren't those without",
+            f"{when}{said(row.sampling)}: with a capture, the log-probabilities aren't those "
+            f"without",
         )

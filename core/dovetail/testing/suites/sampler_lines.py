@@ -38,13 +38,17 @@ class SamplerLines(SamplerSubject):
                 if (capture := alone.capture()) is not None:
                     captured = alone.captured(capture).token_ids.tolist()
                     expected = [others.tokens([index])[0] for index in some]
-                    told = f"{said(rows[row].sampling)}: captured ({capture.name}), its lines got {captured}, rows that end with the drafts {expected}"
+                    told = (
+                        f"{said(rows[row].sampling)}: captured ({capture.name}), its lines got "
+                        f"{captured}, rows that end with the drafts {expected}"
+                    )
                     require(captured == expected, told)
 
     @check("sampler.lines_apart", since="0.3", capability="drafts")
     def test_lines_apart(self) -> None:
-        """A line got another token, or other log-probabilities, when other lines of its row had other logits, or weren't there. The executor decides
-        which lines count; each is sampled by itself."""
+        """A line got another token, or other log-probabilities, when other lines of its row had
+        other logits, or weren't there. The executor decides which lines count; each is sampled by
+        itself."""
         lines, places = lines_of(mixed_rows())
         expected = self.bench(lines, places).sample()
         for parity in (0, 1):
@@ -65,8 +69,9 @@ class SamplerLines(SamplerSubject):
 
 
 def lines_of(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:
-    """Return 1 to 1 + MOST_DRAFTS lines for each of `rows`, and the row of each. Drafts are the row's most likely token, and 1, which begins some
-    bad words; every second row asks for log-probabilities."""
+    """Return 1 to 1 + MOST_DRAFTS lines for each of `rows`, and the row of each. Drafts are the
+    row's most likely token, and 1, which begins some bad words; every second row asks for
+    log-probabilities."""
     lines = []
     places = []
     for place, row in enumerate(rows):
@@ -94,7 +99,10 @@ def _require_same(lines: Sequence[Row], found: SampledTokens, expected: SampledT
     for index, (line, token, own) in enumerate(
         zip(lines, found.token_ids.tolist(), expected.token_ids.tolist(), strict=True)
     ):
-        told = f"{said(line.sampling)}, after {line.prompt}, {line.output} and the drafts {line.drafts}: token {token} came, expected {own}"
+        told = (
+            f"{said(line.sampling)}, after {line.prompt}, {line.output} and the drafts "
+            f"{line.drafts}: token {token} came, expected {own}"
+        )
         require(token == own, told)
         if line.sampling.logprobs is None:
             continue
@@ -112,5 +120,6 @@ def _require_same(lines: Sequence[Row], found: SampledTokens, expected: SampledT
         )
         require(
             same,
-            f"{said(line.sampling)}, after the drafts {line.drafts}: other log-probabilities than by itself",
+            f"{said(line.sampling)}, after the drafts {line.drafts}: other log-probabilities than "
+            f"by itself",
         )

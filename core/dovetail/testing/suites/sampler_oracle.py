@@ -17,7 +17,9 @@ from dovetail.api.sampler import RowSampling
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
 NEVER = -math.inf
-RARE = 5  # smaller expected counts are merged: the test's approximation requires this minimum (Cochran, Biometrics 10, 1954)
+# smaller expected counts are merged: the test's approximation requires this minimum (Cochran,
+# Biometrics 10, 1954)
+RARE = 5
 
 
 def changed_logits(
@@ -57,9 +59,8 @@ def distribution(
 ) -> Float64:
     """Return the probability of each token. Of equal logits the lower ids come first."""
     values = changed_logits(logits, sampling, prompt, output)
-    order = sorted(
-        range(len(values)), key=lambda token: (-values[token], token)
-    )  # most likely first
+    # most likely first
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))
     if sampling.temperature == 0:
         return _normalised(len(values), {order[0]: 1.0})
     weights = {
@@ -91,7 +92,8 @@ def _normalised(size: int, weights: dict[int, float]) -> Float64:
 
 
 def p_value(counts: Int64, probabilities: Float64) -> float:
-    """Return how likely counts so far from `probabilities` are by chance (Pearson's chi-square test); 0 if an impossible token came."""
+    """Return how likely counts so far from `probabilities` are by chance (Pearson's chi-square
+    test); 0 if an impossible token came."""
     possible = probabilities > 0
     if counts[~possible].any():
         return 0.0

@@ -1,4 +1,5 @@
-"""`SamplerRequests`: checks of seeds, rows and batches: a request's tokens depend only on the request."""
+"""`SamplerRequests`: checks of seeds, rows and batches: a request's tokens depend only on the
+request."""
 
 from __future__ import annotations
 
@@ -43,13 +44,16 @@ class SamplerRequests(SamplerSubject):
 
     @check("sampler.seed", since="0.1")
     def test_seed(self) -> None:
-        """The same seed gives the same tokens; other seeds and output positions give others; the prompt's length doesn't matter. All 64 bits
-        count."""
+        """The same seed gives the same tokens; other seeds and output positions give others; the
+        prompt's length doesn't matter. All 64 bits count."""
         flat = [0.0] * 1000
         seeds = [*range(40), *(SOME_SEED ^ 1 << bit for bit in range(64)), SOME_SEED]
         one, two = (self.streams(seeds) for _ in range(2))
         require(one == two, "a second sampler gave other tokens for the same seeds")
-        told = f"{len(seeds)} seeds, of which many differ from another in one bit, gave only {len(set(one))} different sequences of three tokens"
+        told = (
+            f"{len(seeds)} seeds, of which many differ from another in one bit, gave only "
+            f"{len(set(one))} different sequences of three tokens"
+        )
         require(len(set(one)) == len(seeds), told)
         positions = [*range(20), *(1 << bit for bit in range(5, 17))]
         by_position = [
@@ -58,7 +62,10 @@ class SamplerRequests(SamplerSubject):
             ).tokens()
             for n in positions
         ]
-        told = f"at the output positions {positions} three seeds gave only {len(set(map(tuple, by_position)))} different triples of tokens"
+        told = (
+            f"at the output positions {positions} three seeds gave only "
+            f"{len(set(map(tuple, by_position)))} different triples of tokens"
+        )
         require(
             len(set(map(tuple, by_position))) == len(positions),
             f"{told}: positions share their noise",
@@ -90,7 +97,8 @@ class SamplerRequests(SamplerSubject):
 
     @check("sampler.row", since="0.1")
     def test_row(self) -> None:
-        """A request's tokens don't depend on its row: noise is a function of seed, output position and vocabulary id only."""
+        """A request's tokens don't depend on its row: noise is a function of seed, output position
+        and vocabulary id only."""
         rows = mixed_rows()
         here = self.bench(rows).tokens()
         there = self.bench(
@@ -103,7 +111,8 @@ class SamplerRequests(SamplerSubject):
 
     @check("sampler.batch", since="0.1")
     def test_batch(self) -> None:
-        """A request's tokens don't depend on its batch: the number, content or order of other rows."""
+        """A request's tokens don't depend on its batch: the number, content or order of other
+        rows."""
         rows = mixed_rows()
         bench = self.bench(rows)
         together = bench.tokens()
@@ -118,13 +127,15 @@ class SamplerRequests(SamplerSubject):
             for index, token in zip(some, bench.tokens(some), strict=True):
                 require(
                     token == together[index],
-                    f"{said(rows[index].sampling)}: token {together[index]} among {len(rows)} rows, {token} in another batch ({name})",
+                    f"{said(rows[index].sampling)}: token {together[index]} among {len(rows)} "
+                    f"rows, {token} in another batch ({name})",
                 )
 
     @check("sampler.preemption", since="0.1")
     def test_preemption(self) -> None:
-        """A preempted request returns in another row, with its output in the rebuilt history, and continues with the same tokens: a sampler keeps
-        nothing of a request except its parameters."""
+        """A preempted request returns in another row, with its output in the rebuilt history, and
+        continues with the same tokens: a sampler keeps nothing of a request except its
+        parameters."""
         logits = np.random.default_rng(0).normal(size=64).tolist()
         sampling = RowSampling(seed=11, frequency_penalty=0.5, bad_words=((3, 4),))
         runs = [self.run_on(logits, sampling, preempted) for preempted in (None, 4, 9)]
@@ -157,7 +168,8 @@ class SamplerRequests(SamplerSubject):
 
     @check("sampler.read_only", since="0.1")
     def test_read_only(self) -> None:
-        """The history, `lines` or `host_rows` was modified. The executor writes the history, after sampling; only logits may be overwritten."""
+        """The history, `lines` or `host_rows` was modified. The executor writes the history, after
+        sampling; only logits may be overwritten."""
         rows = mixed_rows()
         bench = self.bench(rows, places=range(len(rows))[::-1])
         given = {
@@ -176,8 +188,9 @@ class SamplerRequests(SamplerSubject):
 
     @check("sampler.reused_rows", since="0.1")
     def test_reused_rows(self) -> None:
-        """A row given to another request, even in the same `update`, keeps nothing of the previous one: no penalty, ban, logprobs or seed. A row in
-        both `removed` and `added` has the new request's parameters: removals come first."""
+        """A row given to another request, even in the same `update`, keeps nothing of the previous
+        one: no penalty, ban, logprobs or seed. A row in both `removed` and `added` has the new
+        request's parameters: removals come first."""
         logits = [0.0, 1.0, 2.0, 1.5]
         full = RowSampling(
             temperature=0.0,
@@ -205,7 +218,8 @@ class SamplerRequests(SamplerSubject):
             (token,) = bench.tokens()
             require(
                 token == expected,
-                f"a row removed and added in one update, with a {name}, got token {token}, expected {expected}",
+                f"a row removed and added in one update, with a {name}, got token {token}, "
+                f"expected {expected}",
             )
         flat = [Row([0.0] * 1000, RowSampling(seed=seed)) for seed in (1, 2)]
         bench = self.bench(flat[:1])
@@ -218,9 +232,10 @@ class SamplerRequests(SamplerSubject):
 
     @check("sampler.extra_args", since="0.1", capability="extra_args")
     def test_extra_args(self) -> None:
-        """An invalid value of a key in `extra_args` was accepted by `update` or `sample`, which raised, or silently. Validate it on arrival: set
-        `SamplerCapabilities.extra_args_model` to a pydantic model, with a strict type and a range for each key. Clients see its errors; any value
-        that it accepts must be sampled, and must not change other rows' tokens."""
+        """An invalid value of a key in `extra_args` was accepted by `update` or `sample`, which
+        raised, or silently. Validate it on arrival: set `SamplerCapabilities.extra_args_model` to a
+        pydantic model, with a strict type and a range for each key. Clients see its errors; any
+        value that it accepts must be sampled, and must not change other rows' tokens."""
         model = self.capabilities.extra_args_model
         fine = Row([0.0] * 50, RowSampling(seed=3))
         (alone,) = self.bench([fine]).tokens()
@@ -239,17 +254,25 @@ class SamplerRequests(SamplerSubject):
                     0 <= token < 50,
                     f"extra_args {shown(dict(values))}: token {token} came, of a vocabulary of 50",
                 )
-                told = f"extra_args {shown(dict(values))}: other rows got the tokens {before} and {after}; by themselves they get {alone}"
+                told = (
+                    f"extra_args {shown(dict(values))}: other rows got the tokens {before} and "
+                    f"{after}; by themselves they get {alone}"
+                )
                 require(before == after == alone, told)
                 require(
                     token == again,
-                    f"extra_args {shown(dict(values))}: two rows with the same parameters got the tokens {token} and {again}",
+                    f"extra_args {shown(dict(values))}: two rows with the same parameters got the "
+                    f"tokens {token} and {again}",
                 )
-                told = f"extra_args {shown(dict(values))}: the row's next request, without any, got token {reused}; by itself it gets {alone}"
+                told = (
+                    f"extra_args {shown(dict(values))}: the row's next request, without any, "
+                    f"got token {reused}; by itself it gets {alone}"
+                )
                 require(reused == alone, told)
             require(
                 len(taken) < len(JUNK),
-                f"extra_args[{key!r}] takes every one of {len(JUNK)} values, from -1 and {{}} to 'x'",
+                f"extra_args[{key!r}] takes every one of {len(JUNK)} values, from -1 and {{}} to "
+                f"'x'",
             )
 
 

@@ -48,7 +48,8 @@ def mixed_rows() -> list[Row]:
 
 
 def rows_with_long_words() -> list[Row]:
-    """Greedy rows with one history, whose most likely token ends a word of 3 and more tokens: now, after token 1 has come, or at both times."""
+    """Greedy rows with one history, whose most likely token ends a word of 3 and more tokens: now,
+    after token 1 has come, or at both times."""
     logits = [float(9 * (token == 9)) for token in range(VOCAB)]
     output = (*(5, 6) * 8, 5, 1)
     now = (output[-2:], output[-4:], output)
@@ -69,7 +70,8 @@ def rows_with_long_words() -> list[Row]:
 def random_rows(
     fields: Callable[[np.random.Generator], dict[str, Any]], count: int = 200
 ) -> list[Row]:
-    """Greedy rows with these fields over a small vocabulary. Logits are eighths and penalties powers of 2, so that float32 is exact."""
+    """Greedy rows with these fields over a small vocabulary. Logits are eighths and penalties
+    powers of 2, so that float32 is exact."""
     rng = np.random.default_rng(5)
     rows = []
     for index in range(count):
@@ -82,15 +84,15 @@ def random_rows(
         prompt, output = (
             tuple(int(t) for t in rng.integers(0, SMALL, length)) for length in lengths
         )
-        logits = rng.integers(-32, 33, SMALL) / 8 + rng.choice(
-            [-5.0, 0.0]
-        )  # also of all negative ones
+        # also of all negative ones
+        logits = rng.integers(-32, 33, SMALL) / 8 + rng.choice([-5.0, 0.0])
         rows.append(Row(logits.tolist(), sampling, prompt, output))
     return rows
 
 
 def rows_of_many(fields: Callable[[list[int]], dict[str, Any]]) -> list[Row]:
-    """Greedy rows over more tokens, the later the likelier, with the fields made of their ids: in this order, and in the other."""
+    """Greedy rows over more tokens, the later the likelier, with the fields made of their ids: in
+    this order, and in the other."""
     ids = list(range(MANY))
     logits = [token / 8 for token in ids]
     return [

@@ -46,7 +46,8 @@ class SamplerRules(SamplerSubject):
 
     @check("sampler.allowed_token_ids", since="0.1")
     def test_allowed_token_ids(self) -> None:
-        """Only these are sampled, even if the model gives them -inf; ids beyond the vocabulary are ignored."""
+        """Only these are sampled, even if the model gives them -inf; ids beyond the vocabulary are
+        ignored."""
         self.assert_greedy(
             random_rows(lambda rng: {"allowed_token_ids": tuple(some_tokens(rng, 5)) or (3,)})
         )
@@ -70,13 +71,15 @@ class SamplerRules(SamplerSubject):
         came = set(self.bench(rows).tokens())
         require(
             came == {1, 2},
-            f"allowed are 1 and 2, both with the logit -inf, so that they are equally likely: {sorted(came)} came",
+            f"allowed are 1 and 2, both with the logit -inf, so that they are equally likely: "
+            f"{sorted(came)} came",
         )
 
     @check("sampler.bad_words", since="0.1")
     def test_bad_words(self) -> None:
-        """The last token of a bad word isn't sampled after the others, wherever these are: in the prompt, the output or across both. A partial
-        match bans nothing, and neither does a bad word longer than the history."""
+        """The last token of a bad word isn't sampled after the others, wherever these are: in the
+        prompt, the output or across both. A partial match bans nothing, and neither does a bad word
+        longer than the history."""
         self.assert_greedy(
             random_rows(
                 lambda rng: {
@@ -103,7 +106,8 @@ class SamplerRules(SamplerSubject):
 
     @check("sampler.min_tokens", since="0.1")
     def test_min_tokens(self) -> None:
-        """Stop tokens aren't sampled before `min_tokens` are generated (the prompt doesn't count), and may be sampled afterwards."""
+        """Stop tokens aren't sampled before `min_tokens` are generated (the prompt doesn't count),
+        and may be sampled afterwards."""
         self.assert_greedy(
             random_rows(
                 lambda rng: {
@@ -134,15 +138,16 @@ class SamplerRules(SamplerSubject):
 
     @check("sampler.bans_lifted", since="0.1")
     def test_bans_lifted(self) -> None:
-        """Bans of bad words and stop tokens that would exclude all allowed tokens are lifted for that step: something can always be sampled."""
+        """Bans of bad words and stop tokens that would exclude all allowed tokens are lifted for
+        that step: something can always be sampled."""
         only_2 = RowSampling(temperature=0.0, allowed_token_ids=(2,), bad_words=((2,),))
         all_gone = RowSampling(temperature=0.0, bad_words=((0,), (1,), (2,)))
         self.assert_greedy([Row([5.0, 1.0, 0.0], only_2), Row([5.0, 6.0, 0.0], all_gone)])
 
     @check("sampler.repetition_penalty", since="0.1")
     def test_repetition_penalty(self) -> None:
-        """Positive logits of the tokens in prompt *and* output are divided by it, negative ones multiplied, once each (arXiv:1909.05858,
-        section 4.1)."""
+        """Positive logits of the tokens in prompt *and* output are divided by it, negative ones
+        multiplied, once each (arXiv:1909.05858, section 4.1)."""
         self.assert_greedy(
             random_rows(
                 lambda rng: {"repetition_penalty": float(rng.choice([1 / 64, 0.5, 2.0, 4.0, 64.0]))}
@@ -151,14 +156,16 @@ class SamplerRules(SamplerSubject):
 
     @check("sampler.presence_penalty", since="0.1")
     def test_presence_penalty(self) -> None:
-        """Subtracted once from the logit of each *generated* token, regardless of its count; the prompt doesn't count."""
+        """Subtracted once from the logit of each *generated* token, regardless of its count; the
+        prompt doesn't count."""
         self.assert_greedy(
             random_rows(lambda rng: {"presence_penalty": float(rng.choice([0.5, 2.0, -1.0, -2.0]))})
         )
 
     @check("sampler.frequency_penalty", since="0.1")
     def test_frequency_penalty(self) -> None:
-        """Subtracted from the logit of each *generated* token as often as it was generated; the prompt doesn't count."""
+        """Subtracted from the logit of each *generated* token as often as it was generated; the
+        prompt doesn't count."""
         self.assert_greedy(
             random_rows(
                 lambda rng: {"frequency_penalty": float(rng.choice([0.25, 1.0, 2.0, -0.5, -2.0]))}
@@ -167,8 +174,8 @@ class SamplerRules(SamplerSubject):
 
     @check("sampler.rules_together", since="0.1")
     def test_rules_together(self) -> None:
-        """Applied in this order: bias, allowed ids, bad words and stop tokens; then repetition, presence and frequency penalty. Logprobs and other
-        rows don't matter."""
+        """Applied in this order: bias, allowed ids, bad words and stop tokens; then repetition,
+        presence and frequency penalty. Logprobs and other rows don't matter."""
         self.assert_greedy(
             random_rows(
                 lambda rng: {
@@ -188,8 +195,9 @@ class SamplerRules(SamplerSubject):
 
     @check("sampler.rules_before_temperature", since="0.1")
     def test_rules_before_temperature(self) -> None:
-        """Biases, bans and penalties change the logits before these are divided by the temperature, at any temperature. Power: a bias or penalty
-        that is added afterwards changes its token's odds by a factor of at least 2, which 5,000 draws always detect."""
+        """Biases, bans and penalties change the logits before these are divided by the temperature,
+        at any temperature. Power: a bias or penalty that is added afterwards changes its token's
+        odds by a factor of at least 2, which 5,000 draws always detect."""
         output = (3, 4, 3)
         for temperature in (0.5, 2.0):
             for sampling in (
@@ -210,7 +218,10 @@ class SamplerRules(SamplerSubject):
             ):
                 counts = self.draws(MIXED, sampling, DRAWS, seeds=DRAWS, output=output)
                 p = p_value(counts, distribution(MIXED, sampling, (0,), output))
-                told = f"{said(sampling)} after the output {output}: {DRAWS:,} draws don't follow the distribution (chi-square test: p = {p:.1e})"
+                told = (
+                    f"{said(sampling)} after the output {output}: {DRAWS:,} draws don't follow "
+                    f"the distribution (chi-square test: p = {p:.1e})"
+                )
                 require(p > ALPHA, told)
 
     @check("sampler.stale_history", since="0.1")

@@ -22,7 +22,8 @@ LOGITS = (np.random.default_rng(1).normal(size=40) * 1.5).tolist()
 
 
 class SamplerSubject(Suite):
-    """Runs on `device`: by default a GPU if available, otherwise the CPU. Samplers must support both."""
+    """Runs on `device`: by default a GPU if available, otherwise the CPU. Samplers must support
+    both."""
 
     kind = "sampler"
     settings = Suite.settings | {"device"}
@@ -49,12 +50,14 @@ class SamplerSubject(Suite):
     def assert_support(
         self, logits: Sequence[float], sampling: RowSampling, count: int = SUPPORT_DRAWS
     ) -> None:
-        """Require that `count` draws give exactly the possible tokens; each must have a probability of at least about 20 / count."""
+        """Require that `count` draws give exactly the possible tokens; each must have a probability
+        of at least about 20 / count."""
         came = set(np.flatnonzero(self.draws(logits, sampling, count)).tolist())
         may = set(np.flatnonzero(distribution(logits, sampling)).tolist())
         require(
             came == may,
-            f"{said(sampling)}: the tokens {sorted(may)} may come; {sorted(came - may)} came besides, {sorted(may - came)} never came",
+            f"{said(sampling)}: the tokens {sorted(may)} may come; {sorted(came - may)} came "
+            f"besides, {sorted(may - came)} never came",
         )
 
     def assert_drawn_in_proportion(
@@ -63,7 +66,8 @@ class SamplerSubject(Suite):
         p = p_value(self.draws(logits, sampling, count), distribution(logits, sampling))
         require(
             p > ALPHA,
-            f"{said(sampling)}: {count:,} draws don't follow the distribution (chi-square test: p = {p:.1e}, allowed from {ALPHA})",
+            f"{said(sampling)}: {count:,} draws don't follow the distribution (chi-square test: p "
+            f"= {p:.1e}, allowed from {ALPHA})",
         )
 
     def assert_greedy(self, rows: Sequence[Row]) -> None:
@@ -72,8 +76,10 @@ class SamplerSubject(Suite):
             values = changed_logits(row.logits, row.sampling, row.prompt, row.output)
             require(
                 token == int(values.argmax()),
-                f"{said(row.sampling)} after the prompt {row.prompt} and the output {row.output}: token {token} came, but the logits "
-                f"{np.round(row.logits, 3).tolist()} become {np.round(values, 3).tolist()}, so that {int(values.argmax())} is right",
+                f"{said(row.sampling)} after the prompt {row.prompt} and the output {row.output}: "
+                f"token {token} came, but the logits "
+                f"{np.round(row.logits, 3).tolist()} become {np.round(values, 3).tolist()}, so "
+                f"that {int(values.argmax())} is right",
             )
 
 

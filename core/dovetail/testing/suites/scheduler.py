@@ -1,7 +1,9 @@
-"""`SchedulerSuite`: checks that a scheduling policy conforms to the contract of `dovetail.api.scheduler`. Doesn't need torch.
+"""`SchedulerSuite`: checks that a scheduling policy conforms to the contract of
+`dovetail.api.scheduler`. Doesn't need torch.
 
-The core's step raises on misuse, so most checks cover what no single step can see: whether all requests end, whether any starves, whether a run is
-reproducible. Each runs the real engine core (`scheduler_world`) through its own scenarios (`scheduler_scenarios`).
+The core's step raises on misuse, so most checks cover what no single step can see: whether all
+requests end, whether any starves, whether a run is reproducible. Each runs the real engine core
+(`scheduler_world`) through its own scenarios (`scheduler_scenarios`).
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ _ANY_CONTEXT = SchedulerContext(max_tokens=64, max_seqs=8, total_blocks=64, bloc
 
 
 class SchedulerSuite(Suite):
-    """Suite of scheduling policies. Claims determine the checks: `Claims.order` adds one, each exemption removes one."""
+    """Suite of scheduling policies. Claims determine the checks: `Claims.order` adds one, each
+    exemption removes one."""
 
     kind = "scheduler"
 
@@ -82,19 +85,21 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.sound", since="0.1")
     def test_sound(self) -> None:
-        """The policy raised, or misused a step, which ends the engine. The message names the method and the rule. Use requests only while they are
-        shown, and a step only inside `schedule`."""
+        """The policy raised, or misused a step, which ends the engine. The message names the method
+        and the rule. Use requests only while they are shown, and a step only inside `schedule`."""
         self._in_all(scenarios(), 40, lambda world: None)
 
     @check("scheduler.aborts", since="0.1")
     def test_aborts(self) -> None:
-        """The policy raised after a client had disconnected. A request can end at any time, waiting or running: `on_finished` is called exactly
-        once, and nothing of the request may be used afterwards. An early end has no token, possibly not even a grant."""
+        """The policy raised after a client had disconnected. A request can end at any time, waiting
+        or running: `on_finished` is called exactly once, and nothing of the request may be used
+        afterwards. An early end has no token, possibly not even a grant."""
         self._in_all(scenarios(aborts=True), 40, lambda world: None)
 
     @check("scheduler.budget", since="0.1")
     def test_budget(self) -> None:
-        """A step computes more tokens than `SchedulerContext.max_tokens`. Use only the step's methods, and don't modify its fields."""
+        """A step computes more tokens than `SchedulerContext.max_tokens`. Use only the step's
+        methods, and don't modify its fields."""
 
         def within(world: World) -> None:
             most = world.watch.most_tokens
@@ -105,7 +110,8 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.seats", since="0.1")
     def test_seats(self) -> None:
-        """More than `SchedulerContext.max_seqs` requests run in a step. Use only the step's methods, and don't modify its fields."""
+        """More than `SchedulerContext.max_seqs` requests run in a step. Use only the step's
+        methods, and don't modify its fields."""
 
         def within(world: World) -> None:
             most = world.watch.most_seqs
@@ -116,8 +122,9 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.memory", since="0.1")
     def test_memory(self) -> None:
-        """The policy corrupted the KV-cache manager's state: blocks leak, belong to two requests, or are missing. Only the step and the core may
-        use the KV-cache manager and modify a request."""
+        """The policy corrupted the KV-cache manager's state: blocks leak, belong to two requests,
+        or are missing. Only the step and the core may use the KV-cache manager and modify a
+        request."""
 
         def in_order(world: World) -> None:
             if world.dead is not None and not isinstance(
@@ -134,7 +141,8 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.read_only", since="0.1")
     def test_read_only(self) -> None:
-        """The policy modified a request, or its prompt, if only for a while. Keep state in your own dict, by request, until `on_finished`."""
+        """The policy modified a request, or its prompt, if only for a while. Keep state in your own
+        dict, by request, until `on_finished`."""
 
         def untouched(world: World) -> None:
             for request in world.requests:
@@ -149,9 +157,10 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.forgets", since="0.1")
     def test_forgets(self) -> None:
-        """The policy keeps requests that have ended, or values by their ids, so that a server's memory grows forever, and a request with a reused
-        id finds another's values. In `on_finished`, drop a request from every list and dict, including aborted and rejected ones; don't keep a
-        step."""
+        """The policy keeps requests that have ended, or values by their ids, so that a server's
+        memory grows forever, and a request with a reused id finds another's values. In
+        `on_finished`, drop a request from every list and dict, including aborted and rejected ones;
+        don't keep a step."""
 
         def forgotten(world: World) -> None:
             ended = {
@@ -181,8 +190,9 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.finishes", since="0.1")
     def test_finishes(self) -> None:
-        """Requests stay unfinished although no more arrive: the policy grants nothing and sets no `wake_at`, or evicts in circles. A prompt may be
-        longer than a step's budget, so grant it in chunks; a request that needs memory may have to evict others, the last in your order first.
+        """Requests stay unfinished although no more arrive: the policy grants nothing and sets no
+        `wake_at`, or evicts in circles. A prompt may be longer than a step's budget, so grant it in
+        chunks; a request that needs memory may have to evict others, the last in your order first.
         Blocks are pages: a token may need several."""
 
         def all_ended(world: World) -> None:
@@ -202,13 +212,16 @@ class SchedulerSuite(Suite):
                 all_ended(self._world(scenario.shape).play(scenario.acts))
         self._in_all(scenarios(), 40, all_ended)
         self.note(
-            f"the policy's own time a step: {sorted(times)[len(times) // 2] * 1e6:.0f} µs (not judged)"
+            f"the policy's own time a step: {sorted(times)[len(times) // 2] * 1e6:.0f} µs (not "
+            f"judged)"
         )
 
     @check("scheduler.adapters", since="0.4")
     def test_adapters(self) -> None:
-        """Requests stay unfinished that wait for a slot for their adapter, or that waited beside such ones, or the policy misused a step. A grant
-        that is refused with ADAPTERS may be repeated in the next step that shows the request; those in `held_back` will be shown again."""
+        """Requests stay unfinished that wait for a slot for their adapter, or that waited beside
+        such ones, or the policy misused a step. A grant that is refused with ADAPTERS may be
+        repeated in the next step that shows the request; those in `held_back` will be shown
+        again."""
         for overlap in (True, False):
             scenario = adapted(overlap)
             world = self._world(scenario.shape).play(scenario.acts)
@@ -220,9 +233,10 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.indivisible", since="0.4")
     def test_indivisible(self) -> None:
-        """Prompts that can't be divided (an encoder's, `Request.indivisible`) stay unfinished. `Step.grant` grants them whole or refuses with BUDGET,
-        whatever `max_tokens` says: try the next step again, where more tokens are left, and don't count with the tokens asked for, but with
-        `Grant.tokens`."""
+        """Prompts that can't be divided (an encoder's, `Request.indivisible`) stay unfinished.
+        `Step.grant` grants them whole or refuses with BUDGET, whatever `max_tokens` says: try the
+        next step again, where more tokens are left, and don't count with the tokens asked for, but
+        with `Grant.tokens`."""
         for overlap in (True, False):
             for pace in (None, 2.0):
                 scenario = indivisible(overlap, pace)
@@ -230,7 +244,8 @@ class SchedulerSuite(Suite):
                 require(world.dead is None, f"the engine ended: {world.dead}")
                 require(
                     not world.unfinished,
-                    f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}",
+                    f"unfinished after {world.steps} steps: "
+                    f"{', '.join(map(repr, world.unfinished))}",
                 )
                 tokens = {request.id: request.prompt_tokens for request in world.requests}
                 parts = [
@@ -243,8 +258,9 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.no_starvation", since="0.1", capability="no_starvation")
     def test_no_starvation(self) -> None:
-        """A request starves while later arrivals are served. Let waiting count (age, a limit, order of arrival), don't let small requests overtake
-        a large one that lacks memory forever, or claim `starves`."""
+        """A request starves while later arrivals are served. Let waiting count (age, a limit, order
+        of arrival), don't let small requests overtake a large one that lacks memory forever, or
+        claim `starves`."""
         for overlap in (True, False):
             for who, victim in VICTIMS.items():
                 self._require_patience(
@@ -256,8 +272,9 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.no_idling", since="0.1", capability="no_idling")
     def test_no_idling(self) -> None:
-        """The policy left tokens, a seat and memory of a step unused although a request could have run, no grant had been refused, and nothing was
-        evicted. Keep granting, including prefills, until a grant is refused, or claim `idles`."""
+        """The policy left tokens, a seat and memory of a step unused although a request could have
+        run, no grant had been refused, and nothing was evicted. Keep granting, including prefills,
+        until a grant is refused, or claim `idles`."""
         scenario = crowd(scarce=False)
         _require_alive(
             self._world(scenario.shape, inspect=_try_to_grant_more, decisions=True).play(
@@ -270,13 +287,15 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.no_rejection", since="0.1", capability="no_rejection")
     def test_no_rejection(self) -> None:
-        """The policy rejected a request without claiming `rejects`. Claim it, so that users know."""
+        """The policy rejected a request without claiming `rejects`. Claim it, so that users
+        know."""
 
         def none_rejected(world: World) -> None:
             rejected = [plan for plan in world.watch.planned if plan.rejected]
             require(
                 not rejected,
-                f"rejected in step {rejected[0].index if rejected else 0}: {rejected[0].rejected if rejected else ()}",
+                f"rejected in step {rejected[0].index if rejected else 0}: "
+                f"{rejected[0].rejected if rejected else ()}",
             )
 
         scenario = crowd(scarce=True)
@@ -285,16 +304,17 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.no_stalls", since="0.3", capability="no_stalls")
     def test_no_stalls(self) -> None:
-        """Streamed answers stalled while a prompt was computed, although there were seats and memory for all. Grant every decode in a step that
-        computes prompts, decodes first; or claim `stalls`."""
+        """Streamed answers stalled while a prompt was computed, although there were seats and
+        memory for all. Grant every decode in a step that computes prompts, decodes first; or claim
+        `stalls`."""
         for overlap in (True, False):
             scenario = streamed(overlap)
             _require_alive(self._world(scenario.shape, inspect=_see_stall).play(scenario.acts))
 
     @check("scheduler.paced", since="0.3", capability="paced")
     def test_paced(self) -> None:
-        """A prompt that the engine's pace cut into chunks never finished. Continue running requests with `prefill_left`; or claim `paced=False`,
-        and cap the prompts of a step yourself."""
+        """A prompt that the engine's pace cut into chunks never finished. Continue running requests
+        with `prefill_left`; or claim `paced=False`, and cap the prompts of a step yourself."""
         for overlap in (True, False):
             scenario = streamed(overlap)
             world = self._world(scenario.shape).play(scenario.acts)
@@ -306,8 +326,9 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.order", since="0.1", capability="order")
     def test_order(self) -> None:
-        """A request was admitted before one that precedes it in the claimed order, or kept running at its expense. Sort by the claimed key, ties by
-        arrival; stop admitting at the first refusal; evict the last first. Or don't claim `order`."""
+        """A request was admitted before one that precedes it in the claimed order, or kept running
+        at its expense. Sort by the claimed key, ties by arrival; stop admitting at the first
+        refusal; evict the last first. Or don't claim `order`."""
         key = ORDERS[str(self.capabilities.order)]
         inspect = partial(_see_order, key)
         for scenario in (*begun_without_memory(), ranked()):
@@ -324,21 +345,25 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.recompute", since="0.1")
     def test_recompute(self) -> None:
-        """More tokens were recomputed than computed once: the policy preempts so much that the device does little else. Evict for running requests
-        rather than for waiting ones, the last in your order first, and don't admit requests that the next step must evict."""
+        """More tokens were recomputed than computed once: the policy preempts so much that the
+        device does little else. Evict for running requests rather than for waiting ones, the last
+        in your order first, and don't admit requests that the next step must evict."""
         for overlap in (True, False):
             stats = self._pressed(pressed(overlap))
             again = stats.recomputed_tokens
             once = stats.prefill_tokens + stats.decode_tokens - stats.recomputed_tokens
             require(
                 again < once,
-                f"{again} tokens were recomputed, and {once} computed for the first time; {stats.preemptions} preemptions",
+                f"{again} tokens were recomputed, and {once} computed for the first time; "
+                f"{stats.preemptions} preemptions",
             )
 
     @check("scheduler.replay", since="0.1")
     def test_replay(self) -> None:
-        """The same requests gave another schedule in a second engine of the same process, or in another process, where every other clock jumps. Use
-        `random.Random(context.seed)` for randomness and `step.now` for time; don't iterate over sets; keep no state in the class or module."""
+        """The same requests gave another schedule in a second engine of the same process, or in
+        another process, where every other clock jumps. Use `random.Random(context.seed)` for
+        randomness and `step.now` for time; don't iterate over sets; keep no state in the class or
+        module."""
         first = plans(self.make)
         require(
             plans(self.make) == first,
@@ -351,7 +376,8 @@ class SchedulerSuite(Suite):
     # Running scenarios
 
     def _require_patience(self, who: str, scenario: Scenario, victims: range) -> None:
-        """Check that not too many later requests end before the victims of a flood, which are given by the order of arrival."""
+        """Check that not too many later requests end before the victims of a flood, which are given
+        by the order of arrival."""
 
         def passed_over() -> bool:
             return any(
@@ -373,14 +399,16 @@ class SchedulerSuite(Suite):
         _require_alive(world)
         require(
             not passed_over(),
-            f"{who} still waits, and over {PASSED_OVER} requests that came later have ended: {left()[:1]}",
+            f"{who} still waits, and over {PASSED_OVER} requests that came later have ended: "
+            f"{left()[:1]}",
         )
 
     def _world(self, shape: Shape, **watching: Any) -> World:
         return World(self.make, shape, **watching)
 
     def _pressed(self, scenario: Scenario) -> EngineStats:
-        """Return the counts of a run, which ends early once as many tokens were recomputed as there are to compute."""
+        """Return the counts of a run, which ends early once as many tokens were recomputed as there
+        are to compute."""
         world = self._world(scenario.shape)
         world.perform(scenario.acts)
         tokens = sum(request.prompt_tokens + request.max_tokens for request in world.requests)
@@ -406,14 +434,16 @@ class SchedulerSuite(Suite):
 
 
 def _require_alive(world: World) -> None:
-    """Require that the engine is alive. Stalls are left to the check `scheduler.finishes`; everything else must hold until then."""
+    """Require that the engine is alive. Stalls are left to the check `scheduler.finishes`;
+    everything else must hold until then."""
     if world.dead is not None and not isinstance(world.dead, SchedulerStalled):
         fail(f"the engine ended: {world.dead}", world.dead)
 
 
 def _try_to_grant_more(shown: Shown) -> None:
-    """Require that, if the policy was refused nothing for lack of space and evicted nothing, no other request fits. An evicted request can't be
-    granted its own freed space before the next step, and a policy that keeps an order admits nothing after it until then."""
+    """Require that, if the policy was refused nothing for lack of space and evicted nothing, no
+    other request fits. An evicted request can't be granted its own freed space before the next
+    step, and a policy that keeps an order admits nothing after it until then."""
     step = shown.step
     lacked = bool(step.preempted) or any(
         d.act == "refused" and d.why != Refusal.NOT_NOW.name for d in step.decisions or ()
@@ -424,7 +454,8 @@ def _try_to_grant_more(shown: Shown) -> None:
     for request in (*step.running, *step.waiting):
         if step.grant(request):
             fail(
-                f"step {step.index} left {left} unused, and {request!r} could have run; it granted {len(step.granted) - 1}"
+                f"step {step.index} left {left} unused, and {request!r} could have run; it granted "
+                f"{len(step.granted) - 1}"
             )
 
 
@@ -443,8 +474,8 @@ def _see_stall(shown: Shown) -> None:
 
 
 def _see_order(key: Callable[[Request], tuple[float, float]], shown: Shown) -> None:
-    """Require that no request is admitted before an earlier one that waits or lacks memory for the rest of its prompt, and that none runs at the
-    expense of an earlier one."""
+    """Require that no request is admitted before an earlier one that waits or lacks memory for the
+    rest of its prompt, and that none runs at the expense of an earlier one."""
     step = shown.step
     passed = [
         r

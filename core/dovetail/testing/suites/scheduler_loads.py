@@ -1,4 +1,5 @@
-"""Handwritten long scenarios: `pressed`, with permanently scarce memory, and `flooded`, with more arrivals than can be served."""
+"""Handwritten long scenarios: `pressed`, with permanently scarce memory, and `flooded`, with more
+arrivals than can be served."""
 
 from __future__ import annotations
 
@@ -6,17 +7,19 @@ from dataclasses import replace
 
 from dovetail.testing.suites.scheduler_world import Abort, Arrive, Run, Scenario, Shape
 
+# layers with full attention, and with two windows
 THREE_GROUPS = (
     (2, None, 1),
     (2, 6, 2),
     (4, 12, 1),
-)  # layers with full attention, and with two windows
+)
 
 
 def pressed(
     overlap: bool, *, reuse: bool = False, groups: tuple[tuple[int, int | None, int], ...] = ()
 ) -> Scenario:
-    """Memory for only a few of two dozen requests of all kinds: many preemptions. `groups`: cache groups, instead of one without a window."""
+    """Memory for only a few of two dozen requests of all kinds: many preemptions. `groups`: cache
+    groups, instead of one without a window."""
     arrives = (
         Arrive(
             tuple(range(i % 5, i % 5 + 4 + i % 9)),
@@ -37,8 +40,8 @@ def pressed(
 
 
 def crowd(*, scarce: bool) -> Scenario:
-    """Two dozen requests at once, of all kinds: samples, salts, arrays, early ends, first tokens that are late already. There are seats, tokens and
-    memory for all, or, if `scarce`, for few."""
+    """Two dozen requests at once, of all kinds: samples, salts, arrays, early ends, first tokens
+    that are late already. There are seats, tokens and memory for all, or, if `scarce`, for few."""
     arrives = tuple(
         Arrive(
             tuple(range(9 - i % 5, 3 - i % 4, -1)),
@@ -64,7 +67,8 @@ def crowd(*, scarce: bool) -> Scenario:
 
 
 def ranked() -> Scenario:
-    """One seat, and requests that wait for it with priorities and deadlines below, at and above 0, each twice, and without a deadline."""
+    """One seat, and requests that wait for it with priorities and deadlines below, at and above 0,
+    each twice, and without a deadline."""
     ranks = (None, 3.0, 0.0, -2.0, 1.0, -1.0, None, 0.0, -2.0)
     first = Arrive((1, 2), max_tokens=3, priority=-9, deadline=-9.0)
     rest = (
@@ -75,7 +79,8 @@ def ranked() -> Scenario:
 
 
 def adapted(overlap: bool) -> Scenario:
-    """More adapters than slots, requests without one between them, and one of a rare adapter while others are in demand; some samples."""
+    """More adapters than slots, requests without one between them, and one of a rare adapter while
+    others are in demand; some samples."""
     arrives = [
         Arrive(
             tuple(range(i % 5, i % 5 + 4)),
@@ -125,7 +130,8 @@ FLOOD_S = 400  # seconds with one arrival each, twice as many as can be served
 
 
 def streamed(overlap: bool) -> Scenario:
-    """Three streamed answers while prompts arrive that are longer than the pace allows in a step; there are seats and memory for all."""
+    """Three streamed answers while prompts arrive that are longer than the pace allows in a step;
+    there are seats and memory for all."""
     shape = Shape(
         num_blocks=800,
         block_size=16,
@@ -155,7 +161,8 @@ def streamed(overlap: bool) -> Scenario:
 
 
 def indivisible(overlap: bool, pace: float | None) -> Scenario:
-    """Prompts of up to a step's whole budget that can't be divided, as an encoder's, two dozen at once and some later; each holds a page."""
+    """Prompts of up to a step's whole budget that can't be divided, as an encoder's, two dozen at
+    once and some later; each holds a page."""
     shape = Shape(groups=((32, None, 1),), num_blocks=4, max_tokens=12, overlap=overlap, pace=pace)
     prompts = [
         Arrive(
@@ -174,7 +181,8 @@ def indivisible(overlap: bool, pace: float | None) -> Scenario:
 
 
 def begun_without_memory() -> tuple[Scenario, ...]:
-    """A decode, a prompt computed in chunks that runs out of memory, and a short arrival that would fit into the blocks left: it must not pass."""
+    """A decode, a prompt computed in chunks that runs out of memory, and a short arrival that would
+    fit into the blocks left: it must not pass."""
     decode = Arrive((1,) * 8, max_tokens=20, priority=0, deadline=10.0)
     prompt = Arrive((2,) * 28, max_tokens=2, priority=1, delay=0.001, deadline=20.0)
     short = Arrive((3, 3), max_tokens=2, priority=2, delay=0.01, deadline=30.0)
@@ -197,7 +205,8 @@ CROWD = Arrive((7, 7, 7, 7), max_tokens=8, client="crowd", deadline=1e5, predict
 
 
 def flooded(victim: Arrive, overlap: bool) -> Scenario:
-    """Steps of a second, two seats, and an endless stream of short requests; the `victim` arrives after the first few."""
+    """Steps of a second, two seats, and an endless stream of short requests; the `victim` arrives
+    after the first few."""
     shape = Shape(
         num_blocks=26,
         max_tokens=16,
@@ -220,7 +229,8 @@ def flooded(victim: Arrive, overlap: bool) -> Scenario:
 
 
 def crowded(overlap: bool) -> Scenario:
-    """The same, but more requests can start than finish: each needs three times the memory at its end, so the last is likely to be preempted."""
+    """The same, but more requests can start than finish: each needs three times the memory at its
+    end, so the last is likely to be preempted."""
     shape = Shape(
         num_blocks=12,
         max_seqs=6,

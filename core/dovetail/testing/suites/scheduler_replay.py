@@ -1,4 +1,5 @@
-"""A policy's plans as text, computed in this process or in another one with a different string hash seed and other clocks."""
+"""A policy's plans as text, computed in this process or in another one with a different string hash
+seed and other clocks."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def plans(make: Callable[[SchedulerContext], Scheduler]) -> list[str]:
 
 
 def plans_elsewhere(*suites: Binding) -> list[list[str]]:
-    """Return the plans of each suite's policy from a new process with another `PYTHONHASHSEED`. Raises `CheckFailed` if it fails."""
+    """Return the plans of each suite's policy from a new process with another `PYTHONHASHSEED`.
+    Raises `CheckFailed` if it fails."""
     hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     policies = [
         (
@@ -58,7 +60,8 @@ def plans_elsewhere(*suites: Binding) -> list[list[str]]:
 
 
 def _jumping() -> Callable[[], int]:
-    """Return a clock that is an hour later at each reading, in seconds or nanoseconds, so that a policy that reads it plans otherwise."""
+    """Return a clock that is an hour later at each reading, in seconds or nanoseconds, so that a
+    policy that reads it plans otherwise."""
     readings = itertools.count(0, 3600 * 10**9)
     return lambda: next(readings)
 

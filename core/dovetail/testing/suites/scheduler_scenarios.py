@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dovetail.testing.suites.scheduler_world import Abort, Act, Arrive, Run, Scenario, Shape
 
+# beyond the need of one request of full length: memory is mostly scarce
 SLACK_BLOCKS = (
     0,
     0,
@@ -17,7 +18,7 @@ SLACK_BLOCKS = (
     4,
     8,
     30,
-)  # beyond the need of one request of full length: memory is mostly scarce
+)
 
 
 @st.composite
@@ -39,8 +40,9 @@ def shapes(draw: st.DrawFn, *, reuse: bool | None = None) -> Shape:
 
 @st.composite
 def arrivals(draw: st.DrawFn, shape: Shape, *, plain: bool = False) -> Arrive:
-    """Draw a request. Prompts often share a beginning. `plain`: one sample. Objectives are derived from the deadline, one of them without `tbt_s`,
-    since more draws would reduce the coverage of the few examples."""
+    """Draw a request. Prompts often share a beginning. `plain`: one sample. Objectives are derived
+    from the deadline, one of them without `tbt_s`, since more draws would reduce the coverage of
+    the few examples."""
     length = draw(st.integers(1, shape.max_model_len - 1))
     own = draw(st.integers(0, min(3, length)))
     return Arrive(
@@ -65,7 +67,8 @@ def arrivals(draw: st.DrawFn, shape: Shape, *, plain: bool = False) -> Arrive:
 def scenarios(
     draw: st.DrawFn, *, aborts: bool = False, plain: bool = False, reuse: bool | None = None
 ) -> Scenario:
-    """Arrivals, steps and aborts in any order, in an engine of any size; unfinished requests then run to their end."""
+    """Arrivals, steps and aborts in any order, in an engine of any size; unfinished requests then
+    run to their end."""
     shape = draw(shapes(reuse=reuse))
     arrive = arrivals(shape, plain=plain)
     run = st.builds(Run, st.integers(1, 8))

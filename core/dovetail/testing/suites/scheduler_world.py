@@ -1,7 +1,8 @@
-"""Runs a policy in the real engine core over a fake executor and a small pool, driven by acts that are values, so that any run can be repeated.
+"""Runs a policy in the real engine core over a fake executor and a small pool, driven by acts that
+are values, so that any run can be repeated.
 
-`World.play` performs the acts and then steps until everything has ended. `Watch` wraps the policy: it records the plans, and checks the rules whose
-violation the core can't see.
+`World.play` performs the acts and then steps until everything has ended. `Watch` wraps the policy:
+it records the plans, and checks the rules whose violation the core can't see.
 """
 
 from __future__ import annotations
@@ -41,9 +42,8 @@ from dovetail.testing.checks import CheckFailed
 from dovetail.testing.fake_executor import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_kv import FakeKVCache
 
-STEPS_A_TOKEN = (
-    20  # a run is abandoned after this many steps per token to compute, without recomputation
-)
+# a run is abandoned after this many steps per token to compute, without recomputation
+STEPS_A_TOKEN = 20
 
 GIVEN = (  # attributes of a request that only the engine may change
     *(
@@ -76,8 +76,9 @@ SLOT_WAIT_S = 0.2  # on the engine's clock
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Constants of the engine. `reuse`: with a prefix cache. `groups`: cache groups (block_tokens, window, pages_per_block), instead of one without a
-    window whose blocks have `block_size` tokens."""
+    """Constants of the engine. `reuse`: with a prefix cache. `groups`: cache groups (block_tokens,
+    window, pages_per_block), instead of one without a window whose blocks have `block_size`
+    tokens."""
 
     num_blocks: int = 24
     block_size: int = 2
@@ -98,9 +99,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
-    """A user's request; times are seconds from now. `n` samples of one prompt. `stops_after`: it ends by itself, unpredictably for policies, for
-    `stop_reason`. `id`: a reused one, of a request that has ended. `as_array`: its prompt is an array that its user could write to.
-    `indivisible`: its prompt is computed in one step."""
+    """A user's request; times are seconds from now. `n` samples of one prompt. `stops_after`: it
+    ends by itself, unpredictably for policies, for `stop_reason`. `id`: a reused one, of a request
+    that has ended. `as_array`: its prompt is an array that its user could write to. `indivisible`:
+    its prompt is computed in one step."""
 
     prompt: tuple[int, ...]
     max_tokens: int = 8
@@ -164,7 +166,8 @@ class Shown:
 
 
 class Watch(Scheduler):
-    """Wraps the policy for the core. `inspect` is called after each `schedule`, while the step is open."""
+    """Wraps the policy for the core. `inspect` is called after each `schedule`, while the step is
+    open."""
 
     def __init__(
         self, policy: Scheduler, context: SchedulerContext, inspect: Callable[[Shown], None] | None
@@ -244,7 +247,8 @@ class _Stop:
 
 
 class Guarded(LiveRequest):
-    """A request that records writes to what only the engine may change, also those that a later one takes back."""
+    """A request that records writes to what only the engine may change, also those that a later one
+    takes back."""
 
     __slots__ = ("written",)
 
@@ -281,7 +285,8 @@ class World:
         check_books: bool = False,
         guarded: bool = False,
     ) -> None:
-        """`decisions`: each step keeps them. `check_books`: after each step the KV-cache manager checks itself. `guarded`: requests are `Guarded`."""
+        """`decisions`: each step keeps them. `check_books`: after each step the KV-cache manager
+        checks itself. `guarded`: requests are `Guarded`."""
         self.clock = VirtualClock()
         executor = _executor(shape, self.clock)
         capacity = executor.start()
@@ -321,9 +326,8 @@ class World:
         self.requests: list[LiveRequest] = []
         self.given: dict[Guarded, dict[str, Any]] = {}  # attributes that no policy may change
         self.told: list[str] = []  # as recorded by an observer
-        self.finished: dict[
-            LiveRequest, Finish
-        ] = {}  # in the order of ending, without aborted ones
+        # in the order of ending, without aborted ones
+        self.finished: dict[LiveRequest, Finish] = {}
         self.steps = 0
         self._most_steps = 100
         self._check_books = check_books
@@ -339,7 +343,8 @@ class World:
         return self.core.dead
 
     def play(self, acts: Iterable[Act]) -> World:
-        """Perform the acts, then step until everything has ended, or up to a limit. Raises errors of `inspect`."""
+        """Perform the acts, then step until everything has ended, or up to a limit. Raises errors
+        of `inspect`."""
         self.perform(acts)
         self.run()
         return self
@@ -365,8 +370,8 @@ class World:
         return [request for request in self.requests if request.status is not Status.FINISHED]
 
     def changed(self, request: LiveRequest) -> list[str]:
-        """Return the names of the attributes that only the engine may change and that a component has changed, for a while or for good. Needs
-        `guarded`."""
+        """Return the names of the attributes that only the engine may change and that a component
+        has changed, for a while or for good. Needs `guarded`."""
         assert isinstance(request, Guarded)
         different = [
             name

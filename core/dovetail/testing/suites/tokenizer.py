@@ -1,6 +1,7 @@
 """`TokenizerSuite`: checks that a tokenizer conforms to the contract of `dovetail.api.tokenizer`.
 
-Encodes texts in many scripts, texts with names of special tokens, and long texts, and decodes them with the vocabulary. Needs no torch.
+Encodes texts in many scripts, texts with names of special tokens, and long texts, and decodes them
+with the vocabulary. Needs no torch.
 """
 
 from __future__ import annotations
@@ -71,14 +72,14 @@ class TokenizerSuite(Suite):
     kind = "tokenizer"
     settings = Suite.settings | {"directory"}
 
-    directory: ClassVar[str | None] = (
-        None  # a model's folder with the files that it needs; None: an empty one
-    )
+    # a model's folder with the files that it needs; None: an empty one
+    directory: ClassVar[str | None] = None
 
     @check("tokenizer.vocabulary", since="0.1")
     def test_the_vocabulary_has_bytes_for_each_id(self) -> None:
-        """`vocabulary` doesn't return `bytes` for each id, or returns others when it is called again; or `special_ids`, `eos_ids` or `around` have
-        ids that aren't in it; or a special token has no name."""
+        """`vocabulary` doesn't return `bytes` for each id, or returns others when it is called
+        again; or `special_ids`, `eos_ids` or `around` have ids that aren't in it; or a special
+        token has no name."""
         require(self._vocabulary, "vocabulary() is empty")
         for token_id, piece in enumerate(self._vocabulary):
             require(
@@ -97,14 +98,16 @@ class TokenizerSuite(Suite):
         for token_id in self._special_ids:
             require(
                 self._vocabulary[token_id],
-                f"the special token {token_id} has no name: give it one, it is shown unless it is skipped",
+                f"the special token {token_id} has no name: give it one, it is shown unless it is "
+                f"skipped",
             )
         self.note(f"{len(self._vocabulary)} token ids, {len(self._special_ids)} of them special")
 
     @check("tokenizer.encode", since="0.1")
     def test_any_text_becomes_known_ids(self) -> None:
-        """`encode` raised an error other than `RequestError`, or returned ids that aren't in the vocabulary, or any id for an empty text. Texts may
-        contain any character, be empty, or have megabytes without a space."""
+        """`encode` raised an error other than `RequestError`, or returned ids that aren't in the
+        vocabulary, or any id for an empty text. Texts may contain any character, be empty, or have
+        megabytes without a space."""
         require(
             len(self._encoded("")) == 0,
             f"an empty text became {list(self._encoded(''))}: ids around a text belong in `around`",
@@ -126,13 +129,14 @@ class TokenizerSuite(Suite):
             took_s = time.perf_counter() - before
             if took_s > 1:
                 self.note(
-                    f"a text of {LONG} characters, {piece!r} repeated, takes {took_s:.1f} s (not judged)"
+                    f"a text of {LONG} characters, {piece!r} repeated, takes {took_s:.1f} s (not "
+                    f"judged)"
                 )
 
     @check("tokenizer.exact", since="0.1", capability="exact")
     def test_the_bytes_of_the_ids_are_those_of_the_text(self) -> None:
-        """The bytes of a text's ids aren't the text's: what the model reads and writes would be shown as another text. A tokenizer that changes texts
-        on purpose declares `exact=False`."""
+        """The bytes of a text's ids aren't the text's: what the model reads and writes would be
+        shown as another text. A tokenizer that changes texts on purpose declares `exact=False`."""
         for text in self._texts:
             ids = self._encoded(text)
             require(
@@ -142,15 +146,17 @@ class TokenizerSuite(Suite):
 
     @check("tokenizer.special", since="0.1")
     def test_no_text_becomes_a_special_token(self) -> None:
-        """A text became a special token, so a user could end a message and begin another role's. Encode the names of special tokens as text."""
+        """A text became a special token, so a user could end a message and begin another role's.
+        Encode the names of special tokens as text."""
         for text in [*self._texts, *self._with_special_names()]:
             special = self._special_ids.intersection(self._encoded(text))
             require(not special, f"{text!r} became the special tokens {sorted(special)}")
 
     @check("tokenizer.repeatable", since="0.1")
     def test_a_text_always_becomes_the_same_ids(self) -> None:
-        """The same text became other ids when it was encoded again, after other texts, or by another tokenizer made with the same options. Prefixes
-        wouldn't be found in the cache, and front ends would differ."""
+        """The same text became other ids when it was encoded again, after other texts, or by
+        another tokenizer made with the same options. Prefixes wouldn't be found in the cache, and
+        front ends would differ."""
         first = [list(self._encoded(text)) for text in self._texts]
         other = self._make()
         for turn in (self._made, other):
@@ -164,7 +170,8 @@ class TokenizerSuite(Suite):
 
     @check("tokenizer.threads", since="0.1")
     def test_several_threads_may_encode(self) -> None:
-        """Called by several threads at once, `encode` raised or returned other ids. Keep no state of a call in the tokenizer."""
+        """Called by several threads at once, `encode` raised or returned other ids. Keep no state
+        of a call in the tokenizer."""
         expected = [list(self._encoded(text)) for text in self._texts]
 
         def encode_all(_: int) -> list[list[int]]:
@@ -179,8 +186,9 @@ class TokenizerSuite(Suite):
 
     @check("tokenizer.chat", since="0.1", capability="chat")
     def test_a_conversation_has_all_its_texts(self) -> None:
-        """The ids of a conversation aren't in the vocabulary, or don't spell the contents of all messages in order; or with `continues` something
-        follows the content of the last message, which the model should continue."""
+        """The ids of a conversation aren't in the vocabulary, or don't spell the contents of all
+        messages in order; or with `continues` something follows the content of the last message,
+        which the model should continue."""
         contents = ["first question", "first answer", "second question"]
         messages = [
             {"role": role, "content": text}
@@ -203,13 +211,14 @@ class TokenizerSuite(Suite):
             spelled = self._spelled(begun).decode(errors="replace")
             require(
                 spelled.endswith(contents[1]),
-                f"with `continues`, a conversation became {spelled!r}, which should end with {contents[1]!r}",
+                f"with `continues`, a conversation became {spelled!r}, which should end with "
+                f"{contents[1]!r}",
             )
 
     @check("tokenizer.chat_text", since="0.1", capability="chat")
     def test_what_messages_say_is_text(self) -> None:
-        """A message's content became special tokens, so a user could begin a message of another role. Encode contents as text, and add the
-        format's special tokens as ids."""
+        """A message's content became special tokens, so a user could begin a message of another
+        role. Encode contents as text, and add the format's special tokens as ids."""
 
         def special_of(question: str, answer: str) -> list[int]:
             said = [("user", question), ("assistant", answer), ("user", question)]
@@ -222,13 +231,14 @@ class TokenizerSuite(Suite):
                 found = special_of(question, answer)
                 require(
                     found == plain,
-                    f"with {text!r} in a message, the special tokens of a conversation are {found}, and {plain} without it",
+                    f"with {text!r} in a message, the special tokens of a conversation are "
+                    f"{found}, and {plain} without it",
                 )
 
     @check("tokenizer.chat_refuses", since="0.1", capability="chat")
     def test_what_the_format_lacks_is_refused(self) -> None:
-        """`encode_chat` raised an error other than `RequestError`; or ignored an unknown variable, a tool, or a tool call, instead of rejecting it by
-        name."""
+        """`encode_chat` raised an error other than `RequestError`; or ignored an unknown variable,
+        a tool, or a tool call, instead of rejecting it by name."""
         user: Mapping[str, Any] = {"role": "user", "content": "question"}
         try:
             self._chat(Chat([user], variables={UNKNOWN: True}))

@@ -1,4 +1,5 @@
-"""OLMo 2 against transformers, from the files of a checkpoint to the tokens of an engine; and the configs that it refuses."""
+"""OLMo 2 against transformers, from the files of a checkpoint to the tokens of an engine; and the
+configs that it refuses."""
 
 import json
 from pathlib import Path
@@ -41,7 +42,8 @@ PUBLISHED = {  # OLMo-2-0425-1B
 
 
 def random_checkpoint(folder: Path) -> Any:
-    """A tiny model with random weights in `folder`, as transformers saves it; returns transformers' own model of it."""
+    """A tiny model with random weights in `folder`, as transformers saves it; returns transformers'
+    own model of it."""
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 128}
     config = Olmo2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -55,7 +57,8 @@ def random_checkpoint(folder: Path) -> Any:
 def test_an_engine_generates_the_tokens_that_transformers_does(tmp_path: Path) -> None:
     model = random_checkpoint(tmp_path)
     prompts = [torch.randint(97, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (1, 5, 40, 70)]
-    with LLM(str(tmp_path), dtype="float32", max_num_batched_tokens=32) as llm:  # so the long prompts are computed in chunks, beside other requests
+    # so the long prompts are computed in chunks, beside other requests
+    with LLM(str(tmp_path), dtype="float32", max_num_batched_tokens=32) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):

@@ -34,7 +34,8 @@ def test_the_leaf_that_was_used_longest_ago_goes_first() -> None:
 
 def test_a_block_computed_twice_at_once_is_found_once() -> None:
     kv = make(num_blocks=4)
-    requests = [compute(kv, id, [5] * 4) for id in "ab"]  # neither finds its own last token, so both compute
+    # neither finds its own last token, so both compute
+    requests = [compute(kv, id, [5] * 4) for id in "ab"]
     for request in requests:
         kv.free(request)
     kv.check_integrity()

@@ -1,4 +1,5 @@
-"""Whether they keep the contract of their kind. Breakers are token ids: the suite's texts are of letters."""
+"""Whether they keep the contract of their kind. Breakers are token ids: the suite's texts are of
+letters."""
 
 from dovetail.testing import LogitsProcessorSuite
 

@@ -81,7 +81,8 @@ def processed(
 
 
 def cases() -> tuple[np.random.Generator, np.ndarray, list[list[int]]]:
-    """Random logits, of which some are -inf, and texts of few different tokens, some of them of one token always."""
+    """Random logits, of which some are -inf, and texts of few different tokens, some of them of one
+    token always."""
     rng = np.random.default_rng(1)
     logits = rng.normal(size=(CASES, VOCAB)) * rng.choice([0.5, 3.0], size=(CASES, 1))
     logits[rng.random(logits.shape) < 0.1] = -np.inf
@@ -200,7 +201,8 @@ def test_breakers_are_encoded_when_a_request_arrives() -> None:
         for value in (-2, math.nan, math.inf, "1", None, 2**70)
     ]
     + [(XtcArguments, {key: value}) for key in ("threshold", "probability") for value in (-0.1, 1.1, math.nan, "1", None)]
-    + [(TopNSigmaArguments, {"n": 1e-300}), (XtcArguments, {"threshold": 1e-300})],  # 0.0 as float32
+    # 0.0 as float32
+    + [(TopNSigmaArguments, {"n": 1e-300}), (XtcArguments, {"threshold": 1e-300})],
 )
 def test_a_number_that_makes_no_sense_is_refused(model: type[BaseModel], wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):

@@ -1,7 +1,9 @@
-"""Bank of LoRA adapters: memory for a fixed number of them, bound to a model's linear layers, and written from the files that batches name.
+"""Bank of LoRA adapters: memory for a fixed number of them, bound to a model's linear layers, and
+written from the files that batches name.
 
-All of a slot is one piece of memory, so that one copy replaces it. The copy is enqueued like the steps: those in flight read what the slot held
-before, and the step that brings an adapter reads that one.
+All of a slot is one piece of memory, so that one copy replaces it. The copy is enqueued like the
+steps: those in flight read what the slot held before, and the step that brings an adapter reads
+that one.
 
       slot      layer 0: A of q, k and v [3 * rank, in] | B [out, rank] | A of o | B | A of gate and up | B | …   layer 1: …
       0         zeros
@@ -40,7 +42,8 @@ RANK_MULTIPLE = 16  # ranks are padded to it: the least that matrix units multip
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A module of the checkpoint that adapters may change: this rank's parts of its weight, and where in a slot its A and B are."""
+    """A module of the checkpoint that adapters may change: this rank's parts of its weight, and
+    where in a slot its A and B are."""
 
     parts: tuple[Part, ...]
     a: tuple[int, tuple[int, int]]  # offset and shape [modules * rank, in] of its layer's A
@@ -54,12 +57,13 @@ class Target:
         return out, inputs
 
     def fill(self, slot: torch.Tensor, a: Any, b: Any, max_rank: int) -> None:
-        """Write this rank's shares of A [rank, in] and B [out, rank], safetensors slices, to a slot's memory. Raises `DovetailError` if their shapes
-        are wrong."""
+        """Write this rank's shares of A [rank, in] and B [out, rank], safetensors slices, to a
+        slot's memory. Raises `DovetailError` if their shapes are wrong."""
         (out, inputs), rank = self.shape, a.get_shape()[0]
         if a.get_shape() != [rank, inputs] or b.get_shape() != [out, rank] or rank > max_rank:
             raise DovetailError(
-                f"expected A [r, {inputs}] and B [{out}, r] for r up to {max_rank}, found {a.get_shape()} and {b.get_shape()}"
+                f"expected A [r, {inputs}] and B [{out}, r] for r up to {max_rank}, found "
+                f"{a.get_shape()} and {b.get_shape()}"
             )
         (at, shape), (b_at, b_shape) = self.a, self.b
         own_a = slot[at : at + math.prod(shape)].view(shape)[self.row : self.row + rank]
@@ -76,12 +80,14 @@ class Target:
 
 
 class AdapterBank:
-    """Slots for the adapters of one model's layers, on its device; of this rank's shares. Slot 0 stays empty."""
+    """Slots for the adapters of one model's layers, on its device; of this rank's shares. Slot 0
+    stays empty."""
 
     def __init__(
         self, model: Any, slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`model`: a `CausalLM` whose weights have memory. Raises `UnsupportedError` if no layer of it can be adapted."""
+        """`model`: a `CausalLM` whose weights have memory. Raises `UnsupportedError` if no layer of
+        it can be adapted."""
         self.step = StepAdapters()
         self.slots = slots
         self.max_rank = max_rank
@@ -103,7 +109,8 @@ class AdapterBank:
             views.append((layer, places, _outputs(modules)))
         if not self.targets:
             raise UnsupportedError(
-                f"adapters: {type(model).__name__} has no layer that LoRA adapters can change: these are layers of `dovetail.nn.linear`, which "
+                f"adapters: {type(model).__name__} has no layer that LoRA adapters can change: "
+                f"these are layers of `dovetail.nn.linear`, which "
                 "experts and models through transformers don't consist of"
             )
         self._all = torch.zeros(slots + 1, at, dtype=dtype, device=device)
@@ -132,11 +139,12 @@ class AdapterBank:
         return f"{self.slots} of rank up to {self.max_rank}, {readable_bytes(self._all.nbytes)}"
 
     def load(self, load: AdapterLoad) -> None:
-        """Enqueue the copy of an adapter to its slot. Raises `DovetailError` if there is no such slot, or the file isn't one of an adapter for this
-        model."""
+        """Enqueue the copy of an adapter to its slot. Raises `DovetailError` if there is no such
+        slot, or the file isn't one of an adapter for this model."""
         if not 1 <= load.slot <= self.slots:
             raise DovetailError(
-                f"adapter {load.path} is to be written to slot {load.slot}; there are slots 1 to {self.slots}"
+                f"adapter {load.path} is to be written to slot {load.slot}; there are slots 1 to "
+                f"{self.slots}"
             )
         own = torch.zeros(self._all.shape[1], dtype=self._all.dtype, pin_memory=self._all.is_cuda)
         self.heads.discard(load.slot)
@@ -151,9 +159,8 @@ class AdapterBank:
                         self.heads.add(load.slot)
         except (OSError, SafetensorError, DovetailError) as error:
             raise DovetailError(f"adapter {load.path}: {error}") from error
-        self._all[load.slot].copy_(
-            own, non_blocking=True
-        )  # torch keeps the memory until the copy has run
+        # torch keeps the memory until the copy has run
+        self._all[load.slot].copy_(own, non_blocking=True)
         self.held[load.slot] = load.digest
 
     def check(self, slot: int) -> None:
@@ -250,7 +257,8 @@ def _modules_in(tensors: Iterator[str]) -> list[str]:
 
 
 def _layers(model: Any) -> Iterator[tuple[LinearLayer, dict[str, tuple[Part, ...]]]]:
-    """Yield each linear layer that adapters can change with its modules: name in a checkpoint -> parts. All parts must have one name each."""
+    """Yield each linear layer that adapters can change with its modules: name in a checkpoint ->
+    parts. All parts must have one name each."""
     names: dict[tuple[int, str | None], list[str]] = {}
     transformed = set[int]()
     for rule in model.weights():
@@ -279,7 +287,8 @@ def _layers(model: Any) -> Iterator[tuple[LinearLayer, dict[str, tuple[Part, ...
 
 
 def _heads(model: Any) -> Iterator[tuple[LMHead, dict[str, tuple[Part, ...]]]]:
-    """Yield the output layer with its module. A tied one has the embedding's tensor, but its adapters have its own name."""
+    """Yield the output layer with its module. A tied one has the embedding's tensor, but its
+    adapters have its own name."""
     for layer in model.modules():
         if isinstance(layer, LMHead):
             names = [
@@ -311,7 +320,8 @@ def _own_shape(modules: Mapping[str, tuple[Part, ...]]) -> tuple[int, int]:
 
 
 def _outputs(modules: Mapping[str, tuple[Part, ...]]) -> tuple[Outputs, ...]:
-    """Return which outputs of a layer belong to which module, neighbours of the same one together."""
+    """Return which outputs of a layer belong to which module, neighbours of the same one
+    together."""
     found: list[Outputs] = []
     each = [
         Outputs(0, part.source_shape[0], index)

@@ -29,8 +29,10 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class FoundArchitecture(NamedTuple):
-    """The architecture that serves a directory, and the directory's transformers `PretrainedConfig`, without `quantization_config`: how weights are
-    stored is no business of the architecture's (`stored_as`). Of a checkpoint without a generator's head, the config is that of one which is tied."""
+    """The architecture that serves a directory, and the directory's transformers
+    `PretrainedConfig`, without `quantization_config`: how weights are stored is no business of the
+    architecture's (`stored_as`). Of a checkpoint without a generator's head, the config is that of
+    one which is tied."""
 
     arch: ModelArch
     config: Any
@@ -38,10 +40,11 @@ class FoundArchitecture(NamedTuple):
 
 
 def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> FoundArchitecture:
-    """Return the one of `models` whose `architectures` include the config's, otherwise one that serves any; of several, the built-in.
+    """Return the one of `models` whose `architectures` include the config's, otherwise one that
+    serves any; of several, the built-in.
 
-    Raises `ModelLoadError` if the config can't be read, `UnsupportedError` if none serves it, if several do and none is built in, or if the one that
-    does has reasons against it."""
+    Raises `ModelLoadError` if the config can't be read, `UnsupportedError` if none serves it, if
+    several do and none is built in, or if the one that does has reasons against it."""
     config = text_of(read_config(model_dir), model_dir)
     vars(config).pop("quantization_config", None)
     names = config.architectures
@@ -51,7 +54,8 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
         )
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelLoadError(
-            f"{Path(model_dir) / 'config.json'}: 'architectures' must be a list of names, got {shown(names)}"
+            f"{Path(model_dir) / 'config.json'}: 'architectures' must be a list of names, got "
+            f"{shown(names)}"
         )
     serving = _serving(models, names, config.model_type)
     made_for: MadeFor = "embed" if is_embedding_model(model_dir) else "generate"
@@ -62,9 +66,8 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
         names = config.architectures = [generator]
         serving = _serving(models, names, config.model_type)
     if made_for != "generate":
-        config.tie_word_embeddings = (
-            True  # a head that is never used costs nothing then, and its tensor may be missing
-        )
+        # a head that is never used costs nothing then, and its tensor may be missing
+        config.tie_word_embeddings = True
     serving = serving or built_ins_first(
         [target for target in models if ANY in target.architectures]
     )
@@ -78,7 +81,10 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
         )
     if len(serving) > 1:
         offers = " and ".join(target.name for target in serving)
-        remedy = f"name the one you mean: `model: {{path: {shown(str(model_dir))}, component: {serving[0].name}}}`"
+        remedy = (
+            f"name the one you mean: `model: {{path: {shown(str(model_dir))}, component: "
+            f"{serving[0].name}}}`"
+        )
         raise UnsupportedError(f"{model_dir}: {', '.join(names)} is served by {offers}; {remedy}")
     arch: ModelArch = serving[0].make(ModelContext())
     if reasons := _reasons_against(arch, config, Path(model_dir) / "config.json"):
@@ -111,8 +117,9 @@ def _is_of_another_type(names: Sequence[str], model_type: str) -> bool:
 
 
 def _generator_of(names: Sequence[str], model_type: str) -> str | None:
-    """Return the generator whose body a checkpoint of these architectures has by itself, or with a classifier; None if there is none. Encoders have
-    generators in transformers, too, but attend to later tokens."""
+    """Return the generator whose body a checkpoint of these architectures has by itself, or with a
+    classifier; None if there is none. Encoders have generators in transformers, too, but attend to
+    later tokens."""
     from transformers.models.auto import modeling_auto as known
 
     bodies = known.MODEL_MAPPING_NAMES, known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -125,12 +132,14 @@ def _generator_of(names: Sequence[str], model_type: str) -> str | None:
 
 
 def built_ins_first(refs: Sequence[Ref]) -> Sequence[Ref]:
-    """Return the built-ins among equivalent `refs`, or all if there are none: installing a plugin never replaces a built-in."""
+    """Return the built-ins among equivalent `refs`, or all if there are none: installing a plugin
+    never replaces a built-in."""
     return [ref for ref in refs if ref.name.startswith(BUILT_IN)] or refs
 
 
 def _reasons_against(arch: ModelArch, config: Any, path: Path) -> list[str]:
-    """Call the model's checks. Raises `ModelLoadError` if a value has a type that they can't handle."""
+    """Call the model's checks. Raises `ModelLoadError` if a value has a type that they can't
+    handle."""
     try:
         reasons = list(arch.reasons_against(config))
         if not reasons:
@@ -145,8 +154,9 @@ def _reasons_against(arch: ModelArch, config: Any, path: Path) -> list[str]:
 
 
 def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
-    """The dtype of weights and activations. "auto": float32 on a CPU; else the checkpoint's own, bfloat16 for a float32 one or one that doesn't
-    say, and float16 instead of it, with a warning, on a GPU that has no bfloat16. Raises `ConfigError` for an unknown name, `UnsupportedError` for
+    """The dtype of weights and activations. "auto": float32 on a CPU; else the checkpoint's own,
+    bfloat16 for a float32 one or one that doesn't say, and float16 instead of it, with a warning,
+    on a GPU that has no bfloat16. Raises `ConfigError` for an unknown name, `UnsupportedError` for
     "bfloat16" on such a GPU."""
     if name != "auto" and name not in DTYPES:
         raise ConfigError(f"dtype: unknown name {name!r}, expected auto, {', '.join(DTYPES)}")
@@ -154,7 +164,8 @@ def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
     lacks_bfloat16 = gpu is not None and not gpu.has_bfloat16
     if name == "bfloat16" and lacks_bfloat16:
         raise UnsupportedError(
-            f"dtype: {gpu} has no bfloat16, which came with compute capability 8.0; use auto, float16 or float32"
+            f"dtype: {gpu} has no bfloat16, which came with compute capability 8.0; use auto, "
+            f"float16 or float32"
         )
     if name != "auto":
         return DTYPES[name]
@@ -163,7 +174,8 @@ def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
     own = config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
     if own == torch.bfloat16 and lacks_bfloat16:
         _warn_once(
-            f"dtype: auto is float16, for {gpu} has no bfloat16; float16 ends at 65,504, and a model that goes beyond needs dtype: float32"
+            f"dtype: auto is float16, for {gpu} has no bfloat16; float16 ends at 65,504, and a "
+            f"model that goes beyond needs dtype: float32"
         )
         return torch.float16
     return own
@@ -175,7 +187,8 @@ def _warn_once(message: str) -> None:
 
 
 def resolve_max_model_len(asked: int | None, config: Any, usual: int | None = None) -> int:
-    """Return `asked`, or the model's own length, or the `usual` one if that is shorter. Raises `UnsupportedError` if `asked` is longer."""
+    """Return `asked`, or the model's own length, or the `usual` one if that is shorter. Raises
+    `UnsupportedError` if `asked` is longer."""
     own = model_length(config)
     if asked is None:
         return min(own, usual or own)

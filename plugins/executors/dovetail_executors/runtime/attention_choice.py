@@ -25,10 +25,12 @@ def choose_attention(
     block_size: int | None,
     cache_dtype: str | None = None,
 ) -> ChosenAttention:
-    """Construct the first of `candidates` that can serve these layers on `device` ("cpu", "cuda:0") in `dtype` ("bfloat16"). Backends may test
-    their kernels for that. `cache_dtype`: of the KV cache, if not `dtype`.
+    """Construct the first of `candidates` that can serve these layers on `device` ("cpu", "cuda:0")
+    in `dtype` ("bfloat16"). Backends may test their kernels for that. `cache_dtype`: of the KV
+    cache, if not `dtype`.
 
-    `block_size` None: each candidate's default. Raises `UnsupportedError` with all reasons of all candidates if none fits.
+    `block_size` None: each candidate's default. Raises `UnsupportedError` with all reasons of all
+    candidates if none fits.
     """
     causal = {spec.causal for spec in specs}
     if len(causal) > 1:
@@ -55,7 +57,8 @@ def choose_attention(
     asked += "" if block_size is None else f" with block_size: {block_size}"
     listed = "".join(f"\n  - {reason}" for reason in refused) or " none was offered"
     remedy = (
-        "\nThis model is an encoder, for which there is `packed`: leave out `attention`, or set it to packed"
+        "\nThis model is an encoder, for which there is `packed`: leave out `attention`, or set it "
+        "to packed"
         if causal == {False}
         else ""
     )

@@ -1,6 +1,8 @@
-"""Serializes a `Batch` and its `Masks` as 32-bit words for other ranks: numbers are copied directly, without a Python object for each.
+"""Serializes a `Batch` and its `Masks` as 32-bit words for other ranks: numbers are copied
+directly, without a Python object for each.
 
-What rows sample by, and the parts of features, are pickled together: they have many types, and most steps have none.
+What rows sample by, and the parts of features, are pickled together: they have many types, and most
+steps have none.
 
     step (two words), shared blocks, 1 if late, drafts (-1: none), then the number of each, and of the pages of a checkpoint
     removed | new_pages (group, row, page, …) | copies (src, dst, …) | checkpoints (row, tokens, pages …) | rows | num_tokens | yields_token
@@ -61,9 +63,8 @@ def to_words(batch: Batch) -> list[Words]:
         [0, 0, batch.shared_prefix_blocks, batch.late, drafts, *lens, len(pickled)],
         np.int32,
     )
-    head[:2] = np.array([batch.step], np.int64).view(
-        np.int32
-    )  # a server may run more steps than 32 bits can count
+    # a server may run more steps than 32 bits can count
+    head[:2] = np.array([batch.step], np.int64).view(np.int32)
     return [head, *body]
 
 

@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Start and end of a decode step as one kernel each, with one program per line. Twins, with documentation: `dovetail_executors.runtime.decode_rows`."""
+"""Start and end of a decode step as one kernel each, with one program per line. Twins, with
+documentation: `dovetail_executors.runtime.decode_rows`."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ from dovetail.errors import ConfigError, UnsupportedError
 
 
 def choose_device(name: str, option: str) -> torch.device:
-    """Return the device `name`: "auto" (a CUDA device if available, otherwise the CPU), "cpu", "cuda" or "cuda:N". A CUDA device includes its
-    index, and becomes this thread's current device.
+    """Return the device `name`: "auto" (a CUDA device if available, otherwise the CPU), "cpu",
+    "cuda" or "cuda:N". A CUDA device includes its index, and becomes this thread's current device.
 
-    `option`: key of `engine.yaml` for errors, such as "executor.device". Raises `ConfigError` if `name` isn't a device, `UnsupportedError` if it
-    doesn't exist.
+    `option`: key of `engine.yaml` for errors, such as "executor.device". Raises `ConfigError` if
+    `name` isn't a device, `UnsupportedError` if it doesn't exist.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,7 +27,8 @@ def choose_device(name: str, option: str) -> torch.device:
         index = device.index or 0
         if index >= count:
             raise UnsupportedError(
-                f"{option}: {name} doesn't exist; torch {torch.__version__} sees {count} CUDA devices"
+                f"{option}: {name} doesn't exist; torch {torch.__version__} sees {count} CUDA "
+                f"devices"
             )
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)

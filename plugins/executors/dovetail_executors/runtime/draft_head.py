@@ -1,8 +1,10 @@
 """Runs a draft head (see `dovetail.api.draft_head`) beside its target.
 
-Its attention layers are in the target's cache groups, so that block tables, prefix reuse and preemption serve it as well. In each step, once the
-tokens are sampled, K and V of all the step's tokens are stored, from the target's states at the taps. So it never has to catch up: each row keeps one
-state, that of its last token but one, from which the first draft is made, and while it drafts the head's own output.
+Its attention layers are in the target's cache groups, so that block tables, prefix reuse and
+preemption serve it as well. In each step, once the tokens are sampled, K and V of all the step's
+tokens are stored, from the target's states at the taps. So it never has to catch up: each row keeps
+one state, that of its last token but one, from which the first draft is made, and while it drafts
+the head's own output.
 
 It draws with the target's sampler, at the same output positions, so with the same noise.
 """
@@ -58,8 +60,9 @@ class HeadPlan(FeaturePlan):
 
     @classmethod
     def of(cls, config: ExecutorConfig, target: ModelPlan, group: ParallelGroup) -> HeadPlan:
-        """Return the plan for `config.draft_head`. Raises `PluginError` if its class can't be made, and `ModelLoadError`, `UnsupportedError` or
-        `ConfigError` that name the checkpoint if it can't be served, or doesn't fit the target."""
+        """Return the plan for `config.draft_head`. Raises `PluginError` if its class can't be made,
+        and `ModelLoadError`, `UnsupportedError` or `ConfigError` that name the checkpoint if it
+        can't be served, or doesn't fit the target."""
         assert config.draft_head is not None
         assert config.draft_model is not None
 
@@ -79,11 +82,13 @@ class HeadPlan(FeaturePlan):
         why = []
         if not target.arch.capabilities.taps:
             why.append(
-                f"states of the model can't be read: {type(target.arch).__name__} lacks the capability `taps`"
+                f"states of the model can't be read: {type(target.arch).__name__} lacks the "
+                f"capability `taps`"
             )
         if far := [tap for tap in arch.taps if not 0 <= tap <= layers]:
             why.append(
-                f"it reads states after {', '.join(map(str, far))} layers, and the model has {layers}"
+                f"it reads states after {', '.join(map(str, far))} layers, and the model has "
+                f"{layers}"
             )
         if config.kv_cache_scales == "calibrate":
             why.append("with kv_cache_scales: calibrate there can be none")
@@ -191,9 +196,10 @@ class RunningHead(Proposer):
         self._rows = sampling.rows
         self.work = HeadWork(self)
         rows = sampling.rows
+        # by row: what its next draft is made of
         self._states = torch.zeros(
             rows.max_rows + 1, arch.hidden_size, dtype=dtype, device=rows.device
-        )  # by row: what its next draft is made of
+        )
 
     def recordings(self, parts: StepParts, most_lines: int) -> list[Builder]:
         sizes = draft_sizes(parts.rows, most_lines)
@@ -212,8 +218,9 @@ class RunningHead(Proposer):
         return True
 
     def follow(self, tapped: TappedStates) -> None:
-        """Enqueue the storing of K and V of a step's tokens, and keep each row's state of its last known token but one. Rows have grown by what was
-        sampled, and the step's plan of attention is still valid."""
+        """Enqueue the storing of K and V of a step's tokens, and keep each row's state of its last
+        known token but one. Rows have grown by what was sampled, and the step's plan of attention
+        is still valid."""
         token_indices, positions, states, count = tapped
         states = self.model.fuse(states)
         self.model.store(self._tokens_after(token_indices), positions, states)
@@ -243,8 +250,9 @@ class RunningHead(Proposer):
         positions: torch.Tensor,
         sample: Callable[[torch.Tensor, Lines], torch.Tensor],
     ) -> torch.Tensor:
-        """Draft the token that follows each of `lines` [n], whose last tokens but one are at `positions` [n] int64. `sample`: draws an id for each
-        line from logits. Returns the drafts [n] int64."""
+        """Draft the token that follows each of `lines` [n], whose last tokens but one are at
+        `positions` [n] int64. `sample`: draws an id for each line from logits. Returns the drafts
+        [n] int64."""
         after = self._tokens_after(lines.rows * self._rows.row_width + positions)
         states = self.model(after, positions, self._states.index_select(0, lines.rows))
         self._states[lines.rows] = states
@@ -267,6 +275,7 @@ class RunningHead(Proposer):
         )
 
     def _tokens_after(self, token_indices: torch.Tensor) -> torch.Tensor:
-        """Return the ids [n] int64 of the tokens after those at token_indices [n] int64. Ids that were sampled from NaN may be any."""
+        """Return the ids [n] int64 of the tokens after those at token_indices [n] int64. Ids that
+        were sampled from NaN may be any."""
         ids = self._rows.token_ids.view(-1).index_select(0, token_indices + 1)
         return ids.long().clamp_(0, self._sampling.vocab_size - 1)

@@ -5,7 +5,8 @@ Its attention layers are in the target's cache groups, so that block tables, pre
 preemption serve it as well. It fills its K and V
 
   - right after the target, with the same tokens, in steps with prefills;
-  - before it proposes: the known tokens of a row that it hasn't seen, mostly one or two. Plain decode steps don't run it.
+  - before it proposes: the known tokens of a row that it hasn't seen, mostly one or two. Plain
+    decode steps don't run it.
 
 It draws with the target's sampler, at the same output positions, so with the same noise: where both
 are about equally sure, both draw the same token.
@@ -39,9 +40,8 @@ from dovetail_executors.runtime.sampling import Sampling, last_tokens, put_draft
 from dovetail_executors.runtime.step import Step
 from dovetail_executors.runtime.step_inputs import DecodeInputs, HostInputs, HostLines
 
-FIRST: frozenset[str] = frozenset(
-    {"first"}
-)  # the model's last two tokens of rows, and their first draft
+# the model's last two tokens of rows, and their first draft
+FIRST: frozenset[str] = frozenset({"first"})
 NEXT: frozenset[str] = frozenset()  # another draft of rows
 Int64 = NDArray[np.int64]
 Int32 = NDArray[np.int32]
@@ -212,7 +212,8 @@ class DraftModel(Proposer):
         ]
 
     def begin(self, step: Step) -> Literal[True]:
-        """It is assumed that blocks with K and V of the target have those of the draft model, too."""
+        """It is assumed that blocks with K and V of the target have those of the draft model,
+        too."""
         if added := step.batch.added:
             self._computed[[new.row for new in added]] = [new.computed for new in added]
         check_drafts(step.batch)

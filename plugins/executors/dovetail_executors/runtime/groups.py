@@ -1,9 +1,12 @@
-"""Groups of rank processes over `torch.distributed`: gloo between CPUs, NCCL between GPUs. The parallel layers of `dovetail.nn` reduce and gather
-through a group, also within CUDA graphs. An executor with several ranks creates one in each process.
+"""Groups of rank processes over `torch.distributed`: gloo between CPUs, NCCL between GPUs. The
+parallel layers of `dovetail.nn` reduce and gather through a group, also within CUDA graphs. An
+executor with several ranks creates one in each process.
 
-torch's default group isn't used, so that several engines, and programs with their own group, can share a process.
+torch's default group isn't used, so that several engines, and programs with their own group, can
+share a process.
 
-Between GPUs of a host most sums go through memory that all of them can read (`rank_shares`); the rest goes through NCCL.
+Between GPUs of a host most sums go through memory that all of them can read (`rank_shares`); the
+rest goes through NCCL.
 """
 
 from __future__ import annotations
@@ -46,16 +49,19 @@ LOOPBACK = "127.0.0.1"
 ENVIRONMENT = {  # of all ranks, unless set already
     "NCCL_NVLS_ENABLE": "0",  # no multicast, here …
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # … and there
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # would end the engine's own process; the executor watches the ranks
+    # would end the engine's own process; the executor watches the ranks
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # likewise
 }
 
 
 class TorchGroup:
-    """One rank of a group of processes, a `dovetail.api.model.ParallelGroup`. It joins the others in `join`, or in its first collective, so that a
-    rank may load its weights while others are still starting.
+    """One rank of a group of processes, a `dovetail.api.model.ParallelGroup`. It joins the others
+    in `join`, or in its first collective, so that a rank may load its weights while others are
+    still starting.
 
-    While kernels are only compiled ahead of time nothing is sent: results are undefined anyway, and a rank may abort.
+    While kernels are only compiled ahead of time nothing is sent: results are undefined anyway, and
+    a rank may abort.
     """
 
     def __init__(
@@ -70,10 +76,12 @@ class TorchGroup:
         store_fd: int | None = None,
         address: str = LOOPBACK,
     ) -> None:
-        """`name`: unique on this host. `store`: rendezvous, the same for all ranks: an initially empty file, or "tcp://HOST:PORT", where rank 0
-        listens with the socket `store_fd`. `address` is that at which the other ranks reach this host, between CPUs. `timeout_s`: timeout of
-        collectives on CPUs; on GPUs the executor has to abort them. `before_join`: called right before this rank joins, and by rank 0 repeatedly
-        while it waits for the others; it may raise the error that they died of."""
+        """`name`: unique on this host. `store`: rendezvous, the same for all ranks: an initially
+        empty file, or "tcp://HOST:PORT", where rank 0 listens with the socket `store_fd`. `address`
+        is that at which the other ranks reach this host, between CPUs. `timeout_s`: timeout of
+        collectives on CPUs; on GPUs the executor has to abort them. `before_join`: called right
+        before this rank joins, and by rank 0 repeatedly while it waits for the others; it may raise
+        the error that they died of."""
         self.rank = rank
         self.size = size
         self.device = device
@@ -92,9 +100,8 @@ class TorchGroup:
         self._backend: Any = None
         self._aborting: threading.Thread | None = None
         self._ended = False
-        self._connections: set[tuple[int, str]] = (
-            set()
-        )  # made by joining; losing a host doesn't end them
+        # made by joining; losing a host doesn't end them
+        self._connections: set[tuple[int, str]] = set()
         self._synchronous = dist.AllreduceOptions()
         self._synchronous.asyncOp = False
 
@@ -105,7 +112,8 @@ class TorchGroup:
 
     @property
     def _over_hosts(self) -> bool:
-        """Return whether gloo has connections to other hosts. Those of a dead local process are closed by the kernel."""
+        """Return whether gloo has connections to other hosts. Those of a dead local process are
+        closed by the kernel."""
         return self.device.type == "cpu" and "://" in self._store
 
     def __str__(self) -> str:
@@ -113,18 +121,23 @@ class TorchGroup:
         if self._shares is None:
             return self.transport
         fused = self._shares.numbers * self._shares.dtype.itemsize
-        return f"with the norm, up to {fused >> 20} MiB; otherwise symmetric memory up to {self._shares.most_exchanged >> 20} MiB, then {self.transport}"
+        return (
+            f"with the norm, up to {fused >> 20} MiB; otherwise symmetric memory up to "
+            f"{self._shares.most_exchanged >> 20} MiB, then {self.transport}"
+        )
 
     @property
     def shares(self) -> RankShares | None:
-        """Memory shared by the ranks: connected, unless kernels are only compiled. Raises like `join`."""
+        """Memory shared by the ranks: connected, unless kernels are only compiled. Raises like
+        `join`."""
         if self._shares is not None and not is_compiling_ahead():
             self.join()
         return self._shares
 
     def join(self) -> None:
-        """Connect to the other ranks, unless done already. Raises `DovetailError` if they don't join in time, `RuntimeError` after `abort`, also one
-        that comes while this rank waits for rank 0."""
+        """Connect to the other ranks, unless done already. Raises `DovetailError` if they don't
+        join in time, `RuntimeError` after `abort`, also one that comes while this rank waits for
+        rank 0."""
         if self._group is not None:
             return
         self._check_not_ended()
@@ -154,9 +167,10 @@ class TorchGroup:
             self._connections = _sockets() - before
 
     def reserve(self, share_numbers: int, part_numbers: int, dtype: torch.dtype) -> None:
-        """Make memory for sums of up to `share_numbers` that are added to a residual stream, and for other sums and gatherings of up to as many or
-        `part_numbers` of each rank's, on every rank and before it joins. Where GPUs can't share memory, `why_not_symmetric` says why, once the rank
-        has joined, and all sums go through NCCL."""
+        """Make memory for sums of up to `share_numbers` that are added to a residual stream, and
+        for other sums and gatherings of up to as many or `part_numbers` of each rank's, on every
+        rank and before it joins. Where GPUs can't share memory, `why_not_symmetric` says why, once
+        the rank has joined, and all sums go through NCCL."""
         if self.device.type != "cuda" or self._shares is not None:
             return
         self.why_not_symmetric = "" if has_triton() else "Triton isn't installed"
@@ -216,8 +230,9 @@ class TorchGroup:
         return int(votes.item()) == self.size
 
     def _while_others_live(self, act: Callable[[], None]) -> None:
-        """Call `act` in a thread and wait for it, unless a rank dies: some of torch's calls wait for another rank forever, and can't be
-        interrupted. Raises its error, or that of `before_join`."""
+        """Call `act` in a thread and wait for it, unless a rank dies: some of torch's calls wait
+        for another rank forever, and can't be interrupted. Raises its error, or that of
+        `before_join`."""
         errors: list[BaseException] = []
 
         def run() -> None:
@@ -243,7 +258,8 @@ class TorchGroup:
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Concatenate the ranks' tensors along `dim`, in the order of ranks. Raises errors of the transport."""
+        """Concatenate the ranks' tensors along `dim`, in the order of ranks. Raises errors of the
+        transport."""
         shares = self.shares
         last = dim in (-1, x.dim() - 1)
         if shares is not None and last and (whole := shares.all_gather(x)) is not None:
@@ -257,8 +273,9 @@ class TorchGroup:
         return torch.cat(gathered.unbind(), dim=dim)
 
     def abort(self) -> None:
-        """Abort everything that waits for other ranks, from any thread: kernels return, and gloo's connections to other hosts are closed. Their
-        results are undefined, and later calls raise `RuntimeError`. Idempotent. Doesn't block or raise.
+        """Abort everything that waits for other ranks, from any thread: kernels return, and gloo's
+        connections to other hosts are closed. Their results are undefined, and later calls raise
+        `RuntimeError`. Idempotent. Doesn't block or raise.
         """
         if self._shares is not None:
             self._shares.release()
@@ -281,7 +298,8 @@ class TorchGroup:
             traceback.clear_frames(self.failure.__traceback__)
 
     def close(self) -> None:
-        """Abort, and release all memory, which no kernel or CUDA graph may use any more. Waits up to `ABORT_S` for NCCL."""
+        """Abort, and release all memory, which no kernel or CUDA graph may use any more. Waits up
+        to `ABORT_S` for NCCL."""
         self.abort()
         self._shares = None
         if self._aborting is not None:
@@ -292,7 +310,8 @@ class TorchGroup:
                 )
 
     def _abort(self, backend: Any) -> None:
-        """NCCL's kernels return at once. The call returns when no CUDA graph is left in which some are recorded."""
+        """NCCL's kernels return at once. The call returns when no CUDA graph is left in which some
+        are recorded."""
         try:
             backend.abort()
             with suppress(RuntimeError):  # it wasn't registered
@@ -322,9 +341,8 @@ class TorchGroup:
         limit = timedelta(seconds=JOIN_S)
         if self.rank > 0:
             return TCPStore(host, int(port), self.size, False, limit, wait_for_workers=False)
-        listening = (
-            None if self._store_fd is None else os.dup(self._store_fd)
-        )  # the store closes its own
+        # the store closes its own
+        listening = None if self._store_fd is None else os.dup(self._store_fd)
         return TCPStore(
             host,
             int(port),
@@ -340,7 +358,8 @@ class TorchGroup:
             raise RuntimeError("the group of ranks was ended")
 
     def _wait_for_others(self, store: Store) -> None:
-        """Wait until every other rank has registered in the store, so that this rank doesn't block in an uninterruptible call if one dies."""
+        """Wait until every other rank has registered in the store, so that this rank doesn't block
+        in an uninterruptible call if one dies."""
         until = time.monotonic() + JOIN_S
         while missing := [
             rank for rank in range(1, self.size) if not store.check([_presence(rank)])

@@ -22,14 +22,13 @@ from dovetail.nn.state.states import States
 from dovetail.nn.transfer import all_to_device
 from dovetail_executors.runtime.memory import available_ram_bytes, readable_bytes
 
-SHARE_OF_RAM = (
-    4  # without `kv_cache_memory`, a CPU pool takes at most one part in so many of the free RAM …
-)
+# without `kv_cache_memory`, a CPU pool takes at most one part in so many of the free RAM …
+SHARE_OF_RAM = 4
 SHARE_FOR_ONE = 2  # … and one in so many if a single sequence needs that
 SHARE_OF_LENGTH = 4  # … and no more than every row needs at one part in so many of max_model_len
-COPIED_AT_ONCE = (
-    1 << 28
-)  # bytes of pages that a round of copies holds in between: a state has some 100 MB, and many requests may start from one
+# bytes of pages that a round of copies holds in between: a state has some 100 MB, and many requests
+# may start from one
+COPIED_AT_ONCE = 1 << 28
 WORD = 8  # bytes that a copy moves at once, if they divide a page
 
 
@@ -40,8 +39,9 @@ def kv_layout(
     states: Sequence[CachedState] = (),
     max_len: int = 1,
 ) -> PlannedLayout:
-    """Place the caches of layers `specs` and the `states` in pages. `dtype`: of the cache, a name ("bfloat16"). If the layers store nothing, a page
-    is for a sequence of up to `max_len` tokens."""
+    """Place the caches of layers `specs` and the `states` in pages. `dtype`: of the cache, a name
+    ("bfloat16"). If the layers store nothing, a page is for a sequence of up to `max_len`
+    tokens."""
     if (
         specs
         and not states
@@ -72,11 +72,14 @@ def pool_pages(
     profile: Callable[[], int],
     ranks: int = 1,
 ) -> int:
-    """Return the number of pages in the pool on `device`, per rank; ranks on CPUs share the memory. `num_pages` (the executor's option `num_blocks`)
-    and then `kv_cache_memory` take precedence. Otherwise, on a GPU: the rest of `gpu_memory_utilization` after `profile` (which runs the largest step
-    and returns its peak in bytes). On a CPU: see the shares above. Pages without bytes are as many as rows.
+    """Return the number of pages in the pool on `device`, per rank; ranks on CPUs share the memory.
+    `num_pages` (the executor's option `num_blocks`) and then `kv_cache_memory` take precedence.
+    Otherwise, on a GPU: the rest of `gpu_memory_utilization` after `profile` (which runs the
+    largest step and returns its peak in bytes). On a CPU: see the shares above. Pages without bytes
+    are as many as rows.
 
-    Raises `ConfigError` if the pool can't hold one sequence of `max_model_len` tokens, with the requested and available sizes and a remedy.
+    Raises `ConfigError` if the pool can't hold one sequence of `max_model_len` tokens, with the
+    requested and available sizes and a remedy.
     """
     needed = layout.most_pages(max_model_len, config.max_num_batched_tokens)
     if num_pages is not None:
@@ -93,7 +96,10 @@ def pool_pages(
         total = torch.cuda.get_device_properties(device).total_memory
         peak = profile()
         pages = max(0, int(config.gpu_memory_utilization * total) - peak) // layout.page_bytes
-        source = f"gpu_memory_utilization: {config.gpu_memory_utilization:g} of {readable_bytes(total)}, less {readable_bytes(peak)} for the model,"
+        source = (
+            f"gpu_memory_utilization: {config.gpu_memory_utilization:g} of "
+            f"{readable_bytes(total)}, less {readable_bytes(peak)} for the model,"
+        )
         remedy = "raise gpu_memory_utilization, lower max_num_batched_tokens"
     else:
         free = available_ram_bytes() // ranks
@@ -108,7 +114,8 @@ def pool_pages(
             else f"{remedy[0].upper()}{remedy[1:]}"
         )
         raise ConfigError(
-            f"the KV pool can't hold one sequence of max_model_len: {max_model_len} tokens need {needed} pages "
+            f"the KV pool can't hold one sequence of max_model_len: {max_model_len} tokens need "
+            f"{needed} pages "
             f"({readable_bytes(layout.page_bytes)} each), and {source} gives {pages}. {change}."
         )
     return pages
@@ -117,10 +124,11 @@ def pool_pages(
 def _cpu_pages(
     config: ExecutorConfig, layout: KVLayout, max_model_len: int, one: int, free: int
 ) -> int:
+    # and a checkpoint
     for_row = (
         layout.most_pages(-(-max_model_len // SHARE_OF_LENGTH), config.max_num_batched_tokens)
         + layout.state_pages
-    )  # and a checkpoint
+    )
     wanted = config.max_num_seqs * for_row
     within = free // SHARE_OF_RAM // layout.page_bytes
     within_for_one = free // SHARE_FOR_ONE // layout.page_bytes
@@ -139,7 +147,8 @@ def _longest(layout: KVLayout, pages: int, chunk: int, most: int) -> int:
 
 
 class KVPool:
-    """Memory of the caches of all layers: for each slot of a page one tensor, to which a layer of each group is bound."""
+    """Memory of the caches of all layers: for each slot of a page one tensor, to which a layer of
+    each group is bound."""
 
     def __init__(
         self, planned: PlannedLayout, device: torch.device, states: States | None = None
@@ -149,9 +158,8 @@ class KVPool:
         self.device = device
         self.states = states
         self.layers: dict[int, AttentionLayer] = {}  # of the backend, by index
-        self._memory: list[
-            torch.Tensor
-        ] = []  # by size of a slot: [slots of this size, num_pages + 1, bytes] uint8
+        # by size of a slot: [slots of this size, num_pages + 1, bytes] uint8
+        self._memory: list[torch.Tensor] = []
 
     def wrap(
         self, make_layer: Callable[[LayerSpec], AttentionLayer]
@@ -165,8 +173,8 @@ class KVPool:
         return make
 
     def allocate(self, num_pages: int) -> None:
-        """Allocate `num_pages` pages and the waste page, and bind all layers, which drop their earlier memory. Raises `DovetailError` for a layer
-        that the layout doesn't have."""
+        """Allocate `num_pages` pages and the waste page, and bind all layers, which drop their
+        earlier memory. Raises `DovetailError` for a layer that the layout doesn't have."""
         self._memory.clear()
         slots = self._allocate_slots(num_pages)
         for index, layer in self.layers.items():
@@ -200,7 +208,8 @@ class KVPool:
                 words.index_copy_(1, dst, words.index_select(1, src))
 
     def _allocate_slots(self, num_pages: int) -> list[torch.Tensor]:
-        """Return the memory of each slot [num_pages + 1, bytes], as parts of one tensor for each size."""
+        """Return the memory of each slot [num_pages + 1, bytes], as parts of one tensor for each
+        size."""
         sizes = self.planned.slot_bytes
         memory = {
             size: self._zeros(sizes.count(size), num_pages + 1, size)
@@ -212,15 +221,14 @@ class KVPool:
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         if self.device.type == "cpu":
-            return torch.from_numpy(
-                np.zeros(shape, np.uint8)
-            )  # which takes no memory until it is written
+            # which takes no memory until it is written
+            return torch.from_numpy(np.zeros(shape, np.uint8))
         return torch.zeros(shape, dtype=torch.uint8, device=self.device)
 
 
 def _rounds(copies: Sequence[PageCopy], most: int) -> list[tuple[list[int], list[int]]]:
-    """Group sequential copies into rounds of at most `most` that can run in parallel: no page of a round is written twice, or read after being
-    written."""
+    """Group sequential copies into rounds of at most `most` that can run in parallel: no page of a
+    round is written twice, or read after being written."""
     rounds: list[tuple[list[int], list[int]]] = []
     written: set[int] = set()
     for copy in copies:

@@ -1,9 +1,12 @@
-"""Scales by which K and V are divided before they are stored in a cache of FP8: from the checkpoint, or fitted to the prompts of the first step. A
-worker makes these for the layers of its model.
+"""Scales by which K and V are divided before they are stored in a cache of FP8: from the
+checkpoint, or fitted to the prompts of the first step. A worker makes these for the layers of its
+model.
 
-e4m3 is a floating-point format: its error is a share of each number, 1/16 at most, whatever the scale, between 2**-6 and 448 times the scale. So a
-scale needn't be exact: it has to keep the largest numbers from being cut off, and the small ones above 2**-6. Those that are calibrated are powers of
-two, which change no rounding in between: so what is stored hardly depends on which prompts came first, or on how many ranks share the heads.
+e4m3 is a floating-point format: its error is a share of each number, 1/16 at most, whatever the
+scale, between 2**-6 and 448 times the scale. So a scale needn't be exact: it has to keep the
+largest numbers from being cut off, and the small ones above 2**-6. Those that are calibrated are
+powers of two, which change no rounding in between: so what is stored hardly depends on which
+prompts came first, or on how many ranks share the heads.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from dovetail.errors import ModelLoadError, shown
 from dovetail.nn.weights import tensors_named
 
 LARGEST = 448.0  # of e4m3
-ROOM = 2.0  # headroom over the largest number seen; values lost below the largest / 2**13 hardly matter in any sum
+# headroom over the largest number seen; values lost below the largest / 2**13 hardly matter in any
+# sum
+ROOM = 2.0
 
 # As compressed-tensors and vLLM, ModelOpt, and AutoFP8 name them: one number for both, or one each.
 _NAME = re.compile(
@@ -47,7 +52,8 @@ class CacheScales:
     def wrap(
         self, make_layer: Callable[[LayerSpec], AttentionLayer]
     ) -> Callable[[LayerSpec], AttentionLayer]:
-        """Set the scales of each new layer; those of a layer that shares another's cache are the other's."""
+        """Set the scales of each new layer; those of a layer that shares another's cache are the
+        other's."""
 
         def make(spec: LayerSpec) -> AttentionLayer:
             layer = make_layer(spec)
@@ -61,8 +67,9 @@ class CacheScales:
         return make
 
     def read(self, model_dir: str | Path) -> None:
-        """Take the scales that the checkpoint holds, unless they are to be calibrated. Raises `ModelLoadError` naming the tensor if one is no
-        positive number, or if some layers have scales and others don't."""
+        """Take the scales that the checkpoint holds, unless they are to be calibrated. Raises
+        `ModelLoadError` naming the tensor if one is no positive number, or if some layers have
+        scales and others don't."""
         found: dict[tuple[int, str], float] = {}
         for name, tensor in tensors_named(model_dir, is_kv_scale):
             match = _NAME.search(name)
@@ -70,7 +77,8 @@ class CacheScales:
                 continue
             if tensor.numel() != 1 or not 0 < float(tensor) < float("inf"):
                 raise ModelLoadError(
-                    f"{model_dir}: {name}: expected one positive number for the whole layer, got {shown(tensor.tolist())}"
+                    f"{model_dir}: {name}: expected one positive number for the whole layer, got "
+                    f"{shown(tensor.tolist())}"
                 )
             found |= {(int(match["layer"]), of): float(tensor) for of in match["of"]}
         lacking = [
@@ -83,7 +91,8 @@ class CacheScales:
             return
         if lacking:
             raise ModelLoadError(
-                f"{model_dir}: the checkpoint scales K and V of some layers, but lacks {lacking[0]}; set kv_cache_scales: calibrate"
+                f"{model_dir}: the checkpoint scales K and V of some layers, but lacks "
+                f"{lacking[0]}; set kv_cache_scales: calibrate"
             )
         for (layer, of), value in found.items():
             getattr(self._scales[layer], of).fill_(value)
@@ -91,7 +100,8 @@ class CacheScales:
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Set each layer's scales from the K and V that it writes next, which must not be replayed from a graph."""
+        """Set each layer's scales from the K and V that it writes next, which must not be replayed
+        from a graph."""
         self._running = True
         try:
             yield
@@ -119,9 +129,8 @@ class _CalibratedLayer(AttentionLayer):
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
         if self._owner.running:
             for scale, values in ((self._scales.k, k), (self._scales.v, k if v is None else v)):
-                largest = (
-                    values.float().nan_to_num(0.0, 0.0, 0.0).abs().amax()
-                )  # nobody waits for the device
+                # nobody waits for the device
+                largest = values.float().nan_to_num(0.0, 0.0, 0.0).abs().amax()
                 scale.copy_(
                     torch.where(
                         largest > 0,

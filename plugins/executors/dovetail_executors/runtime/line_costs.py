@@ -1,4 +1,5 @@
-"""Measures what a decode step of n lines takes on a GPU, and what a draft model takes, so that the core knows what drafts cost (`Capacity`)."""
+"""Measures what a decode step of n lines takes on a GPU, and what a draft model takes, so that the
+core knows what drafts cost (`Capacity`)."""
 
 from __future__ import annotations
 
@@ -26,8 +27,10 @@ TIMES = 3
 
 @torch.inference_mode()
 def line_costs(runner: Runner, graphs: Graphs) -> tuple[tuple[int, float], ...]:
-    """Replay the decode graphs of some numbers of lines, of rows with few tokens, and return the median seconds of each. Empty if there are none, or
-    rows are too short for that. The KV pool must be allocated; rows are empty before and after, and what the first page holds is undefined."""
+    """Replay the decode graphs of some numbers of lines, of rows with few tokens, and return the
+    median seconds of each. Empty if there are none, or rows are too short for that. The KV pool
+    must be allocated; rows are empty before and after, and what the first page holds is
+    undefined."""
     rows = runner.rows
     costs = list[tuple[int, float]]()
     for count in LINES:
@@ -59,8 +62,9 @@ def line_costs(runner: Runner, graphs: Graphs) -> tuple[tuple[int, float], ...]:
 
 @torch.inference_mode()
 def draft_costs(runner: Runner, draft: Proposer, drafts: int) -> tuple[tuple[int, float], ...]:
-    """Let the draft model, or the head, propose `drafts` for each of some numbers of rows with few tokens, and return the seconds of each number by
-    draft, the host's work included. Empty if rows are too short for that. As with `line_costs`, rows are empty before and after."""
+    """Let the draft model, or the head, propose `drafts` for each of some numbers of rows with few
+    tokens, and return the seconds of each number by draft, the host's work included. Empty if rows
+    are too short for that. As with `line_costs`, rows are empty before and after."""
     rows = runner.rows
     costs = list[tuple[int, float]]()
     most = min(rows.max_rows, rows.max_lines // (1 + drafts)) if 2 + drafts <= rows.max_len else 0

@@ -1,4 +1,5 @@
-"""Decides how a model is served (`ModelPlan`) and loads it. Each rank of an executor does both once."""
+"""Decides how a model is served (`ModelPlan`) and loads it. Each rank of an executor does both
+once."""
 
 from __future__ import annotations
 
@@ -65,8 +66,9 @@ class ModelPlan:
     ) -> ModelPlan:
         """Return the plan for the model in `config.model`, and log it.
 
-        Raises `ModelLoadError` for an unusable config file, `UnsupportedError` if no architecture in `models` can serve it on these ranks, or none of
-        `quantizations` its weights, and `ConfigError` if `config` contradicts the checkpoint or itself.
+        Raises `ModelLoadError` for an unusable config file, `UnsupportedError` if no architecture
+        in `models` can serve it on these ranks, or none of `quantizations` its weights, and
+        `ConfigError` if `config` contradicts the checkpoint or itself.
         """
         arch, hf_config, made_for = find_architecture(config.model, models)
         quantization = choose_quantization(
@@ -74,7 +76,8 @@ class ModelPlan:
         )
         if group.size > 1 and not arch.capabilities.tensor_parallel:
             raise UnsupportedError(
-                f"{type(arch).__name__} declares that it can't be split over ranks (tensor_parallel), and there are {group.size}"
+                f"{type(arch).__name__} declares that it can't be split over ranks "
+                f"(tensor_parallel), and there are {group.size}"
             )
         dtype = resolve_dtype(config.dtype, hf_config, device)
         specs = arch.layer_specs(hf_config, group)
@@ -89,7 +92,8 @@ class ModelPlan:
         specs = [_within(max_model_len, spec) for spec in specs]
         if config.kv_cache_scales == "calibrate" and config.kv_cache_dtype != "float8_e4m3fn":
             raise ConfigError(
-                "kv_cache_scales: calibrate: only K and V in fp8 have scales; set kv_cache_dtype: fp8 too, or leave it out"
+                "kv_cache_scales: calibrate: only K and V in fp8 have scales; set kv_cache_dtype: "
+                "fp8 too, or leave it out"
             )
         cache_dtype = (
             None if config.kv_cache_dtype in ("auto", _name(dtype)) else config.kv_cache_dtype
@@ -132,7 +136,8 @@ class ModelPlan:
             else ""
         )
         return (
-            f"{type(self.arch).__name__} in {self.dtype_name}, quantization {self.quantization_name}, {len(self.specs)} attention layers, K and V in "
+            f"{type(self.arch).__name__} in {self.dtype_name}, quantization "
+            f"{self.quantization_name}, {len(self.specs)} attention layers, K and V in "
             f"{self.cache_dtype or self.dtype_name}, {states}up to {self.max_model_len} tokens"
         )
 
@@ -142,7 +147,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _within(max_len: int, spec: LayerSpec) -> LayerSpec:
-    """Return `spec` without a window that no sequence of up to `max_len` tokens leaves: such layers need no block table of their own."""
+    """Return `spec` without a window that no sequence of up to `max_len` tokens leaves: such layers
+    need no block table of their own."""
     return (
         replace(spec, window=None) if spec.window is not None and spec.window >= max_len else spec
     )
@@ -158,10 +164,12 @@ def load_model(
     environment: str = "",
     make_state: Callable[[StateSpec], StateLayer] = no_states,
 ) -> torch.nn.Module:
-    """Build the model that `plan` describes, a `dovetail.api.model.CausalLM`, and load its weights from `config.model` (random ones for
-    `load_format: dummy`). `environment`: see `BuildContext`; the quantization is added.
+    """Build the model that `plan` describes, a `dovetail.api.model.CausalLM`, and load its weights
+    from `config.model` (random ones for `load_format: dummy`). `environment`: see `BuildContext`;
+    the quantization is added.
 
-    Raises `ModelLoadError` for unusable files, and `UnsupportedError` if the architecture can't serve the config here.
+    Raises `ModelLoadError` for unusable files, and `UnsupportedError` if the architecture can't
+    serve the config here.
     """
     later = plan.quantization is not None
     built_for = f"{environment}, {'plain' if plan.quantization is None else plan.quantization}"
@@ -206,8 +214,9 @@ def load_into(
     ranks: int = 1,
     dtype: torch.dtype | None = None,
 ) -> torch.nn.Module:
-    """Load the weights of `module`, a `CausalLM` or a draft head, as `load_model` does, and return it. `quantization`: the format of those that were
-    left for later. `partly`, `elsewhere`: as of `load_weights`. `dtype`: in which a module that loads itself keeps its weights.
+    """Load the weights of `module`, a `CausalLM` or a draft head, as `load_model` does, and return
+    it. `quantization`: the format of those that were left for later. `partly`, `elsewhere`: as of
+    `load_weights`. `dtype`: in which a module that loads itself keeps its weights.
 
     Raises `ConfigError` if the weights don't fit the memory available to a CPU.
     """
@@ -234,7 +243,8 @@ def load_into(
 def _weight_bytes(
     module: torch.nn.Module, config: ExecutorConfig, dtype: torch.dtype | None
 ) -> int:
-    """Return the size of the weights that are about to be loaded: of those that the module has, or of the files' if it makes its own."""
+    """Return the size of the weights that are about to be loaded: of those that the module has, or
+    of the files' if it makes its own."""
     if isinstance(module, LoadsItself) and config.load_format != "dummy":
         return stored_bytes(config.model, dtype)
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())

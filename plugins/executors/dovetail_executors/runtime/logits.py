@@ -46,15 +46,12 @@ class LogitsProcessors:
             [processor.capabilities.cuda_graph for processor in self._made], np.bool_
         )
         self._asks = np.zeros((rows.max_rows + 1, len(refs)), np.bool_)
-        self._asking = torch.zeros(
-            rows.max_rows + 1, dtype=torch.bool, device=rows.device
-        )  # rows that ask for any
-        self._wrong = torch.zeros(
-            rows.max_lines, dtype=torch.int64, device=rows.device
-        )  # by line of a step: `WRONG` or 0
-        self._lost: dict[
-            int, str
-        ] = {}  # processors that couldn't forget a row, which are no longer used -> reason
+        # rows that ask for any
+        self._asking = torch.zeros(rows.max_rows + 1, dtype=torch.bool, device=rows.device)
+        # by line of a step: `WRONG` or 0
+        self._wrong = torch.zeros(rows.max_lines, dtype=torch.int64, device=rows.device)
+        # processors that couldn't forget a row, which are no longer used -> reason
+        self._lost: dict[int, str] = {}
         self._all_ask = False
 
     def update(
@@ -136,7 +133,8 @@ class LogitsProcessors:
         """Return why the line failed, for a client."""
         names = ", ".join(name for name, asked in zip(self.names, asks[line], strict=True) if asked)
         return (
-            "the logits are NaN, infinite or all -inf after the logits processors that it asks for: "
+            "the logits are NaN, infinite or all -inf after the logits processors that it asks "
+            "for: "
             f"{names}"
         )
 
@@ -247,9 +245,8 @@ class LogitsProcessors:
             mask_tokens(logits, masked[part], words)
         wrong = self._asking[own.rows] & ~logits.amax(-1).isfinite()
         self._wrong[part] = wrong * WRONG
-        logits.masked_fill_(
-            wrong[:, None], 0.0
-        )  # so that a valid id is sampled, for which the request ends
+        # so that a valid id is sampled, for which the request ends
+        logits.masked_fill_(wrong[:, None], 0.0)
 
 
 def _made(ref: ComponentRef, context: LogitsProcessorContext, max_rows: int) -> LogitsProcessor:

@@ -1,6 +1,8 @@
-"""`MaskBuffer`: transfers a step's token masks from the grammars, which fill host memory, to the device, where sampling reads them.
+"""`MaskBuffer`: transfers a step's token masks from the grammars, which fill host memory, to the
+device, where sampling reads them.
 
-They take megabytes for a large batch. So they are written directly to pinned memory, and copied while the model runs.
+They take megabytes for a large batch. So they are written directly to pinned memory, and copied
+while the model runs.
 """
 
 from __future__ import annotations
@@ -21,18 +23,17 @@ class MaskBuffer:
         self._width = -(-vocab_size // 32)
         self._most = most
         self._device = device
-        self.words = torch.zeros(
-            (most, self._width), dtype=torch.int32, device=device
-        )  # [most, ceil(vocab / 32)]
-        self._slots: list[
-            torch.Tensor
-        ] = []  # in host memory, of the same size; allocated on first use
+        # [most, ceil(vocab / 32)]
+        self.words = torch.zeros((most, self._width), dtype=torch.int32, device=device)
+        # in host memory, of the same size; allocated on first use
+        self._slots: list[torch.Tensor] = []
         self._copied: list[torch.cuda.Event] = []
         self._stream: torch.cuda.Stream | None = None
         self._next = 0
 
     def to_fill(self, count: int) -> NDArray[np.uint32]:
-        """Return uninitialized memory [count, ceil(vocab / 32)] for the masks of the next `send`. It is reused after `SLOTS` sends."""
+        """Return uninitialized memory [count, ceil(vocab / 32)] for the masks of the next `send`.
+        It is reused after `SLOTS` sends."""
         on_gpu = self._device.type == "cuda"
         if not self._slots:
             self._slots = [
@@ -48,8 +49,9 @@ class MaskBuffer:
         return self._slots[self._next][:count].numpy().view(np.uint32)
 
     def send(self, masks: Masks) -> None:
-        """Enqueue the copy of `masks` to the first rows of `words`. Later work on the stream reads them; earlier work has read the old ones. The
-        copy overlaps with the model, which was enqueued before and doesn't read them."""
+        """Enqueue the copy of `masks` to the first rows of `words`. Later work on the stream reads
+        them; earlier work has read the old ones. The copy overlaps with the model, which was
+        enqueued before and doesn't read them."""
         count = len(masks.words)
         if not count:
             return

@@ -1,4 +1,5 @@
-"""The machine's memory: what is available for weights, K and V, and the refusal of weights that don't fit."""
+"""The machine's memory: what is available for weights, K and V, and the refusal of weights that
+don't fit."""
 
 from __future__ import annotations
 
@@ -17,14 +18,16 @@ _UNLIMITED = 1 << 62
 
 
 class _Group(NamedTuple):
-    """A cgroup's memory, in bytes. `used` doesn't count cached files, which the kernel drops first."""
+    """A cgroup's memory, in bytes. `used` doesn't count cached files, which the kernel drops
+    first."""
 
     limit: int
     used: int
 
 
 def available_ram_bytes() -> int:
-    """Return the memory that this process can still allocate without swapping: the machine's, or that of its container or service if that is less."""
+    """Return the memory that this process can still allocate without swapping: the machine's, or
+    that of its container or service if that is less."""
     return min(
         [_meminfo("MemAvailable"), *(max(0, group.limit - group.used) for group in _groups())]
     )
@@ -36,16 +39,19 @@ def total_ram_bytes() -> int:
 
 
 def require_ram(needed: int, what: str, ranks: int = 1) -> None:
-    """Raise `ConfigError` if each of `ranks` processes of this machine can't hold `needed` bytes for `what`. Several ranks allocate at the same time,
-    so that what is available says little; they are held against all of the machine's memory."""
+    """Raise `ConfigError` if each of `ranks` processes of this machine can't hold `needed` bytes
+    for `what`. Several ranks allocate at the same time, so that what is available says little; they
+    are held against all of the machine's memory."""
     has, which = (
         (available_ram_bytes(), "available") if ranks == 1 else (total_ram_bytes(), "there")
     )
     if needed * ranks > has:
         each = "" if ranks == 1 else f" ({readable_bytes(needed)} in each of {ranks} ranks)"
         raise ConfigError(
-            f"{what} need {readable_bytes(needed * ranks)} of memory{each}, and {readable_bytes(has)} are {which}: "
-            "take a smaller or a quantized model, a smaller dtype, or a machine or container with more memory"
+            f"{what} need {readable_bytes(needed * ranks)} of memory{each}, and "
+            f"{readable_bytes(has)} are {which}: "
+            "take a smaller or a quantized model, a smaller dtype, or a machine or container with "
+            "more memory"
         )
 
 
@@ -65,13 +71,13 @@ def _meminfo(name: str) -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return (
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    )  # no such file: another Unix, without this information
+    # no such file: another Unix, without this information
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _groups() -> Iterator[_Group]:
-    """Yield the limited cgroups around this process. Within a container the mounted root is the container's own."""
+    """Yield the limited cgroups around this process. Within a container the mounted root is the
+    container's own."""
     for folder in _folders():
         for limit, used, stat, cached in (
             (

@@ -20,11 +20,11 @@ class GraphKey:
     """Key of a recording: names the work that it contains. A step without a recording of its key is
     launched kernel by kernel.
 
-    `part`: "mixed" is the model, for any step; "decode" a whole decode step, with or without drafts:
-    model, sampling, growth of the rows; "model" the model of a decode step; "sampling" the rest of a
-    step after its model; "draft" a draft of each of some rows. `capture`: how tokens are sampled;
-    None: they aren't. `axes`: names of device work that the recording contains and others of its
-    part don't: "shared" (attention reads a prefix of all rows once), "processed" (by logits
+    `part`: "mixed" is the model, for any step; "decode" a whole decode step, with or without
+    drafts: model, sampling, growth of the rows; "model" the model of a decode step; "sampling" the
+    rest of a step after its model; "draft" a draft of each of some rows. `capture`: how tokens are
+    sampled; None: they aren't. `axes`: names of device work that the recording contains and others
+    of its part don't: "shared" (attention reads a prefix of all rows once), "processed" (by logits
     processors), "first" (of a row's drafts), and those of features.
     """
 

@@ -58,11 +58,12 @@ ACTIVATIONS: Mapping[str, Vectors] = {
     "softmax": partial(torch.softmax, dim=-1),
     "tanh": torch.tanh,
 }
+# of generators, if tied the embedding's
 _HEADS = (
     "lm_head.weight",
     "model.embed_tokens.weight",
     "embed_tokens.weight",
-)  # of generators, if tied the embedding's
+)
 
 
 class Part(NamedTuple):
@@ -92,9 +93,8 @@ class _Row:
     """A row that pools."""
 
     pooling: RowPooling
-    parts: list[Part] = field(
-        default_factory=list
-    )  # of earlier steps, if the result has a vector for each token
+    # of earlier steps, if the result has a vector for each token
+    parts: list[Part] = field(default_factory=list)
 
     @property
     def of_each_token(self) -> bool:
@@ -418,7 +418,8 @@ def _loaded(
         for name, tensor in tensors.items():
             if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
                 raise ModelLoadError(
-                    f"{folder}: tensor {name}: expected numbers of shape {list(shapes[name])}, found {list(tensor.shape)}"
+                    f"{folder}: tensor {name}: expected numbers of shape {list(shapes[name])}, "
+                    f"found {list(tensor.shape)}"
                 )
         made.append(
             partial(

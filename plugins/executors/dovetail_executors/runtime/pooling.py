@@ -1,4 +1,5 @@
-"""How a checkpoint pools: by sentence-transformers' files beside it, as its architecture does, or as `pooling` of `engine.yaml` says.
+"""How a checkpoint pools: by sentence-transformers' files beside it, as its architecture does, or
+as `pooling` of `engine.yaml` says.
 
 method      1_Pooling/config.json       | ModelArch.pooling            the last token's state, the first's (cls), or the mean of all
 layers      2_Dense/config.json, …      | the head of a classifier     what is computed of it, in float32
@@ -41,13 +42,14 @@ _OLD_MODES = {  # keys of older files
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+# of modules; the third may occur several times
 _ORDER = (
     "Transformer",
     "Pooling",
     "Dense",
     "Normalize",
     "LogitScore",
-)  # of modules; the third may occur several times
+)
 _TORCH_ACTIVATIONS = {
     "GELU": "gelu",
     "Identity": "identity",
@@ -63,10 +65,11 @@ _OUTPUTS = {  # of the transformer, by its task: what is read of its results
     "text-generation": "logits",
 }
 _NO_LENGTH = 1e15  # transformers stores 1e30 for a tokenizer without a length
+# kinds of sentence-transformers models that aren't served
 _SINGLE = (
     "SparseEncoder",
     "MultiVectorEncoder",
-)  # kinds of sentence-transformers models that aren't served
+)
 
 
 class StoredLayer(NamedTuple):
@@ -91,12 +94,14 @@ class Stored:
 
     @classmethod
     def of(cls, directory: Path) -> Stored:
-        """Read the files; all is None without them. Raises `ModelLoadError` if they are wrong, `UnsupportedError` for what isn't served, by name."""
+        """Read the files; all is None without them. Raises `ModelLoadError` if they are wrong,
+        `UnsupportedError` for what isn't served, by name."""
         own = directory / OWN_FILE
         config = read_own(directory)
         if config.get("model_type") in _SINGLE:
             raise UnsupportedError(
-                f"{own}: model_type {config['model_type']} isn't served, only embeddings of a fixed size and scores"
+                f"{own}: model_type {config['model_type']} isn't served, only embeddings of a "
+                f"fixed size and scores"
             )
         activation = (
             _activation(config["activation_fn"], own) if config.get("activation_fn") else None
@@ -132,12 +137,10 @@ class PoolingPlan:
     normalize: bool  # embeddings
     layers: tuple[StoredLayer, ...] = ()  # from a pooled state to an embedding
     head: tuple[StoredLayer, ...] = ()  # from it to the scores of labels
-    score_tokens: tuple[int, int | None] | None = (
-        None  # instead of a head: the score is the first one's logit, less the second's
-    )
-    activation: str = (
-        "identity"  # of a classifier: of `dovetail_executors.runtime.pooler.ACTIVATIONS`
-    )
+    # instead of a head: the score is the first one's logit, less the second's
+    score_tokens: tuple[int, int | None] | None = None
+    # of a classifier: of `dovetail_executors.runtime.pooler.ACTIVATIONS`
+    activation: str = "identity"
     pair_activation: str = "identity"  # of the scores of pairs
     max_length: int | None = None  # see `Stored`
 
@@ -152,9 +155,11 @@ class PoolingPlan:
         *,
         indivisible: bool,
     ) -> PoolingPlan:
-        """Return the plan for the checkpoint in `directory`. `overrides`: `ExecutorConfig.pooling`; `config`: transformers' of the checkpoint.
+        """Return the plan for the checkpoint in `directory`. `overrides`: `ExecutorConfig.pooling`;
+        `config`: transformers' of the checkpoint.
 
-        Raises `ModelLoadError`, `UnsupportedError` or `ConfigError` that names the file or the key."""
+        Raises `ModelLoadError`, `UnsupportedError` or `ConfigError` that names the file or the
+        key."""
         directory = Path(directory)
         size = int(config.hidden_size)
         stored = Stored.of(directory)
@@ -163,7 +168,8 @@ class PoolingPlan:
         method = overrides.get("method", stored.method or model.method)
         if method not in get_args(PoolingMethod):
             raise ConfigError(
-                f"pooling.method: expected {', '.join(get_args(PoolingMethod))}, got {shown(method)}"
+                f"pooling.method: expected {', '.join(get_args(PoolingMethod))}, got "
+                f"{shown(method)}"
             )
         tokens, labels = _score_tokens(
             directory, overrides.get("score_tokens"), stored.score_tokens
@@ -193,7 +199,8 @@ class PoolingPlan:
         if tokens is not None:
             if made_for != "generate" or not model.generates:
                 raise ConfigError(
-                    "pooling.score_tokens: scores of two tokens are a generator's, and this checkpoint has no head for tokens"
+                    "pooling.score_tokens: scores of two tokens are a generator's, and this "
+                    "checkpoint has no head for tokens"
                 )
             _check_plain_logits(config)
             tasks = ["classify", *tasks]
@@ -235,7 +242,8 @@ class PoolingPlan:
         return f"{what}, by {self.capacity.method}"
 
     def owns(self, tensor: str) -> bool:
-        """Return True for a tensor of the checkpoint that isn't the model's: of the head, or of a generator's head that isn't used."""
+        """Return True for a tensor of the checkpoint that isn't the model's: of the head, or of a
+        generator's head that isn't used."""
         modules = {name for layer, *_ in self.head for name in (layer.name, layer.norm)}
         return tensor.rpartition(".")[0] in modules or (
             not self.capacity.generates and tensor.startswith("lm_head.")
@@ -339,7 +347,8 @@ def _logit_tokens(folder: Path) -> tuple[int, int | None]:
     no = config.get("false_token_id")
     if type(yes) is not int or (no is not None and type(no) is not int):
         raise ModelLoadError(
-            f"{path}: expected the ids true_token_id and perhaps false_token_id, got {shown(config)}"
+            f"{path}: expected the ids true_token_id and perhaps false_token_id, got "
+            f"{shown(config)}"
         )
     return yes, no
 
@@ -367,7 +376,8 @@ def _check_modalities(modalities: Any, task: str, path: Path) -> None:
         raise ModelLoadError(f"{where}: expected keys and values, got {shown(modalities)}")
     if "message" in modalities and task != "text-generation":
         raise UnsupportedError(
-            f"{where} has 'message': texts in a chat template aren't served; without that, they are as they stand"
+            f"{where} has 'message': texts in a chat template aren't served; without that, they "
+            f"are as they stand"
         )
     usual = {"method": "forward", "method_output_name": _OUTPUTS[task]}
     if (text := modalities.get("text", usual)) != usual:
@@ -375,7 +385,8 @@ def _check_modalities(modalities: Any, task: str, path: Path) -> None:
 
 
 def _tokenizer_length(directory: Path) -> int | None:
-    """Return the length that `tokenizer_config.json` stores, by which sentence-transformers cuts."""
+    """Return the length that `tokenizer_config.json` stores, by which sentence-transformers
+    cuts."""
     path = directory / "tokenizer_config.json"
     length = read_json_object(path, missing_ok=True).get("model_max_length")
     if isinstance(length, bool) or not isinstance(length, int | float):
@@ -394,7 +405,8 @@ def _activation(name: Any, path: Path) -> str:
     package, _, last = str(name).rpartition(".")
     if package.partition(".")[0] != "torch" or last not in _TORCH_ACTIVATIONS:
         raise UnsupportedError(
-            f"{path}: the activation {shown(name)} isn't served; served are torch's {', '.join(_TORCH_ACTIVATIONS)}"
+            f"{path}: the activation {shown(name)} isn't served; served are torch's "
+            f"{', '.join(_TORCH_ACTIVATIONS)}"
         )
     return _TORCH_ACTIVATIONS[last]
 
@@ -433,7 +445,8 @@ def _usual_activation(config: Any, directory: Path) -> str:
 def _score_tokens(
     directory: Path, asked: Any, stored: tuple[int, int | None] | None
 ) -> tuple[tuple[int, int | None] | None, tuple[str, ...]]:
-    """Return the ids of the tokens whose logits make a score, and its label. `asked`: texts or ids of two tokens."""
+    """Return the ids of the tokens whose logits make a score, and its label. `asked`: texts or ids
+    of two tokens."""
     if asked is None:
         return stored, () if stored is None else (str(stored[0]),)
     if not isinstance(asked, list | tuple) or len(asked) != 2:
@@ -450,7 +463,8 @@ def _token_id(directory: Path, text: Any) -> int:
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(
-            f"pooling.score_tokens: {path} doesn't exist, so tokens must be given by their ids, not as {shown(text)}"
+            f"pooling.score_tokens: {path} doesn't exist, so tokens must be given by their ids, "
+            f"not as {shown(text)}"
         )
     ids = Tokenizer.from_file(str(path)).encode(str(text), add_special_tokens=False).ids
     if len(ids) != 1:

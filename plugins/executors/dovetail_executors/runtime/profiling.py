@@ -1,4 +1,5 @@
-"""Measures the GPU memory of an engine besides its KV pool, by running the largest possible step."""
+"""Measures the GPU memory of an engine besides its KV pool, by running the largest possible
+step."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from dovetail_executors.runtime.runner import Runner
 
 
 def peak_bytes(runner: Runner, max_tokens: int) -> int:
-    """Run the largest step of at most `max_tokens`, and return the peak GPU memory without the KV pool, in bytes.
+    """Run the largest step of at most `max_tokens`, and return the peak GPU memory without the KV
+    pool, in bytes.
 
     The pool has one page, which all rows write to. Rows are empty before and after.
     """
@@ -39,7 +41,8 @@ def peak_bytes(runner: Runner, max_tokens: int) -> int:
 
 @contextmanager
 def _processed(runner: Runner, batch: Batch) -> Iterator[Batch]:
-    """Apply all logits processors in a step of new rows, which ask for those whose arguments have defaults."""
+    """Apply all logits processors in a step of new rows, which ask for those whose arguments have
+    defaults."""
     with runner.sampling.processors.asked_by_all() as asked:
         added = (
             new
@@ -69,7 +72,8 @@ def biggest_batch(rows: RowState, max_tokens: int) -> Batch:
 
 
 def drafting_batch(rows: RowState, lines: int) -> Batch:
-    """Return a step of `lines` lines, spread evenly over all rows. Each row has one known token; the others are drafts."""
+    """Return a step of `lines` lines, spread evenly over all rows. Each row has one known token;
+    the others are drafts."""
     num_rows = min(rows.max_rows, lines)
     counts = (lines // num_rows + (np.arange(num_rows) < lines % num_rows)).astype(np.int32)
     return batch_of_drafts(rows, Drafts(counts - 1, np.zeros(lines - num_rows, np.int32)), known=1)

@@ -1,4 +1,5 @@
-"""Quantization of a model: selects it from the checkpoint and `engine.yaml`, and allocates the weights of linear layers."""
+"""Quantization of a model: selects it from the checkpoint and `engine.yaml`, and allocates the
+weights of linear layers."""
 
 from __future__ import annotations
 
@@ -27,18 +28,19 @@ def choose_quantization(
     installed: Sequence[QuantizationRef],
     model_dir: str | Path,
 ) -> Quantization | None:
-    """Return what reads a checkpoint whose `quantization_config` is `said`, if that is what is `asked` for; None if its weights are plain and stay
-    so.
+    """Return what reads a checkpoint whose `quantization_config` is `said`, if that is what is
+    `asked` for; None if its weights are plain and stay so.
 
-    Raises `UnsupportedError` for an unknown `quant_method` or an unsupported option of one, and `ConfigError` if `asked` contradicts the
-    checkpoint."""
+    Raises `UnsupportedError` for an unknown `quant_method` or an unsupported option of one, and
+    `ConfigError` if `asked` contradicts the checkpoint."""
     if not said:
         return None if asked is None else _quantizing(asked, installed)
     path = Path(model_dir) / "config.json"
     method = said.get(METHOD)
     if not isinstance(method, str):
         raise ModelLoadError(
-            f"{path}: quantization_config: expected {METHOD}, the name of a way of storing weights, got {shown(method)}"
+            f"{path}: quantization_config: expected {METHOD}, the name of a way of storing "
+            f"weights, got {shown(method)}"
         )
     full = [ref for ref in installed if ref.method == method and ref.name == asked]
     ref = _named(
@@ -49,7 +51,8 @@ def choose_quantization(
     )
     if asked not in (None, ref.method, ref.name):
         raise ConfigError(
-            f"quantization: {shown(asked)} is asked for, and the checkpoint is {ref.method} already: leave the key out"
+            f"quantization: {shown(asked)} is asked for, and the checkpoint is {ref.method} "
+            f"already: leave the key out"
         )
     try:
         return _made(ref, said)
@@ -62,7 +65,8 @@ def _quantizing(asked: str, installed: Sequence[QuantizationRef]) -> Quantizatio
     if not ref.quantizes:
         able = ", ".join(other.method for other in installed if other.quantizes)
         raise ConfigError(
-            f"quantization: {shown(asked)}: the checkpoint's weights are plain; they can be quantized while they load to {able}"
+            f"quantization: {shown(asked)}: the checkpoint's weights are plain; they can be "
+            f"quantized while they load to {able}"
         )
     return _made(ref, None)
 
@@ -83,7 +87,8 @@ def _made(ref: QuantizationRef, said: Mapping[str, Any] | None) -> Quantization:
         raise UnsupportedError(f"quantization {ref.name} failed: {describe(error)}") from error
     if not isinstance(made, Quantization):
         raise UnsupportedError(
-            f"quantization {ref.name}: expected a class of `dovetail.nn.format.Quantization`, its target makes {shown(made)}"
+            f"quantization {ref.name}: expected a class of `dovetail.nn.format.Quantization`, its "
+            f"target makes {shown(made)}"
         )
     return made
 
@@ -98,6 +103,7 @@ def _named(
         )
     if len(fitting) > 1:
         raise error(
-            f"{what} is known to {' and '.join(ref.name for ref in fitting)}: write one of these names as `quantization` in engine.yaml"
+            f"{what} is known to {' and '.join(ref.name for ref in fitting)}: write one of these "
+            f"names as `quantization` in engine.yaml"
         )
     return fitting[0]

@@ -1,17 +1,21 @@
-"""GPU memory that all ranks of a host can read, for collectives in a single kernel (`dovetail.nn.kernels.rank_sums`): faster than NCCL's protocol
-for small sums. It is torch's symmetric memory with our own kernels, since torch's wait forever for a dead rank.
+"""GPU memory that all ranks of a host can read, for collectives in a single kernel
+(`dovetail.nn.kernels.rank_sums`): faster than NCCL's protocol for small sums. It is torch's
+symmetric memory with our own kernels, since torch's wait forever for a dead rank.
 
     ┌─────────┬─────────┬──────────┬───────┐
     │ share 0 │ share 1 │ exchange │ flags │    on each rank; each part has its own flags
     └─────────┴─────────┴──────────┴───────┘
 
-Sums that are added to a residual stream use two places for shares in turn, so that a rank need not wait until the others have read its share. What a
-rank writes next goes to the other place. It comes back to this one only after the sum between, for which each other rank has said that its share is
-there, which it says after all its kernels before have ended, those that read included. Two sums in a row on the same place would break this; so all
-ranks make the same sums in the same order, and between what is recorded at different times lies an exchange, which waits for everybody: the
+Sums that are added to a residual stream use two places for shares in turn, so that a rank need not
+wait until the others have read its share. What a rank writes next goes to the other place. It comes
+back to this one only after the sum between, for which each other rank has said that its share is
+there, which it says after all its kernels before have ended, those that read included. Two sums in
+a row on the same place would break this; so all ranks make the same sums in the same order, and
+between what is recorded at different times lies an exchange, which waits for everybody: the
 embedding's, at the start of each step.
 
-All other collectives are exchanges: each rank writes its part, and finally waits until all have read it.
+All other collectives are exchanges: each rank writes its part, and finally waits until all have
+read it.
 """
 
 from __future__ import annotations
@@ -28,16 +32,16 @@ from dovetail.nn.kernels.launch import KernelUnavailable
 PLACES = 2
 MOST_BYTES = 256 << 20  # of a share
 MOST_EXCHANGED = 64 << 20  # bytes of a part
-MOST_BYTES_OF_MANY = (
-    512 << 10
-)  # of a share or part with more than two ranks, since every rank reads all of them
+# of a share or part with more than two ranks, since every rank reads all of them
+MOST_BYTES_OF_MANY = 512 << 10
 ALIGNED_BYTES = 512  # alignment of the parts of the memory
 EXCHANGED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class RankShares:
-    """A rank's memory, and where the others' is. Used by one stream at a time; `release` may be called by any thread. It can be used once it knows
-    where the others' is (`connect`); until then kernels that use it can be compiled."""
+    """A rank's memory, and where the others' is. Used by one stream at a time; `release` may be
+    called by any thread. It can be used once it knows where the others' is (`connect`); until then
+    kernels that use it can be compiled."""
 
     def __init__(
         self,
@@ -48,17 +52,17 @@ class RankShares:
         dtype: torch.dtype,
         released: torch.Tensor,
     ) -> None:
-        """`buffer` [bytes] uint8, zeros, is the memory: shares of `share_bytes`, which hold numbers of `dtype`, flags, and all else is the exchange.
-        `released` [1] int32 is pinned memory of the host, 0."""
+        """`buffer` [bytes] uint8, zeros, is the memory: shares of `share_bytes`, which hold numbers
+        of `dtype`, flags, and all else is the exchange. `released` [1] int32 is pinned memory of
+        the host, 0."""
         from dovetail.nn.kernels.rank_sums import MOST_PROGRAMS, Exchange
 
         self.rank = rank
         self.size = size
         self.dtype = dtype
         self.numbers = share_bytes // dtype.itemsize
-        flags = [
-            len(buffer) - left * MOST_PROGRAMS * size * 4 for left in range(PLACES + 2, 0, -1)
-        ]  # where those of each part begin
+        # where those of each part begin
+        flags = [len(buffer) - left * MOST_PROGRAMS * size * 4 for left in range(PLACES + 2, 0, -1)]
         self._buffer = buffer
         self._released = released
         self._places = [
@@ -68,9 +72,10 @@ class RankShares:
         self._offsets = torch.tensor(
             [0, share_bytes, PLACES * share_bytes, *flags], dtype=torch.int64
         )
+        # addresses by rank
         self._tables = torch.zeros(
             (len(self._offsets), size), dtype=torch.int64, device=buffer.device
-        )  # addresses by rank
+        )
         *places, parts, first, second, arrived, read = self._tables.unbind()
         self._addresses = list(zip(places, (first, second), strict=True))
         self._exchange = Exchange(parts, arrived, read, released, rank)
@@ -88,12 +93,14 @@ class RankShares:
         self._tables.copy_(self._offsets[:, None] + torch.tensor(starts, dtype=torch.int64))
 
     def release(self) -> None:
-        """Let kernels that wait for another rank return, now and in the future, with undefined results. Doesn't block."""
+        """Let kernels that wait for another rank return, now and in the future, with undefined
+        results. Doesn't block."""
         self._released.fill_(1)
 
     def place(self, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return memory [rows, size] for this rank's share of the next sum, which `add` must add up before it is asked for again. None, on all
-        ranks, if such a sum has no room here, or takes too long so."""
+        """Return memory [rows, size] for this rank's share of the next sum, which `add` must add up
+        before it is asked for again. None, on all ranks, if such a sum has no room here, or takes
+        too long so."""
         if rows * size > self.numbers or dtype != self.dtype or rows == 0:
             return None
         self._given = self._next
@@ -101,16 +108,16 @@ class RankShares:
         return self._places[self._given][: rows * size].view(rows, size)
 
     def add(self, x: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> torch.Tensor | None:
-        """x [rows, size] += the sum of the shares that the ranks have written to the place given last; `norm` (weight [size], eps): return the
-        stream's RMS norm, otherwise None."""
+        """x [rows, size] += the sum of the shares that the ranks have written to the place given
+        last; `norm` (weight [size], eps): return the stream's RMS norm, otherwise None."""
         from dovetail.nn.kernels.rank_sums import add_shares
 
         shares, flags = self._addresses[self._given]
         return add_shares(x, shares, flags, self._released, self.rank, norm)
 
     def all_reduce(self, x: torch.Tensor) -> bool:
-        """Sum x over the ranks, in place. Returns False, having done nothing, if x can't be exchanged, or is better summed in another way: then all
-        ranks return False."""
+        """Sum x over the ranks, in place. Returns False, having done nothing, if x can't be
+        exchanged, or is better summed in another way: then all ranks return False."""
         from dovetail.nn.kernels.rank_sums import sum_parts
 
         if (
@@ -126,7 +133,8 @@ class RankShares:
         return False
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the ranks' x, concatenated along the last dimension in the order of ranks. None as `all_reduce` returns False."""
+        """Return the ranks' x, concatenated along the last dimension in the order of ranks. None as
+        `all_reduce` returns False."""
         from dovetail.nn.kernels.rank_sums import gather_parts
 
         if not self._exchanges(x):
@@ -148,7 +156,8 @@ class RankShares:
 
 
 def buffer_bytes(size: int, share_bytes: int, part_bytes: int) -> int:
-    """Return the size of a buffer for shares and parts of these sizes, which are multiples of `ALIGNED_BYTES`."""
+    """Return the size of a buffer for shares and parts of these sizes, which are multiples of
+    `ALIGNED_BYTES`."""
     from dovetail.nn.kernels.rank_sums import MOST_PROGRAMS
 
     return PLACES * share_bytes + part_bytes + (PLACES + 2) * MOST_PROGRAMS * size * 4
@@ -162,8 +171,8 @@ def make_rank_shares(
     rank: int,
     size: int,
 ) -> RankShares:
-    """Make this rank's memory, for shares and parts of up to so many numbers; it isn't connected. Raises `ImportError` or `RuntimeError` where there
-    can't be any."""
+    """Make this rank's memory, for shares and parts of up to so many numbers; it isn't connected.
+    Raises `ImportError` or `RuntimeError` where there can't be any."""
     import torch.distributed._symmetric_memory as symmetric
 
     share_bytes = _aligned(
@@ -181,8 +190,8 @@ def make_rank_shares(
 
 
 def connect(shares: RankShares, group: dist.ProcessGroup) -> None:
-    """Let the ranks of `group`, which torch must know by its name, find each other's memory, all at once. Raises `RuntimeError` where the GPUs can't
-    read it."""
+    """Let the ranks of `group`, which torch must know by its name, find each other's memory, all at
+    once. Raises `RuntimeError` where the GPUs can't read it."""
     import torch.distributed._symmetric_memory as symmetric
 
     handle: Any = symmetric.rendezvous(shares._buffer, group.group_name)

@@ -1,8 +1,10 @@
 """Records device work as CUDA graphs, in one piece or split at each attention layer.
 
-Launching some hundred kernels from Python takes longer than a small step on the GPU; a replay is one call. A graph replays the same kernels at the
-same addresses, so everything that differs between steps is in tensors at fixed addresses. For some backends, the launches of attention kernels also
-depend on the rows of a step: then the model is recorded in pieces, and attention is launched between them (`LayerSplitter`):
+Launching some hundred kernels from Python takes longer than a small step on the GPU; a replay is
+one call. A graph replays the same kernels at the same addresses, so everything that differs between
+steps is in tensors at fixed addresses. For some backends, the launches of attention kernels also
+depend on the rows of a step: then the model is recorded in pieces, and attention is launched
+between them (`LayerSplitter`):
 
       replayed     | embedding, norm, q k v, write |        | output, feed-forward, norm, q k v, write |        | … last norm |
       launched                                      attend                                              attend
@@ -24,7 +26,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One CUDA graph, and the attention launched after it, from `q` to `out`; none after the last piece."""
+    """One CUDA graph, and the attention launched after it, from `q` to `out`; none after the last
+    piece."""
 
     graph: torch.cuda.CUDAGraph
     layer: AttentionLayer | None = None
@@ -34,7 +37,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Recording(Generic[T]):
-    """Recorded device work. `outputs` is its result: each replay overwrites it, and replays of other recordings in the same pool may, too."""
+    """Recorded device work. `outputs` is its result: each replay overwrites it, and replays of
+    other recordings in the same pool may, too."""
 
     pieces: tuple[Piece, ...]
     outputs: T
@@ -76,8 +80,9 @@ class LayerSplitter:
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None  # set while recording in pieces
-        # [heads, head_size, out_size] of a layer -> q and attention's output. The largest recording, which is the first, creates them; all
-        # pieces of all sizes use them, one at a time and in the order of recording.
+        # [heads, head_size, out_size] of a layer -> q and attention's output. The largest
+        # recording, which is the first, creates them; all pieces of all sizes use them, one at a
+        # time and in the order of recording.
         self._buffers: dict[torch.Size, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def wrap(
@@ -87,7 +92,8 @@ class LayerSplitter:
         return lambda spec: SplitLayer(make_layer(spec), self)
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
-        """Call `layer.attend`. While recording in pieces, end the piece at q instead; the next one starts with attention's output."""
+        """Call `layer.attend`. While recording in pieces, end the piece at q instead; the next one
+        starts with attention's output."""
         if self.recorder is None:
             return layer.attend(q)
         kind = torch.Size((*q.shape[1:], layer.spec.out_size))
@@ -134,22 +140,27 @@ def record(
     warm_ups: int = 1,
     splitter: LayerSplitter | None = None,
 ) -> Recording[T]:
-    """Record `run`, which does device work only, at fixed addresses; in pieces if there is a `splitter`. Recordings that share a `pool` must share a
-    `stream`, because the allocator doesn't reuse memory across streams.
+    """Record `run`, which does device work only, at fixed addresses; in pieces if there is a
+    `splitter`. Recordings that share a `pool` must share a `stream`, because the allocator doesn't
+    reuse memory across streams.
 
-    `run` runs `warm_ups` times before, so that kernels are compiled and workspaces allocated: neither is possible while recording.
+    `run` runs `warm_ups` times before, so that kernels are compiled and workspaces allocated:
+    neither is possible while recording.
     """
     stream = torch.cuda.Stream() if stream is None else stream  # type: ignore[no-untyped-call]
-    # Not on `stream`: recordings on the stream of their warm-ups replay 1 to 3 % slower with one row (512 tokens of Qwen3-0.6B take 0.430 instead of
-    # 0.4175 s on an H100, 256 of Qwen3-8B 1.432 instead of 1.417 s). Probably because cuBLAS has a workspace for each stream, and allocates one from
-    # the graphs' pool while it is recorded on a stream without.
+    # Not on `stream`: recordings on the stream of their warm-ups replay 1 to 3 % slower with one
+    # row (512 tokens of Qwen3-0.6B take 0.430 instead of 0.4175 s on an H100, 256 of Qwen3-8B 1.432
+    # instead of 1.417 s). Probably because cuBLAS has a workspace for each stream, and allocates
+    # one from the graphs' pool while it is recorded on a stream without.
     beside = torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]
     beside.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(beside):
         for _ in range(warm_ups):
             run()
     torch.cuda.synchronize(stream.device)
-    torch.cuda.empty_cache()  # for the recording: an allocation that fails during a capture isn't retried after freeing the cache
+    # for the recording: an allocation that fails during a capture isn't retried after freeing the
+    # cache
+    torch.cuda.empty_cache()
     with torch.cuda.stream(stream):
         return _capture(run, Recorder(pool), splitter)
 
@@ -165,7 +176,8 @@ def _capture(
         outputs = run()
     except BaseException:  # such as a dead rank
         with suppress(RuntimeError):  # the capture has ended already
-            recorder.end()  # releasing shared memory of ranks during a capture would kill the process
+            # releasing shared memory of ranks during a capture would kill the process
+            recorder.end()
         raise
     finally:
         if splitter is not None:

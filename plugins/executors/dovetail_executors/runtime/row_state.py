@@ -70,21 +70,22 @@ class RowState:
         self.max_blocks = -(-max_len // self.block_size)
         self._paged = [group for group in layout.groups if not group.recurrent]
         ends = list(accumulate(group.pages_per_block for group in self._paged))
+        # by group
         self._tables_of = [
             slice(end - group.pages_per_block, end)
             for end, group in zip(ends, self._paged, strict=True)
-        ]  # by group
+        ]
         self.num_tables = ends[-1] if ends else 0
+        # by table
         self.block_tokens = np.array(
             [group.block_tokens for group in self._paged for _ in range(group.pages_per_block)],
             np.int64,
-        )  # by table
+        )
         self.waste_page = 0  # where padding tokens are written; see `pool_allocated`
         self.slots_on_device = len(self._paged) > 1  # of other steps than decodes
         self._block_tokens = torch.from_numpy(self.block_tokens).to(device)
-        self.row_width = (
-            max_len + 1
-        )  # so that a row at its end may sample once more, into an unused place
+        # so that a row at its end may sample once more, into an unused place
+        self.row_width = max_len + 1
         # One extra row as padding of CUDA graphs. All is one allocation, so that one copy updates
         # it.
         count = max_rows + 1
@@ -112,18 +113,15 @@ class RowState:
         self._prompt_lens_at, *rest = np.cumsum(sizes[:-1]).tolist()
         *self._columns_at, self._token_ids_at, self._tables_at = rest
         # Host copies of the tables, and counts in int64
-        self.host_tables = np.zeros(
-            (self.num_tables, count, self.max_blocks), np.int32
-        )  # equals `tables`
+        # equals `tables`
+        self.host_tables = np.zeros((self.num_tables, count, self.max_blocks), np.int32)
         self._unsent: list[Int64] = []  # flat indices into it that haven't been sent to the device
         self.known = np.zeros(max_rows, np.int64)  # equals num_tokens
         self.computed = np.zeros(max_rows, np.int64)  # tokens with K and V computed or enqueued
-        self.num_pages = np.zeros(
-            (len(self._paged), max_rows), np.int64
-        )  # in the tables of each group
-        self.logprobs = np.full(
-            max_rows, -1, np.int64
-        )  # requested alternatives per sampled token; -1: none
+        # in the tables of each group
+        self.num_pages = np.zeros((len(self._paged), max_rows), np.int64)
+        # requested alternatives per sampled token; -1: none
+        self.logprobs = np.full(max_rows, -1, np.int64)
         self.prompt_logprobs: dict[int, int] = {}  # the same of prompt tokens, of rows that ask
         self.history = RowHistory(self.token_ids, self.num_tokens, self.prompt_lens)
         self.request_ids = [""] * max_rows  # replaced when changed: steps in flight keep theirs
@@ -280,7 +278,8 @@ class RowState:
                 ):
                     raise DovetailError(
                         f"request {new.request_id!r} has {len(new.token_ids)} tokens in "
-                        f"{len(pages)} pages of a group; a row holds {self.max_len} tokens in {self.max_blocks * group.pages_per_block} pages"
+                        f"{len(pages)} pages of a group; a row holds {self.max_len} tokens in "
+                        f"{self.max_blocks * group.pages_per_block} pages"
                     )
 
     def _checked_drafts(self, batch: Batch, drafts: Drafts) -> NDArray[np.int32]:
@@ -322,9 +321,10 @@ class RowState:
             pages = [new.pages[group] for new in added]
             counts = np.array([*map(len, pages)])
             self.num_pages[group, rows] = counts
+            # what isn't held is never read
             self._put_pages(
                 tables, rows.repeat(counts), ranges(0, counts), np.maximum(np.concatenate(pages), 0)
-            )  # what isn't held is never read
+            )
         if self.states is not None:
             self.states.put(rows.tolist(), [new.pages[-1] for new in added])
         return [
@@ -369,9 +369,8 @@ class RowState:
     def _send(self, changes: list[Change]) -> None:
         """Return these changes plus unsent blocks."""
         if self._unsent:
-            indices = np.concatenate(
-                self._unsent
-            )  # may contain duplicates, if a row was reused meanwhile, with the same value
+            # may contain duplicates, if a row was reused meanwhile, with the same value
+            indices = np.concatenate(self._unsent)
             changes = [*changes, (self._tables_at + indices, self.host_tables.reshape(-1)[indices])]
             self._unsent = []
         where, numbers = (np.concatenate(parts) for parts in zip(*changes, strict=True))

@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Slots of a step's tokens in the caches of all groups, in one kernel. Twin, with documentation: `RowState.put_slots`."""
+"""Slots of a step's tokens in the caches of all groups, in one kernel. Twin, with documentation:
+`RowState.put_slots`."""
 
 from __future__ import annotations
 

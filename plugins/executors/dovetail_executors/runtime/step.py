@@ -58,7 +58,8 @@ class SampledCopy:
         *,
         with_logprobs: bool = False,
     ) -> None:
-        """`order` [n]: indices of the step's lines for the first n of `sampled`; None: same order."""
+        """`order` [n]: indices of the step's lines for the first n of `sampled`; None: same
+        order."""
         self._order = order
         self._size = sampled.tokens.shape[1]
         self._columns = sampled.columns if with_logprobs else 0

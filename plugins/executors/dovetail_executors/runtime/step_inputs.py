@@ -1,4 +1,5 @@
-"""Inputs of a step that the host sends to the device: tokens and rows of a ragged batch, flattened."""
+"""Inputs of a step that the host sends to the device: tokens and rows of a ragged batch,
+flattened."""
 
 from __future__ import annotations
 

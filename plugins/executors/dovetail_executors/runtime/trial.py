@@ -1,4 +1,5 @@
-"""Trial runs: given tokens computed in steps like those of requests, through recorded graphs where there are any, before the first request."""
+"""Trial runs: given tokens computed in steps like those of requests, through recorded graphs where
+there are any, before the first request."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ GREEDY = RowSampling(temperature=0.0, logprobs=0)
 
 
 class TrialRun:
-    """A `dovetail.api.model.TrialRun`. The KV pool must be allocated, and no row in use; afterwards none is."""
+    """A `dovetail.api.model.TrialRun`. The KV pool must be allocated, and no row in use; afterwards
+    none is."""
 
     def __init__(self, runner: Runner, num_pages: int, max_tokens: int, *, rounds_kv: bool) -> None:
         """`num_pages` of the pool; `max_tokens` of a step."""
@@ -55,11 +57,12 @@ class TrialRun:
         length = len(sequences[0])
         tables = [_tables(self._runner.rows.layout, row, length) for row in range(len(sequences))]
         found: list[list[tuple[int, float]]] = [[] for _ in sequences]
+        # where each begins
         steps = [
             *range(0, first, self._max_tokens),
             *range(first, length),
             length,
-        ]  # where each begins
+        ]
         nothing = index[:0]
         for step, (begin, end) in enumerate(pairwise(steps)):
             added = tuple(

@@ -70,9 +70,8 @@ class Worker:
         self._scales: CacheScales | None = None  # of a cache of a smaller dtype
         self._failure: DovetailError | None = None
         self._generates = True
-        self.line_costs: tuple[
-            tuple[int, float], ...
-        ] = ()  # see `Capacity`; measured by `allocate`
+        # see `Capacity`; measured by `allocate`
+        self.line_costs: tuple[tuple[int, float], ...] = ()
         self.draft_costs: tuple[tuple[int, float], ...] = ()
 
     def load(self, device: torch.device, num_pages: int | None = None) -> Capacity:
@@ -305,9 +304,8 @@ class Worker:
                 f"executor {self.executor} isn't running: start() hasn't been called, or stop() has"
             )
         if self.runner.device.type == "cuda":
-            torch.cuda.set_device(
-                self.runner.device
-            )  # the current device is per thread, and steps may run in another thread than `load`
+            # the current device is per thread, and steps may run in another thread than `load`
+            torch.cuda.set_device(self.runner.device)
         return self.runner
 
     def _failed(

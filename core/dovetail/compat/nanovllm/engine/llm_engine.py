@@ -1,4 +1,5 @@
-"""nano-vllm's engine: the caller adds requests and runs the steps; a step returns what has finished and its number of tokens."""
+"""nano-vllm's engine: the caller adds requests and runs the steps; a step returns what has finished
+and its number of tokens."""
 
 from __future__ import annotations
 
@@ -22,9 +23,8 @@ from dovetail.request.sampling_params import OutputKind, changed_unchecked
 
 logger = logging.getLogger("dovetail")
 
-PREFILL_FIRST = (
-    "dovetail:prefill_first"  # as nano-vllm: a step computes prompts or decodes, never both
-)
+# as nano-vllm: a step computes prompts or decodes, never both
+PREFILL_FIRST = "dovetail:prefill_first"
 INTERNALS = ("block_manager", "config", "events", "model_runner", "ps", "scheduler")
 
 
@@ -42,8 +42,8 @@ class LLMEngine:
     """
 
     def __init__(self, model: str | Path, **kwargs: Any) -> None:
-        """`model`: "demo", a local directory, a hub id or an `engine.yaml`. `kwargs`: nano-vllm's arguments, or those of
-        `dovetail.LLM`. Raises `ConfigError` for one that can't be honoured.
+        """`model`: "demo", a local directory, a hub id or an `engine.yaml`. `kwargs`: nano-vllm's
+        arguments, or those of `dovetail.LLM`. Raises `ConfigError` for one that can't be honoured.
 
         The scheduler is `prefill_first`, unless another is chosen.
         """
@@ -65,19 +65,20 @@ class LLMEngine:
         return self._llm.get_tokenizer()
 
     def add_request(self, prompt: Prompt, sampling_params: dovetail.SamplingParams) -> int:
-        """Add a request: a text or token ids. Return its id, which `step` returns with its tokens. Raises `RequestError` if it
-        is invalid, and `EngineDeadError` after `exit`."""
+        """Add a request: a text or token ids. Return its id, which `step` returns with its tokens.
+        Raises `RequestError` if it is invalid, and `EngineDeadError` after `exit`."""
         seq_id = next(self._seq_ids)
         params = changed_unchecked(_single(sampling_params), output_kind=OutputKind.FINAL)
         self.engine.add_request(f"seq-{seq_id}", prompt, params)
         return seq_id
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
-        """Run a step. Return (id, token ids) of each request that has finished, and the number of tokens of the step: positive
-        for a prefill step, negative for decodes, 0 if there was nothing to compute.
+        """Run a step. Return (id, token ids) of each request that has finished, and the number of
+        tokens of the step: positive for a prefill step, negative for decodes, 0 if there was
+        nothing to compute.
 
-        Under a scheduler that mixes both in a step, the number is that of the prefill. Raises `EngineDeadError` after `exit`, or
-        if the engine has failed.
+        Under a scheduler that mixes both in a step, the number is that of the prefill. Raises
+        `EngineDeadError` after `exit`, or if the engine has failed.
         """
         num_tokens = self.engine.run_in_thread().call(self._step)
         outputs = self._finished
@@ -85,8 +86,9 @@ class LLMEngine:
         return [(_seq_id(output), _token_ids(output)) for output in outputs], num_tokens
 
     def _step(self) -> int:
-        """Step, in the engine's thread, until a step's results are in; with overlap the first call only submits one. Return the number of
-        tokens. What has finished is kept in `_finished`, so that a Ctrl-C loses nothing."""
+        """Step, in the engine's thread, until a step's results are in; with overlap the first call
+        only submits one. Return the number of tokens. What has finished is kept in `_finished`, so
+        that a Ctrl-C loses nothing."""
         engine = self.engine
         before = engine.stats()
         while True:
@@ -105,10 +107,11 @@ class LLMEngine:
         sampling_params: dovetail.SamplingParams | Sequence[dovetail.SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[dict[str, Any]]:
-        """Complete one prompt or a list, each text or token ids, with one `SamplingParams` for all or one for each. Return a dict
-        with "text" and "token_ids" for each prompt, in order.
+        """Complete one prompt or a list, each text or token ids, with one `SamplingParams` for all
+        or one for each. Return a dict with "text" and "token_ids" for each prompt, in order.
 
-        Requests of `add_request` are computed along with them; `step` returns these. Raises as `dovetail.LLM.generate`.
+        Requests of `add_request` are computed along with them; `step` returns these. Raises as
+        `dovetail.LLM.generate`.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         for one in params if isinstance(params, Sequence) else [params]:
@@ -117,7 +120,8 @@ class LLMEngine:
         return [{"text": output["text"], "token_ids": _token_ids(output)} for output in outputs]
 
     def exit(self) -> None:
-        """Abort unfinished requests, end all processes and release the model. Idempotent; also called at interpreter exit."""
+        """Abort unfinished requests, end all processes and release the model. Idempotent; also
+        called at interpreter exit."""
         self._close()
 
     def __getattr__(self, name: str) -> Any:
@@ -131,7 +135,8 @@ class LLMEngine:
 
 
 def _single(params: Any) -> Any:
-    """Return parameters that ask for one answer: nano-vllm's results have no room for more. Raises `RequestError`."""
+    """Return parameters that ask for one answer: nano-vllm's results have no room for more. Raises
+    `RequestError`."""
     if not isinstance(params, dovetail.SamplingParams):
         raise RequestError(
             f"sampling_params must be SamplingParams, or a list of them, got {shown(params)}"
@@ -154,8 +159,8 @@ def _seq_id(output: EngineOutput) -> int:
 
 
 def _token_ids(output: EngineOutput) -> list[int]:
-    """Return the tokens of a finished request. Logs the error that ended it, if one did: nano-vllm's results have no place for
-    it."""
+    """Return the tokens of a finished request. Logs the error that ended it, if one did:
+    nano-vllm's results have no place for it."""
     assert isinstance(output, RequestOutput)  # as its parameters sample
     answer = output.outputs[0]
     if answer.finish_reason in ("error", "rejected"):

@@ -10,7 +10,8 @@ from dovetail.errors import UnsupportedError
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Collect garbage and release unused device memory, such as that of engines that were closed or are no longer referenced."""
+    """Collect garbage and release unused device memory, such as that of engines that were closed or
+    are no longer referenced."""
     if shutdown_ray:
         raise UnsupportedError(
             "shutdown_ray=True: no engine starts Ray: call ray.shutdown() if your program did"

@@ -16,7 +16,8 @@ class FlexibleArgumentParser(ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Namespace, list[str]]:
-        """Parse with dashes in the names of flags that have them; values, and what follows `--`, stay as they are."""
+        """Parse with dashes in the names of flags that have them; values, and what follows `--`,
+        stay as they are."""
         given = list(sys.argv[1:] if args is None else args)
         end = given.index("--") if "--" in given else len(given)
         return super().parse_known_args([*map(self._dashed, given[:end]), *given[end:]], namespace)

@@ -1,6 +1,8 @@
-"""Gumbel noise that is a function of seed, output position and vocabulary id alone, so that batches and preemptions change no tokens.
+"""Gumbel noise that is a function of seed, output position and vocabulary id alone, so that batches
+and preemptions change no tokens.
 
-Each number is hashed from the three, by the mixing function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+Each number is hashed from the three, by the mixing function of SplitMix64 (Steele, Lea and Flood,
+OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ def gumbel(seeds: UInt64, positions: UInt64, vocab_size: int) -> NDArray[np.floa
     streams = mixed(mixed(seeds + GOLDEN) + positions * GOLDEN)  # [n]
     ids = mixed(np.arange(1, vocab_size + 1, dtype=np.uint64) * GOLDEN)  # [vocab]
     bits = mixed(streams[:, None] ^ ids) >> np.uint64(11)  # [n, vocab], 53 bits
-    negative = np.log1p(-(bits * 2.0**-53 + 2.0**-54))  # exact near 0, where the large Gumbel numbers come from
+    # exact near 0, where the large Gumbel numbers come from
+    negative = np.log1p(-(bits * 2.0**-53 + 2.0**-54))
     noise: NDArray[np.float64] = -np.log(-negative)
     return noise
 

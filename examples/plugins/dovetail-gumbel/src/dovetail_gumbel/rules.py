@@ -1,4 +1,5 @@
-"""A request's own rules change its logits before temperature and filters, one row at a time: few requests have any."""
+"""A request's own rules change its logits before temperature and filters, one row at a time: few
+requests have any."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def has_rules(sampling: RowSampling) -> bool:
 
 
 def ruled(logits: torch.Tensor, sampling: RowSampling, seen: Seen) -> torch.Tensor:
-    """logits [vocab] float64 -> the same, biased, restricted and penalised. What is allowed, or else all, is never wholly at -inf for it."""
+    """logits [vocab] float64 -> the same, biased, restricted and penalised. What is allowed, or
+    else all, is never wholly at -inf for it."""
     logits = logits.clone()
     for token, bias in sampling.logit_bias:
         if token < len(logits):

@@ -41,7 +41,8 @@ class GumbelArgs(BaseModel):
     """The `extra_args` of a request."""
 
     gumbel_rank: int = Field(0, ge=0, lt=2**31, strict=True)
-    """Which of the samples without replacement the request takes, from 0. Beyond the last token that the filters leave, it is the last."""
+    """Which of the samples without replacement the request takes, from 0. Beyond the last token
+    that the filters leave, it is the last."""
 
 
 class GumbelSampler(Sampler):
@@ -95,10 +96,12 @@ class GumbelSampler(Sampler):
         return drawn.where(temperature > 0, scaled.argmax(1, keepdim=True)).squeeze(1)
 
     def _kept(self, scaled: torch.Tensor, parameters: NDArray[np.void]) -> torch.Tensor:
-        """scaled [n, vocab], 0 at most -> which pass top-k, top-p and min-p, each over what the one before left. The likeliest always does."""
+        """scaled [n, vocab], 0 at most -> which pass top-k, top-p and min-p, each over what the one
+        before left. The likeliest always does."""
         if not ((parameters["top_k"] < scaled.shape[1]) | (parameters["top_p"] < 1) | (parameters["min_p"] > 0)).any():
             return torch.ones_like(scaled, dtype=torch.bool)
-        scaled, tokens = scaled.sort(dim=1, descending=True, stable=True)  # of equals the lowest id first
+        # of equals the lowest id first
+        scaled, tokens = scaled.sort(dim=1, descending=True, stable=True)
         weights = scaled.exp()
         kept = torch.arange(scaled.shape[1], device=scaled.device) < self._column(parameters, "top_k")
         shares = weights * kept

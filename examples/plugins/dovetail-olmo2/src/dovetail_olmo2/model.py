@@ -1,7 +1,7 @@
 """OLMo 2 (arXiv:2501.00656), after `transformers/models/olmo2/modeling_olmo2.py`.
 
-It is a Llama with two differences. A block norms what attention and the feed-forward give, not what they take; and q and k are normed before they are
-rotated, each over all of its heads together.
+It is a Llama with two differences. A block norms what attention and the feed-forward give, not what
+they take; and q and k are normed before they are rotated, each over all of its heads together.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def wrong_sizes(config: Any) -> list[str]:
 
 def unknown_fields(config: Any) -> list[str]:
     """Reasons for what the module below doesn't read or doesn't know."""
-    known = {*vars(type(config)()), "model_type"}  # what transformers puts into every config of this type; the module reads all that matters
+    # what transformers puts into every config of this type; the module reads all that matters
+    known = {*vars(type(config)()), "model_type"}
     reasons = [
         f"{name} = {value!r} is no field of an OLMo 2 and may change the numbers; if it doesn't, remove it from config.json"
         for name, value in vars(config).items()
@@ -76,14 +77,17 @@ def layer_spec(config: Any, index: int, group: ParallelGroup) -> LayerSpec:
 
 
 class ProjectionNorm(Layer):
-    """RMSNorm over all heads of q together, or of k: x [tokens, own heads * head_size] -> the same shape.
+    """RMSNorm over all heads of q together, or of k: x [tokens, own heads * head_size] -> the same
+    shape.
 
-    A rank has some of the heads. The mean square over all of them is the mean of the ranks' means, since each rank has equally many. Where there are
-    more ranks than K heads, several ranks have the same head, and each head counts equally often.
+    A rank has some of the heads. The mean square over all of them is the mean of the ranks' means,
+    since each rank has equally many. Where there are more ranks than K heads, several ranks have
+    the same head, and each head counts equally often.
     """
 
     def __init__(self, projection: Part, eps: float, context: BuildContext) -> None:
-        """`projection`: which rows of q's or of k's projection this rank has. It has the same of the norm's weight."""
+        """`projection`: which rows of q's or of k's projection this rank has. It has the same of
+        the norm's weight."""
         super().__init__()
         self.group = context.parallel
         self.eps = eps
@@ -94,7 +98,8 @@ class ProjectionNorm(Layer):
         if self.group.size == 1:
             return rms_norm(x.contiguous(), self.weight, self.eps)
         wide = x.float()
-        mean_square = self.group.all_reduce(wide.square().mean(-1, keepdim=True)) / self.group.size  # [tokens, 1]
+        # [tokens, 1]
+        mean_square = self.group.all_reduce(wide.square().mean(-1, keepdim=True)) / self.group.size
         return (wide * torch.rsqrt(mean_square + self.eps) * self.weight).to(x.dtype)
 
 
@@ -111,11 +116,13 @@ class Attention(Layer):
         self.attn = context.make_attention(self.spec)
 
     def forward(self, x: torch.Tensor, rotation: Rotation, wanted: torch.Tensor | None) -> torch.Tensor:
-        """x [tokens, hidden] -> [tokens, hidden], or [n, hidden] of the `wanted` ones. K and V of all tokens are written."""
+        """x [tokens, hidden] -> [tokens, hidden], or [n, hidden] of the `wanted` ones. K and V of
+        all tokens are written."""
         size = self.spec.head_size
         widths = [self.spec.heads * size, self.spec.kv_heads * size, self.spec.kv_heads * size]
         q, k, v = torch.split(self.qkv_proj(x), widths, dim=-1)
-        qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1).view(len(x), -1, size)  # [tokens, heads + 2 * kv_heads, head_size]
+        # [tokens, heads + 2 * kv_heads, head_size]
+        qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1).view(len(x), -1, size)
         q = rope_and_store_kv(qkv, None, rotation, self.attn)  # [tokens, heads, head_size]
         out = self.attn.attend(q).flatten(1)  # [tokens, own heads * head_size]
         return self.o_proj(out if wanted is None else out[wanted])
@@ -147,7 +154,8 @@ class Block(Layer):
         return x + self.mlp_norm(self.mlp(x))
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
-        """Where the checkpoint's tensors go whose names begin with `prefix`. Several go into one fused parameter, as its parts."""
+        """Where the checkpoint's tensors go whose names begin with `prefix`. Several go into one
+        fused parameter, as its parts."""
         attention = self.attention
         mlp = self.mlp
         layers: dict[str, tuple[Layer, str | None]] = {
@@ -169,7 +177,8 @@ class Block(Layer):
 
 
 class Olmo2Model(nn.Module):
-    """The whole model, a `dovetail.api.model.CausalLM`. Its last block computes only the `wanted` tokens to the end, and of the others K and V."""
+    """The whole model, a `dovetail.api.model.CausalLM`. Its last block computes only the `wanted`
+    tokens to the end, and of the others K and V."""
 
     def __init__(self, config: Any, context: BuildContext) -> None:
         super().__init__()
@@ -193,7 +202,8 @@ class Olmo2Model(nn.Module):
         return self.head(hidden)
 
     def weights(self) -> Iterator[WeightRule]:
-        """Where the tensors of a Hugging Face checkpoint go. A tied head is the embedding's parameter, under either name or both."""
+        """Where the tensors of a Hugging Face checkpoint go. A tied head is the embedding's
+        parameter, under either name or both."""
         yield WeightRule("model.embed_tokens.weight", self.embedding.weight)
         yield WeightRule("lm_head.weight", self.head.weight, optional=self.head.weight is self.embedding.weight)
         yield WeightRule("model.norm.weight", self.norm.weight)

@@ -24,7 +24,8 @@ class Table:
     blocks: list[list[int]]  # by group, only ever appended to
     trimmed: list[int]  # by group: the first that are no longer its own, or HOLEs
     tokens: int  # asked for
-    path: list[Node] = field(default_factory=list)  # of its committed blocks; a node's block may be another's copy of the same tokens
+    # of its committed blocks; a node's block may be another's copy of the same tokens
+    path: list[Node] = field(default_factory=list)
     found: int = 0  # of the path: computed by others
     publishes: bool = True  # False: what it builds on was forgotten or evicted
 
@@ -40,7 +41,8 @@ class Hit(NamedTuple):
 
 
 class RadixCache(KVCacheManager):
-    """Costs: growing by a block and `counts` are O(1), `lookup` is O(tokens found), `free` O(blocks held)."""
+    """Costs: growing by a block and `counts` are O(1), `lookup` is O(tokens found), `free` O(blocks
+    held)."""
 
     capabilities = KVCapabilities(reuse=True, fork=True, trim=True, groups=True)
 
@@ -169,7 +171,8 @@ class RadixCache(KVCacheManager):
         if self._pages_of(self._first_cost(hit, num_tokens, [{} for _ in self._groups])) > self._tree.available:
             return None
         for number, _ in self._groups:
-            self._tree.hold(hit.blocks[number], number)  # before any is taken, so that none of these is
+            # before any is taken, so that none of these is
+            self._tree.hold(hit.blocks[number], number)
         tokens = max(num_tokens, cached)
         tables = []
         unseen = []
@@ -181,7 +184,8 @@ class RadixCache(KVCacheManager):
         return Allocation(self._pages(tables), cached)
 
     def _first_cost(self, hit: Hit, num_tokens: int, leaving: Sequence[Mapping[int, int]]) -> list[int]:
-        """Return by group how many blocks a request that holds none would take, once the `leaving` holders (block -> their number) are freed."""
+        """Return by group how many blocks a request that holds none would take, once the `leaving`
+        holders (block -> their number) are freed."""
         cached = len(hit.path) * self._size
         holders = self._tree.holders
         unheld = [sum(holders[block] == gone.get(block, 0) for block in own) for own, gone in zip(hit.blocks, leaving, strict=True)]
@@ -208,7 +212,8 @@ class RadixCache(KVCacheManager):
         return Counter(block for table in tables for block in table.own(group))
 
     def _blocks_of(self, table: Table, index: int, *, released: bool = False) -> list[int | None]:
-        """Return the blocks that end with its node number `index`, by group; None for those that it has released, unless these are asked for."""
+        """Return the blocks that end with its node number `index`, by group; None for those that it
+        has released, unless these are asked for."""
         blocks: list[int | None] = [None] * len(self._groups)
         for number, group in self._groups:
             place, rest = divmod((index + 1) * self._size, group.block_tokens)
@@ -217,7 +222,8 @@ class RadixCache(KVCacheManager):
         return blocks
 
     def _hit(self, request: Request) -> Hit:
-        """The longest beginning of `request` that every group accepts; never its last known token."""
+        """The longest beginning of `request` that every group accepts; never its last known
+        token."""
         if request.params.prompt_logprobs is not None:
             return Hit([], [[] for _ in self._groups])
 
@@ -226,7 +232,8 @@ class RadixCache(KVCacheManager):
                 yield self._tokens(request, index)
 
         path = self._tree.find(request.cache_keys, prefix())
-        runs: list[list[int]] = [[] for _ in self._groups]  # by group, the blocks after the last that is missing
+        # by group, the blocks after the last that is missing
+        runs: list[list[int]] = [[] for _ in self._groups]
         hit = Hit([], [[] for _ in self._groups])
         for length, node in enumerate(path, 1):
             tokens = length * self._size

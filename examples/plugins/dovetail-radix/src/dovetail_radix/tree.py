@@ -5,10 +5,12 @@
        │    └── (9, 4, 4, 1) full 3, window -     with a window may lack its block
        └── (6, 0, 2, 2) full 1, window 6
 
-A block, named by its first page, is held (by so many tables) or cached (in the tree, and nobody holds it); other pages are empty. Who holds a node's
-blocks of full attention holds those above it too, and lets go of the lowest first, so that a leaf always stands before its parents in the order of
-eviction. A block that was computed twice at once breaks that: it has one node, which the holder of the other copy doesn't hold. Then a node with
-nodes below it may be evicted, and these can't be found any more. The eviction of a block with a window leaves its node as it is.
+A block, named by its first page, is held (by so many tables) or cached (in the tree, and nobody
+holds it); other pages are empty. Who holds a node's blocks of full attention holds those above it
+too, and lets go of the lowest first, so that a leaf always stands before its parents in the order
+of eviction. A block that was computed twice at once breaks that: it has one node, which the holder
+of the other copy doesn't hold. Then a node with nodes below it may be evicted, and these can't be
+found any more. The eviction of a block with a window leaves its node as it is.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class Node:
 
 
 class RadixTree:
-    """Callers take no more than `available` and release only what they hold, by the group for which they took it."""
+    """Callers take no more than `available` and release only what they hold, by the group for which
+    they took it."""
 
     def __init__(self, num_pages: int, layout: KVLayout) -> None:
         self.full = frozenset(number for number, group in enumerate(layout.groups) if group.window is None)
@@ -75,7 +78,8 @@ class RadixTree:
         return (block, *self._rest[block])
 
     def find(self, keys: tuple[str, ...], prefix: Iterable[Tokens]) -> list[Node]:
-        """The nodes of the longest beginning of `prefix` that is in the tree; they may lack blocks of groups with a window."""
+        """The nodes of the longest beginning of `prefix` that is in the tree; they may lack blocks
+        of groups with a window."""
         node = self._roots.get(keys)
         found = []
         if node is not None:
@@ -87,8 +91,9 @@ class RadixTree:
         return found
 
     def insert(self, keys: tuple[str, ...], parent: Node | None, tokens: Tokens, blocks: Sequence[int | None]) -> Node | None:
-        """Let `blocks`, one for each group or None, be found by `tokens` below `parent` (None: a root), unless others are; the node where they are.
-        None, with nothing changed, if the parent isn't in the tree any more."""
+        """Let `blocks`, one for each group or None, be found by `tokens` below `parent` (None: a
+        root), unless others are; the node where they are. None, with nothing changed, if the parent
+        isn't in the tree any more."""
         if parent is None:
             parent = self._roots.setdefault(keys, Node((), None, 0))
         elif not parent.is_found:
@@ -102,7 +107,8 @@ class RadixTree:
         return node
 
     def remove(self, block: int) -> None:
-        """It can't be found any more; nor can what is below it, if it is of full attention. Nothing, if it can't be now."""
+        """It can't be found any more; nor can what is below it, if it is of full attention.
+        Nothing, if it can't be now."""
         place = self._place[block]
         if place is None:
             return
@@ -114,7 +120,8 @@ class RadixTree:
         self._prune(node)
 
     def take(self, count: int, group: int) -> list[int]:
-        """Blocks for one holder. If too few pages are empty, what was used longest ago is evicted, but no node above others unless all are."""
+        """Blocks for one holder. If too few pages are empty, what was used longest ago is evicted,
+        but no node above others unless all are."""
         blocks = []
         width = self.widths[group]
         while len(self._empty) < count * width:
@@ -136,7 +143,8 @@ class RadixTree:
             self.holders[block] += 1
 
     def release(self, blocks: Iterable[int], group: int) -> None:
-        """One holder fewer for each. Of those that stay cached, the first are the first to be evicted."""
+        """One holder fewer for each. Of those that stay cached, the first are the first to be
+        evicted."""
         for block in blocks:
             self.holders[block] -= 1
             if self.holders[block] == 0:
@@ -153,7 +161,8 @@ class RadixTree:
         self._roots.clear()
 
     def check(self, holders: Sequence[Mapping[int, int]]) -> None:
-        """Raise `DovetailError` if the books contradict each other, or `holders`: how many tables hold it, a block, by group."""
+        """Raise `DovetailError` if the books contradict each other, or `holders`: how many tables
+        hold it, a block, by group."""
         held = {block: count for group in holders for block, count in group.items()}
         if held != {block: count for block, count in enumerate(self.holders) if count}:
             raise DovetailError(f"radix tree: holders are {self.holders}, in tables {holders}")
@@ -189,7 +198,8 @@ class RadixTree:
                 self._clear(gone, group)
 
     def _prune(self, node: Node) -> None:
-        """Take a node out of the tree if it has neither blocks nor children, and then those above it."""
+        """Take a node out of the tree if it has neither blocks nor children, and then those above
+        it."""
         while node.parent is not None and not node.children and not any(block is not None for block in node.blocks):
             if node.is_found:
                 del node.parent.children[node.tokens]

@@ -1,5 +1,7 @@
-"""DRY, "Don't Repeat Yourself" (p-e-w, https://github.com/oobabooga/text-generation-webui/pull/5677): if the last k tokens occurred before, the token
-that followed them there is lowered by multiplier * base ** (k - allowed_length). Sequence breakers end what counts as a repetition."""
+"""DRY, "Don't Repeat Yourself" (p-e-w,
+https://github.com/oobabooga/text-generation-webui/pull/5677): if the last k tokens occurred before,
+the token that followed them there is lowered by multiplier * base ** (k - allowed_length). Sequence
+breakers end what counts as a repetition."""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from dovetail_samplers_extra.records import Record, Recorded
 
-MAX_MATCH = 50  # tokens of a repetition that are compared; the penalty of longer ones is that of this many
+# tokens of a repetition that are compared; the penalty of longer ones is that of this many
+MAX_MATCH = 50
 MAX_BREAKERS = 128
 MAX_PENALTY = 1e30  # so that a logit stays finite
 # instead of token ids: before and after the earlier text; after the end of the last tokens
@@ -47,7 +50,8 @@ class DryArguments(BaseModel):
 
 
 def last_token(text: str, encode: Any) -> int:
-    """Return the last token of a text that follows a letter: some tokenizers put a space before the first token. Raises `ValueError` without one."""
+    """Return the last token of a text that follows a letter: some tokenizers put a space before the
+    first token. Raises `ValueError` without one."""
     if encode is None:
         raise ValueError("texts need a tokenizer, which the engine doesn't have: give token ids")
     tokens = encode(f"a{text}")
@@ -57,7 +61,8 @@ def last_token(text: str, encode: Any) -> int:
 
 
 class Dry(Recorded):
-    """Searches all earlier places of the history at once, token by token backwards: `MAX_MATCH` comparisons of [n, history's width]."""
+    """Searches all earlier places of the history at once, token by token backwards: `MAX_MATCH`
+    comparisons of [n, history's width]."""
 
     Arguments = DryArguments
 
@@ -84,7 +89,8 @@ class Dry(Recorded):
         matches = repetitions(tokens, lengths, starts, breakers)[:, :-1]
         follows = tokens[:, 1:].long()
         follows = follows.where((matches > 0) & (follows < vocab), vocab)
-        found = self.field("penalties", rows).gather(1, matches.long())  # grow with the length, so the largest is that of the longest
+        # grow with the length, so the largest is that of the longest
+        found = self.field("penalties", rows).gather(1, matches.long())
         penalties = logits.new_zeros((len(rows), vocab + 1)).scatter_reduce_(1, follows, found, "amax")
         penalties.scatter_(1, breakers.where((breakers >= 0) & (breakers < vocab), vocab), 0.0)
         penalties = penalties[:, :vocab]
@@ -92,20 +98,23 @@ class Dry(Recorded):
 
 
 def repetitions(tokens: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, breakers: torch.Tensor) -> torch.Tensor:
-    """Return for each place of tokens [n, width] how many tokens up to it, `MAX_MATCH` at most, are the last ones of the line: [n, width] int32. The
-    line's own last token has none. lengths [n, 1]: tokens of each line; starts [n, 1]: the first place that is searched; breakers [n, m]."""
+    """Return for each place of tokens [n, width] how many tokens up to it, `MAX_MATCH` at most, are
+    the last ones of the line: [n, width] int32. The line's own last token has none. lengths [n, 1]:
+    tokens of each line; starts [n, 1]: the first place that is searched; breakers [n, m]."""
     width = tokens.shape[1]
     device = tokens.device
     places = torch.arange(width, device=device)
     earlier = tokens.where((places >= starts) & (places < lengths - 1), NONE)
-    back = lengths - 1 - torch.arange(MAX_MATCH, device=device)  # [n, MAX_MATCH]: places of the last tokens, the last first
+    # [n, MAX_MATCH]: places of the last tokens, the last first
+    back = lengths - 1 - torch.arange(MAX_MATCH, device=device)
     last = tokens.gather(1, back.clamp(min=0).long())
     ends = (back < starts) | (last[:, :, None] == breakers[:, None]).any(-1)
     last = last.where(ends.cumsum(1) == 0, ANY)
     matches = torch.zeros_like(tokens)
     going = torch.ones_like(tokens, dtype=torch.bool)
     for step in range(min(MAX_MATCH, width)):
-        going = going[:, min(step, 1) :] & (earlier[:, : width - step] == last[:, step, None])  # by the place of the step's token
+        # by the place of the step's token
+        going = going[:, min(step, 1) :] & (earlier[:, : width - step] == last[:, step, None])
         matches[:, step:] += going
     return matches
 

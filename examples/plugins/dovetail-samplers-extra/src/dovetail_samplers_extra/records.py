@@ -1,4 +1,5 @@
-"""`Recorded`: a processor with a record per row in fixed buffers, which a CUDA graph reads in each replay. `total`: sums that no batch changes."""
+"""`Recorded`: a processor with a record per row in fixed buffers, which a CUDA graph reads in each
+replay. `total`: sums that no batch changes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ class Recorded(LogitsProcessor):
 
     @abstractmethod
     def record(self, row: ProcessedRow | None) -> Record:
-        """Return the fields of a row; with None of one that didn't ask, such that `apply` doesn't change its lines."""
+        """Return the fields of a row; with None of one that didn't ask, such that `apply` doesn't
+        change its lines."""
 
     def prepare(self, max_rows: int) -> None:
         count = max_rows + 1  # the last row is padding
@@ -40,7 +42,8 @@ class Recorded(LogitsProcessor):
 
 
 def total(values: torch.Tensor) -> torch.Tensor:
-    """Sum values [n, size] by row: [n, 1]. Adds halves until one is left: the order, and so the rounding, depends on nothing but the size."""
+    """Sum values [n, size] by row: [n, 1]. Adds halves until one is left: the order, and so the
+    rounding, depends on nothing but the size."""
     while (size := values.shape[1]) > 1:
         half = (size + 1) // 2
         upper = values[:, half:]

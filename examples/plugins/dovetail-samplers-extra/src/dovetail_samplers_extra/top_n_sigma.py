@@ -1,4 +1,5 @@
-"""Top-n-sigma (Tang et al., arXiv:2411.07641): keeps the tokens whose logits are at most n standard deviations below the largest."""
+"""Top-n-sigma (Tang et al., arXiv:2411.07641): keeps the tokens whose logits are at most n standard
+deviations below the largest."""
 
 from __future__ import annotations
 
@@ -31,5 +32,6 @@ class TopNSigma(Recorded):
         count = finite.sum(1, keepdim=True)
         mean = total(logits.where(finite, 0)) / count
         variance = total((logits - mean).where(finite, 0).square()) / count
-        lowest = logits.amax(1, keepdim=True) - n * variance.sqrt()  # NaN, which excludes nothing, if a number is
+        # NaN, which excludes nothing, if a number is
+        lowest = logits.amax(1, keepdim=True) - n * variance.sqrt()
         logits.masked_fill_((logits < lowest) & (n > 0), -torch.inf)

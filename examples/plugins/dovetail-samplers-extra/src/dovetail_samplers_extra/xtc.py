@@ -1,5 +1,6 @@
-"""XTC, "Exclude Top Choices" (p-e-w, https://github.com/oobabooga/text-generation-webui/pull/6335): of the tokens with at least the probability
-`threshold`, all but the least probable are removed, if there are two or more. This happens at a position with the probability `probability`."""
+"""XTC, "Exclude Top Choices" (p-e-w, https://github.com/oobabooga/text-generation-webui/pull/6335):
+of the tokens with at least the probability `threshold`, all but the least probable are removed, if
+there are two or more. This happens at a position with the probability `probability`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class XtcArguments(BaseModel):
 
 
 class Xtc(Recorded):
-    """Whether they are removed is a function of the request's seed and the output position. Of equally probable tokens the lowest id stays."""
+    """Whether they are removed is a function of the request's seed and the output position. Of
+    equally probable tokens the lowest id stays."""
 
     Arguments = XtcArguments
 
@@ -41,9 +43,11 @@ class Xtc(Recorded):
         rows = lines.rows
         history = self.context.history
         positions = (history.lengths(lines) - history.prompt_lens[rows]).long()[:, None]
-        removes = uniform(self.field("seed", rows), positions) < self.field("probability", rows)  # [n, 1]
+        # [n, 1]
+        removes = uniform(self.field("seed", rows), positions) < self.field("probability", rows)
         weights = (logits - logits.amax(1, keepdim=True)).exp()
-        top = (weights >= self.field("threshold", rows) * total(weights)) & removes  # nothing, if a number is NaN
+        # nothing, if a number is NaN
+        top = (weights >= self.field("threshold", rows) * total(weights)) & removes
         least = logits.where(top, torch.inf).amin(1, keepdim=True)
         ids = torch.arange(logits.shape[1], device=logits.device)
         stays = ids.where(top & (logits == least), logits.shape[1]).amin(1, keepdim=True)
@@ -51,8 +55,8 @@ class Xtc(Recorded):
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return numbers from 0 to below 1, float64, hashed from seeds and positions, int64 of one shape, by SplitMix64 (Steele, Lea and Flood,
-    OOPSLA 2014)."""
+    """Return numbers from 0 to below 1, float64, hashed from seeds and positions, int64 of one
+    shape, by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     bits = mixed(mixed(seeds + SALT) + positions * GOLDEN)
     return shifted(bits, 11).double() * 2.0**-53
 

@@ -62,7 +62,8 @@ class TekkenTokenizer(Tokenizer):
     def encode(self, text: str) -> Sequence[int]:
         try:
             return self.tekken.encode(text, bos=False, eos=False)
-        except ValueError as error:  # its regular expression needs more stack than there is, for a megabyte of spaces
+        except ValueError as error:
+            # its regular expression needs more stack than there is, for a megabyte of spaces
             raise RequestError(f"the text can't be split into tokens: {error}") from None
 
     def encode_chat(self, chat: Chat) -> Sequence[int]:
@@ -79,8 +80,8 @@ class TekkenTokenizer(Tokenizer):
 
 
 def as_openai(message: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return a message with the arguments of calls as JSON, and ids of calls that mistral-common accepts. Raises `RequestError` for a role or key
-    that it would reject, or leave out."""
+    """Return a message with the arguments of calls as JSON, and ids of calls that mistral-common
+    accepts. Raises `RequestError` for a role or key that it would reject, or leave out."""
     known = KEYS.get(message["role"])
     if known is None:
         raise RequestError(f"{place}.role: Mistral's formats have none called {message['role']!r}")

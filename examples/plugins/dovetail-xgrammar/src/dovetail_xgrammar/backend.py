@@ -61,9 +61,10 @@ class XGrammar(GrammarBackend):
             vocab_size=len(vocabulary),
             stop_token_ids=sorted(context.stop_ids),
         )
+        # the engine caches compiled grammars
         self._compiler = xgrammar.GrammarCompiler(
             tokenizer, max_threads=COMPILING_THREADS, cache_enabled=False
-        )  # the engine caches compiled grammars
+        )
         self._batch: Any = None  # made when first needed, since its threads have a cost
 
     def compile(self, spec: GrammarSpec) -> Grammar:
