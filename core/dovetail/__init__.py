@@ -1,7 +1,7 @@
 """Dovetail: a pluggable LLM inference engine.
 
-The names below are loaded when first used, so that `import dovetail` is quick and needs no torch. Importing the package sets up
-its logging: see `dovetail.base.logs`.
+The names below are loaded when first used, so that `import dovetail` is quick and needs no torch.
+Importing the package sets up its logging: see `dovetail.base.logs`.
 """
 
 from __future__ import annotations

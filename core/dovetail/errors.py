@@ -21,38 +21,45 @@ class DovetailError(Exception):
 
 
 class ConfigError(DovetailError, ValueError):
-    """A setting in `engine.yaml`, an override or a component's options is wrong; the text names file, line and key."""
+    """A setting in `engine.yaml`, an override or a component's options is wrong; the text names
+    file, line and key."""
 
 
 class PluginError(DovetailError):
-    """A component isn't available: its name is unknown or ambiguous, its plugin failed to load, or it has another api version."""
+    """A component isn't available: its name is unknown or ambiguous, its plugin failed to load, or
+    it has another api version."""
 
 
 class UnsupportedError(DovetailError):
-    """The chosen components don't fit together, or can't do what was asked; the text lists each reason."""
+    """The chosen components don't fit together, or can't do what was asked; the text lists each
+    reason."""
 
     reason = EndReason.UNSUPPORTED
 
 
 class ModelLoadError(DovetailError):
-    """A model directory, its config or its weights can't be used; the text names the file or the tensor."""
+    """A model directory, its config or its weights can't be used; the text names the file or the
+    tensor."""
 
     reason = EndReason.UNSUPPORTED
 
 
 class MissingExtraError(DovetailError, ImportError):
-    """A package of an optional extra isn't installed; the text holds the pip line that installs it."""
+    """A package of an optional extra isn't installed; the text holds the pip line that installs
+    it."""
 
     reason = EndReason.UNSUPPORTED
 
     @classmethod
     def naming(cls, extra: str, lack: str) -> MissingExtraError:
-        """Make the error from the sentence `lack` and the pip line that installs Dovetail's extra."""
+        """Make the error from the sentence `lack` and the pip line that installs Dovetail's
+        extra."""
         return cls(f'{lack}; install with: pip install "{DISTRIBUTION}[{extra}]"')
 
 
 class RequestError(DovetailError, ValueError):
-    """A request was refused on arrival (parameters, length, token ids). Nothing else is affected."""
+    """A request was refused on arrival (parameters, length, token ids). Nothing else is
+    affected."""
 
     def __init__(self, text: str = "", reason: EndReason = EndReason.INVALID) -> None:
         super().__init__(text)
@@ -60,12 +67,14 @@ class RequestError(DovetailError, ValueError):
 
 
 class PolicyError(DovetailError):
-    """A scheduler broke a rule of its contract, or raised; the text names the policy, the request and the rule."""
+    """A scheduler broke a rule of its contract, or raised; the text names the policy, the request
+    and the rule."""
 
 
 class SchedulerStalled(DovetailError):
-    """The policy would wait forever: there are unfinished requests, but it granted nothing, nothing is in flight and it set no `wake_at`. Raised by
-    strict engines, such as those of the conformance suite; others plan such a step themselves."""
+    """The policy would wait forever: there are unfinished requests, but it granted nothing, nothing
+    is in flight and it set no `wake_at`. Raised by strict engines, such as those of the conformance
+    suite; others plan such a step themselves."""
 
 
 class EngineDeadError(DovetailError):
@@ -75,7 +84,8 @@ class EngineDeadError(DovetailError):
 
 
 def describe(error: BaseException) -> str:
-    """Return the type and text of an error, also if it comes from a plugin and its `__str__` raises."""
+    """Return the type and text of an error, also if it comes from a plugin and its `__str__`
+    raises."""
     name = type(error).__name__
     try:
         text = str(error)
@@ -85,7 +95,8 @@ def describe(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException, package: str) -> str:
-    """Return "FILE:LINE" of the innermost call in a package at which an error, or the first of its causes, was raised; empty if there is none.
+    """Return "FILE:LINE" of the innermost call in a package at which an error, or the first of its
+    causes, was raised; empty if there is none.
 
     `package` is the name of a top-level package, like "dovetail_fair".
     """
@@ -100,13 +111,15 @@ def raised_at(error: BaseException, package: str) -> str:
 
 
 def describe_raised(error: BaseException, package: str) -> str:
-    """Return the type and text of an error, and where in a package it was raised if that is known."""
+    """Return the type and text of an error, and where in a package it was raised if that is
+    known."""
     place = raised_at(error, package)
     return f"{describe(error)} ({place})" if place else describe(error)
 
 
 def shown(value: Any) -> str:
-    """Show a wrong value in an error: its repr, shortened if that is long. Numbers may have any length. Reads no more than it shows."""
+    """Show a wrong value in an error: its repr, shortened if that is long. Numbers may have any
+    length. Reads no more than it shows."""
     try:
         text = _repr(value, _SHOWN + 1)
     except Exception:  # somebody else's class, or an integer that Python finds too long to print
@@ -115,7 +128,8 @@ def shown(value: Any) -> str:
 
 
 def _repr(value: Any, room: int) -> str:
-    """Return the repr of a value, or the beginning of it if that has more than `room` characters."""
+    """Return the repr of a value, or the beginning of it if that has more than `room`
+    characters."""
     kind = type(value)
     if kind in (str, bytes):
         return repr(value[:room])

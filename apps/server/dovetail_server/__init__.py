@@ -1,4 +1,5 @@
-"""The HTTP server, `dovetail serve`, and `dovetail chat` for the terminal. It comes with the extra `server`."""
+"""The HTTP server, `dovetail serve`, and `dovetail chat` for the terminal. It comes with the extra
+`server`."""
 
 from __future__ import annotations
 

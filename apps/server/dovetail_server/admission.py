@@ -1,6 +1,8 @@
-"""`Admission`: limits on requests and tokens that wait for a first token, and the `Retry-After` of rejected requests.
+"""`Admission`: limits on requests and tokens that wait for a first token, and the `Retry-After` of
+rejected requests.
 
-`receive_body` enforces the limits of one body, `HeldBytes` those of all together; the cluster's gate uses both, too.
+`receive_body` enforces the limits of one body, `HeldBytes` those of all together; the cluster's
+gate uses both, too.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from dovetail_server.settings import ServerSettings
 from dovetail_server.streams import ClientGone
 
 SLOWEST_BYTES_S = 65_536  # minimum average rate of a body after its timeout
-SMALL_BODY_BYTES = 65_536  # bodies up to this size are always accepted, so that large ones don't block ordinary requests
+# bodies up to this size are always accepted, so that large ones don't block ordinary requests
+SMALL_BODY_BYTES = 65_536
 _REMEMBERED = 128  # recent first tokens, from which the queue's rate is estimated
 _LONGEST_RETRY_S = 60
 
@@ -38,13 +41,16 @@ class HeldBytes:
     """Accounts for the bytes of bodies in memory, over all connections."""
 
     def __init__(self, most: int) -> None:
-        self.held, self._most = 0, most
+        self.held = 0
+        self._most = most
 
     def take(self, size: int, before: int) -> None:
-        """Acquire `size` more bytes for a body that holds `before`. Raises `HttpError` 429 above the limit."""
+        """Acquire `size` more bytes for a body that holds `before`. Raises `HttpError` 429 above
+        the limit."""
         if self.held + size > self._most and before + size > SMALL_BODY_BYTES:
             raise busy(
-                f"bodies of {self.held} bytes are being received, and max_received_bytes is {self._most}"
+                f"bodies of {self.held} bytes are being received, and max_received_bytes is "
+                f"{self._most}"
             )
         self.held += size
 
@@ -60,14 +66,16 @@ async def receive_body(
     timeout_s: float | None,
     hold: Callable[[int], None],
 ) -> AsyncGenerator[bytes, None]:
-    """Yield a body in chunks. `hold`: called with its size so far. Raises `HttpError` 408 if it takes longer than `timeout_s` plus the time for its
-    size, `too_large` above `most` bytes, `ClientGone`, and what `hold` raises."""
+    """Yield a body in chunks. `hold`: called with its size so far. Raises `HttpError` 408 if it
+    takes longer than `timeout_s` plus the time for its size, `too_large` above `most` bytes,
+    `ClientGone`, and what `hold` raises."""
     for name, value in scope["headers"]:
         is_length = name == b"content-length" and value.isdigit()
         if is_length and (len(value) > 18 or int(value) > most):
             raise too_large
     began = asyncio.get_running_loop().time()
-    size, more = 0, True
+    size = 0
+    more = True
     while more:
         try:
             async with asyncio.timeout_at(
@@ -82,7 +90,8 @@ async def receive_body(
             ) from None
         if message["type"] == "http.disconnect":
             raise ClientGone
-        data, more = message.get("body", b""), message.get("more_body", False)
+        data = message.get("body", b"")
+        more = message.get("more_body", False)
         size += len(data)
         if size > most:
             raise too_large
@@ -107,10 +116,12 @@ class Ticket:
 
 
 class Admission:
-    """Counts waiting requests of this front end, and considers the engine's load from other front ends."""
+    """Counts waiting requests of this front end, and considers the engine's load from other front
+    ends."""
 
     def __init__(self, engine: ServedEngine, settings: ServerSettings) -> None:
-        self._engine, self._settings = engine, settings
+        self._engine = engine
+        self._settings = settings
         self.queued_requests = 0
         self.queued_tokens = 0
         self.bodies = HeldBytes(settings.max_received_bytes)
@@ -120,11 +131,13 @@ class Admission:
     def check(self, requests: int, tokens: int) -> None:
         """Raise `HttpError` 429 if so many more exceed a limit now, and 400 if they always do."""
         waiting = max(self.queued_requests, self._engine.load.waiting)
-        most, most_tokens = self._settings.max_queued_requests, self._settings.max_queued_tokens
+        most = self._settings.max_queued_requests
+        most_tokens = self._settings.max_queued_tokens
         if most is not None and requests > most:
             raise HttpError(
                 400,
-                f"the request has {requests} prompts, and max_queued_requests is {most}: send fewer at once",
+                f"the request has {requests} prompts, and max_queued_requests is {most}: send "
+                f"fewer at once",
                 param="prompt",
             )
         if most is not None and waiting + requests > most:
@@ -135,7 +148,10 @@ class Admission:
             and self.queued_requests
             and self.queued_tokens + tokens > most_tokens
         ):
-            reason = f"{self.queued_tokens} tokens of prompts are waiting, and max_queued_tokens is {most_tokens}"
+            reason = (
+                f"{self.queued_tokens} tokens of prompts are waiting, and max_queued_tokens "
+                f"is {most_tokens}"
+            )
             raise busy(reason, self._retry_after_s(1))
 
     def enter(self, tokens: int) -> Ticket:

@@ -1,4 +1,5 @@
-"""`with_bounded_answer`: bounds the bytes of a generated answer before it is computed, by `limits.max_answer_bytes`.
+"""`with_bounded_answer`: bounds the bytes of a generated answer before it is computed, by
+`limits.max_answer_bytes`.
 
 What multiplies is counted: prompts, samples, tokens, and the alternatives of each token.
 """
@@ -23,10 +24,12 @@ def with_bounded_answer(
     copies: int,
     streamed: bool,
 ) -> SamplingParams:
-    """Return the parameters, with `max_tokens` of what an answer with log-probabilities has room for, if they name none.
+    """Return the parameters, with `max_tokens` of what an answer with log-probabilities has room
+    for, if they name none.
 
-    `prompt_tokens`: of each prompt. `copies`: how often the answer repeats a prompt. `streamed`: only the prompt's part of
-    the answer is held in memory. Raises `RequestError` if the answer may be too large.
+    `prompt_tokens`: of each prompt. `copies`: how often the answer repeats a prompt. `streamed`:
+    only the prompt's part of the answer is held in memory. Raises `RequestError` if the answer may
+    be too large.
     """
     most = facts.limits.max_answer_bytes
     each = (
@@ -52,6 +55,8 @@ def with_bounded_answer(
     if params.max_tokens is None and room:
         return changed_unchecked(params, max_tokens=room)
     raise RequestError(
-        f"logprobs: an answer of {params.n * len(prompt_tokens)} samples with {params.logprobs} alternatives a token has room "
-        f"for {room} tokens each (limits.max_answer_bytes is {most}), and max_tokens is {params.max_tokens}: ask for less, or for a stream"
+        f"logprobs: an answer of {params.n * len(prompt_tokens)} samples with {params.logprobs} "
+        f"alternatives a token has room "
+        f"for {room} tokens each (limits.max_answer_bytes is {most}), and max_tokens is "
+        f"{params.max_tokens}: ask for less, or for a stream"
     )

@@ -41,8 +41,9 @@ def create_app(
     front_end: int = 0,
     on_loopback: bool = False,
 ) -> Starlette:
-    """Return the app that serves an engine. `front_end`: its number among the front ends. `on_loopback`: only this machine can reach it. Set
-    `app.state.draining` to make /ready answer 503. Raises `ConfigError` for settings that name something missing, and `MissingExtraError`."""
+    """Return the app that serves an engine. `front_end`: its number among the front ends.
+    `on_loopback`: only this machine can reach it. Set `app.state.draining` to make /ready answer
+    503. Raises `ConfigError` for settings that name something missing, and `MissingExtraError`."""
     settings = settings or ServerSettings()
     if settings.chat_template is not None:
         _use_chat_template(engine, settings.chat_template)
@@ -77,11 +78,9 @@ def create_app(
         exception_handlers={HTTPException: http_exception},
         lifespan=_lifespan,
     )
-    admission, parsing, preparing = (
-        Admission(engine, settings),
-        AnswerParsing(engine, settings, registry),
-        Preparing(settings.max_body_bytes),
-    )
+    admission = Admission(engine, settings)
+    parsing = AnswerParsing(engine, settings, registry)
+    preparing = Preparing(settings.max_body_bytes)
     app.state.server = server = Server(
         engine, settings, admission, parsing, preparing, metrics, models, tracing, batches
     )
@@ -92,7 +91,8 @@ def create_app(
 
 
 def _use_chat_template(engine: ServedEngine, text: str) -> None:
-    """Take a chat template instead of the model's own. Raises `ConfigError` if it can't render a message."""
+    """Take a chat template instead of the model's own. Raises `ConfigError` if it can't render a
+    message."""
     engine.tokenizer.use_chat_template(text)
     try:
         engine.chat.render([{"role": "user", "content": "Hello"}])

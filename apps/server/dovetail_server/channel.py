@@ -1,4 +1,5 @@
-"""`Channel`: control channel between the supervisor and its processes: JSON lines over a socket pair. Closing one end terminates the peer."""
+"""`Channel`: control channel between the supervisor and its processes: JSON lines over a socket
+pair. Closing one end terminates the peer."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Channel:
         return [json.loads(line) for line in lines]
 
     def first(self) -> tuple[Message, list[Message]]:
-        """Wait for the first message; return it and those received with it. Raises `EOFError` if the peer is gone."""
+        """Wait for the first message; return it and those received with it. Raises `EOFError` if
+        the peer is gone."""
         while (messages := self.receive()) is not None:
             if messages:
                 return messages[0], messages[1:]
@@ -55,8 +57,9 @@ class Channel:
 
 
 def channel_of_process(argument: str) -> Channel:
-    """Return the channel to the supervisor, whose descriptor is `argument`. Signals are ignored from now on: terminals and systemd send them to all
-    processes, and the supervisor handles them."""
+    """Return the channel to the supervisor, whose descriptor is `argument`. Signals are ignored
+    from now on: terminals and systemd send them to all processes, and the supervisor handles
+    them."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which child processes would inherit
     sock = socket.socket(fileno=int(argument))
@@ -65,7 +68,8 @@ def channel_of_process(argument: str) -> Channel:
 
 
 def end_orphaned(directory: str, *sockets: str | None) -> None:
-    """Kill this process and its children, since the supervisor is gone, and remove the server's files."""
+    """Kill this process and its children, since the supervisor is gone, and remove the server's
+    files."""
     shutil.rmtree(directory, ignore_errors=True)
     for path in sockets:
         if path is not None:

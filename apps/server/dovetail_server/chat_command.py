@@ -74,7 +74,8 @@ def _partner(
     if source.startswith(("http://", "https://")):
         if settings:
             raise ConfigError(
-                f"--set configures a local engine, but {source} is a server: pass the setting to `dovetail serve`"
+                f"--set configures a local engine, but {source} is a server: pass the setting to "
+                f"`dovetail serve`"
             )
         return ServerModel(source, model, {**params, "chat_template": template}, api_key)
     if model is not None:
@@ -83,16 +84,19 @@ def _partner(
 
 
 class ChatSession:
-    """A conversation in the terminal. Through pipes, each line of stdin is a message, and only answers are printed."""
+    """A conversation in the terminal. Through pipes, each line of stdin is a message, and only
+    answers are printed."""
 
     def __init__(self, partner: Partner, system: str | None) -> None:
-        self._partner, self._system = partner, system
+        self._partner = partner
+        self._system = system
         self._messages: list[dict[str, str]] = []
         self._typed = sys.stdin is not None and sys.stdin.isatty()
         self._out, self._notes = _console(False), _console(True)
 
     def run(self) -> bool:
-        """Run until the input ends. Returns False if an answer failed in a non-interactive conversation."""
+        """Run until the input ends. Returns False if an answer failed in a non-interactive
+        conversation."""
         good = True
         if self._typed:
             with suppress(ImportError):
@@ -134,15 +138,19 @@ class ChatSession:
             self._note(HELP)
         else:
             self._note(
-                f"unknown command {name}; commands are /reset, /system, /quit and /help; to send a message that begins with /, type //"
+                f"unknown command {name}; commands are /reset, /system, /quit and /help; to send a "
+                f"message that begins with /, type //"
             )
         return True
 
     def _say(self, text: str) -> bool:
-        """Send a message, and print the answer as it arrives. Returns False on failure; the message is then discarded."""
+        """Send a message, and print the answer as it arrives. Returns False on failure; the message
+        is then discarded."""
         self._messages.append({"role": "user", "content": text})
         before = [{"role": "system", "content": self._system}] if self._system else []
-        answer, reason, failure = "", None, None
+        answer = ""
+        reason = None
+        failure = None
         try:
             with (
                 _interrupts() as interrupts,
@@ -181,7 +189,8 @@ class ChatSession:
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Return the list to which each Ctrl-C in the block is added before it raises `KeyboardInterrupt`; empty outside of the main thread."""
+    """Return the list to which each Ctrl-C in the block is added before it raises
+    `KeyboardInterrupt`; empty outside of the main thread."""
     taken: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield taken

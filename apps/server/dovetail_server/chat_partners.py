@@ -41,8 +41,8 @@ class Partner(Protocol):
     name: str
 
     def answer(self, messages: Messages) -> Generator[Piece]:
-        """Yield an answer as it arrives. Closing the generator stops it. Raises `DovetailError`; `RequestError` and `ServerError` concern only this
-        answer."""
+        """Yield an answer as it arrives. Closing the generator stops it. Raises `DovetailError`;
+        `RequestError` and `ServerError` concern only this answer."""
 
     def close(self) -> None: ...
 
@@ -67,7 +67,8 @@ class LocalModel:
             self._llm.close()
             raise ConfigError(
                 f"{config.model} has no chat template, so it can only complete text; "
-                f"try `dovetail generate {config.model} TEXT`, or provide a template: --chat-template FILE"
+                f"try `dovetail generate {config.model} TEXT`, or provide a template: "
+                f"--chat-template FILE"
             )
         self._chat = ChatFrontEnd(
             self._llm.engine.tokenizer,
@@ -91,8 +92,8 @@ class LocalModel:
 
 
 class _Told(BaseModel):
-    """Base class of a server's JSON answers. It uses pydantic, since `dovetail chat` also runs without
-    the server's packages, msgspec among them."""
+    """Base class of a server's JSON answers. It uses pydantic, since `dovetail chat` also runs
+    without the server's packages, msgspec among them."""
 
     model_config = ConfigDict(strict=True)
 
@@ -132,7 +133,8 @@ class ServerModel:
     def __init__(
         self, url: str, model: str | None, params: Mapping[str, Any], api_key: str | None
     ) -> None:
-        """`params`: fields of each request. Raises `ConfigError` for an invalid URL, `ServerError` if no server answers."""
+        """`params`: fields of each request. Raises `ConfigError` for an invalid URL, `ServerError`
+        if no server answers."""
         parts = urlsplit(url)
         try:
             port = parts.port
@@ -140,7 +142,8 @@ class ServerModel:
             raise ConfigError(f"{url}: {error}") from None
         if not parts.hostname:
             raise ConfigError(f"{url}: expected the URL of a server, like http://127.0.0.1:8000")
-        self._address, self._secure = (parts.hostname, port), parts.scheme == "https"
+        self._address = (parts.hostname, port)
+        self._secure = parts.scheme == "https"
         self._url = url.rstrip("/")
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self._params = {key: value for key, value in params.items() if value is not None}
@@ -188,7 +191,8 @@ class ServerModel:
             yield
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(
-                f"{self._url} {what}: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
+                f"{self._url} {what}: "
+                f"{getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
             ) from None
 
     def _connection(self) -> http.client.HTTPConnection:
@@ -198,7 +202,8 @@ class ServerModel:
     def _asked(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: Any = None
     ) -> http.client.HTTPResponse:
-        """Send a request, and return the response if it is successful. Raises `ServerError` with the server's message."""
+        """Send a request, and return the response if it is successful. Raises `ServerError` with
+        the server's message."""
         connection.request(
             method, self._path + path, None if body is None else json.dumps(body), self._headers
         )

@@ -1,4 +1,5 @@
-"""The command `dovetail serve`. Its options are the fields of `ServerSettings`, and the arguments of `LLM()`."""
+"""The command `dovetail serve`. Its options are the fields of `ServerSettings`, and the arguments
+of `LLM()`."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ from dovetail_server.settings import ServerSettings
 
 NULL = "null"  # option value for "no limit"
 EXTRA = "server"
-EPILOG = "Arguments of LLM() are flags, too, vLLM's included: --max-model-len 4096, --enforce-eager, --no-enable-prefix-caching."
+EPILOG = (
+    "Arguments of LLM() are flags, too, vLLM's included: --max-model-len 4096, "
+    "--enforce-eager, --no-enable-prefix-caching."
+)
 MODULES = {  # modules that the server's processes import, and their packages
     "zmq": "pyzmq",
     "msgspec": "msgspec",
@@ -48,9 +52,8 @@ def serve(source: str, settings: list[str], in_process: bool, **options: Any) ->
     if server.batch_directory is not None:
         from dovetail_server.batches.store import BatchStore
 
-        BatchStore(
-            Path(server.batch_directory), server.max_stored_bytes
-        )  # report an unusable folder early
+        # report an unusable folder early
+        BatchStore(Path(server.batch_directory), server.max_stored_bytes)
     if server.otlp_traces_endpoint is not None:
         check_installed()  # report it early
     _check_plugins(server, source, settings)
@@ -66,8 +69,8 @@ def serve(source: str, settings: list[str], in_process: bool, **options: Any) ->
 
 
 def _check_plugins(server: ServerSettings, source: str, settings: Sequence[str]) -> None:
-    """Raise `ConfigError` or `PluginError` for parsers and routes that no plugin has which the engine's config admits. What else is wrong with the
-    config is left to the engine."""
+    """Raise `ConfigError` or `PluginError` for parsers and routes that no plugin has which the
+    engine's config admits. What else is wrong with the config is left to the engine."""
     if not (server.routes or named_parsers(server)):
         return
     config, _ = EngineConfig.load_what_is_right(
@@ -114,7 +117,8 @@ def _told(detail: Any) -> str:
 
 
 def option_name(name: str) -> str:
-    """Return a field's option name: without its unit, which the help states, and in the singular for lists, which are given one by one."""
+    """Return a field's option name: without its unit, which the help states, and in the singular
+    for lists, which are given one by one."""
     is_list = get_origin(ServerSettings.model_fields[name].annotation) is tuple
     return "--" + name.removesuffix("s" if is_list else "_s").replace("_", "-")
 
@@ -148,17 +152,17 @@ def _parameters() -> list[inspect.Parameter]:
 
 
 def _parameter(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
-    """Return name, annotation and default of a field's option. The field's own default is only shown in the help: options that aren't given are left
-    to the model, which may read the environment."""
-    kind, text = (
-        _plain(field.annotation),
-        " ".join((field.description or "").replace("`", "").split()),
-    )
+    """Return name, annotation and default of a field's option. The field's own default is only
+    shown in the help: options that aren't given are left to the model, which may read the
+    environment."""
+    kind = _plain(field.annotation)
+    text = " ".join((field.description or "").replace("`", "").split())
     if kind is list:
+        # vLLM's, too
         spellings = [
             option_name(name),
             *(["--lora-modules"] if name == "lora_modules" else []),
-        ]  # vLLM's, too
+        ]
         return (
             name,
             Annotated[
@@ -175,7 +179,8 @@ def _parameter(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
 
 
 def _plain(annotation: Any) -> Any:
-    """Return the command-line type of a field: bool, int, float, list, or str, which also serves nullable numbers."""
+    """Return the command-line type of a field: bool, int, float, list, or str, which also serves
+    nullable numbers."""
     if annotation in (bool, int, float):
         return annotation
     return list if get_origin(annotation) is tuple else str

@@ -1,5 +1,5 @@
-"""`DecisionWatch` counts the scheduler's latest decisions, for the page; the counts contain nothing of
-individual requests.
+"""`DecisionWatch` counts the scheduler's latest decisions, for the page; the counts contain nothing
+of individual requests.
 
 Recording decisions makes a step several times as expensive for the core, so only a few steps are
 recorded after each request for them.

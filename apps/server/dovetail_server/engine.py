@@ -1,6 +1,7 @@
 """The engine as seen by the HTTP side: `ServedEngine`, and the `Listener` of each request.
 
-Everything here is called by the event loop's thread. Routes don't know whether the engine runs in a thread or in another process.
+Everything here is called by the event loop's thread. Routes don't know whether the engine runs in a
+thread or in another process.
 """
 
 from __future__ import annotations
@@ -30,12 +31,10 @@ class EngineInfo:
     intake: IntakeFacts  # limits, lengths and capabilities, against which requests are validated
     block_size: int  # tokens of the smallest block
     num_blocks: int  # pages of the KV pool
-    parts: Mapping[str, str] = field(
-        default_factory=dict
-    )  # kind -> "distribution:name" of the component in use
-    details: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the executor's choices: device, dtype, attention …
+    # kind -> "distribution:name" of the component in use
+    parts: Mapping[str, str] = field(default_factory=dict)
+    # the executor's choices: device, dtype, attention …
+    details: Mapping[str, Any] = field(default_factory=dict)
     cache_groups: tuple[str, ...] = ()  # names: "full", "window 1024"
     allowed_plugins: tuple[str, ...] | None = None  # as in the config's `plugins`
     denied_plugins: tuple[str, ...] = ()
@@ -51,9 +50,8 @@ class Load:
     free_blocks: int = 0  # without reusable K and V
     cached_blocks: int = 0  # in no table, with reusable K and V
     held_by_group: tuple[int, ...] = ()  # `held_blocks` by cache group; empty: not told apart
-    draft_rows: int = (
-        0  # since the engine's start, as all that follows: rows of steps that checked drafts
-    )
+    # since the engine's start, as all that follows: rows of steps that checked drafts
+    draft_rows: int = 0
     draft_tokens: int = 0  # drafts that they checked
     accepted_drafts: tuple[int, ...] = ()  # accepted ones by position
     drafting_s: float = 0.0  # time that steps waited for the drafter
@@ -90,15 +88,18 @@ class Listener(Protocol):
         """True to receive plain tokens through `on_text`. Read after each output."""
 
     def on_text(self, text: str, tokens: int) -> None:
-        """Take the `text` of `tokens` new tokens, which may be empty. Called instead of `on_output` for a request of one sample if only its text has
-        changed; never for the first output or the last."""
+        """Take the `text` of `tokens` new tokens, which may be empty. Called instead of `on_output`
+        for a request of one sample if only its text has changed; never for the first output or the
+        last."""
 
     def on_output(self, output: Any) -> None:
-        """Take a `RequestOutput` with the deltas since the last call, perhaps of several steps: `text`, `token_ids` and `logprobs` of changed
-        samples. The last output has `finished` set. A request that pools has one output, a `PoolingRequestOutput`."""
+        """Take a `RequestOutput` with the deltas since the last call, perhaps of several steps:
+        `text`, `token_ids` and `logprobs` of changed samples. The last output has `finished` set. A
+        request that pools has one output, a `PoolingRequestOutput`."""
 
     def on_error(self, error: DovetailError) -> None:
-        """Take the reason why no more output follows, such as the engine's death. Not called after an abort or the last output."""
+        """Take the reason why no more output follows, such as the engine's death. Not called after
+        an abort or the last output."""
 
 
 class ServedEngine(Protocol):
@@ -121,12 +122,13 @@ class ServedEngine(Protocol):
         """The adapters that requests may name as their model: name -> path."""
 
     def source(self, prompts: Sequence[Prompt], *, cut: bool = False) -> PromptSource:
-        """Return the source of the same prompts, tokenized. `cut`: their parameters truncate them. Thread-safe. Raises
-        `RequestError`."""
+        """Return the source of the same prompts, tokenized. `cut`: their parameters truncate them.
+        Thread-safe. Raises `RequestError`."""
 
     @property
     def pooling(self) -> PoolingIntake:
-        """Return the object that prepares prompts of pooling requests. Raises `RequestError` if the engine can't pool."""
+        """Return the object that prepares prompts of pooling requests. Raises `RequestError` if the
+        engine can't pool."""
 
     async def submit(
         self,
@@ -138,25 +140,30 @@ class ServedEngine(Protocol):
         owner: int = 0,
         **fields: Any,
     ) -> None:
-        """Submit a request. Outputs are deltas, whatever `params.output_kind`. `owner`: hash of the client that sent it. `fields`: those of
-        `RequestFields`, and `extra`. Text is tokenized in the calling thread: make long texts by `source` first.
+        """Submit a request. Outputs are deltas, whatever `params.output_kind`. `owner`: hash of the
+        client that sent it. `fields`: those of `RequestFields`, and `extra`. Text is tokenized in
+        the calling thread: make long texts by `source` first.
 
-        Raises `RequestError` for an invalid request, `EngineDeadError` if the engine is dead. Cancellation aborts the request.
+        Raises `RequestError` for an invalid request, `EngineDeadError` if the engine is dead.
+        Cancellation aborts the request.
         """
 
     def abort(self, request_id: str) -> None:
-        """Abort a request; its listener isn't called again. Unknown ids are ignored. Raises nothing."""
+        """Abort a request; its listener isn't called again. Unknown ids are ignored. Raises
+        nothing."""
 
     async def reset_prefix_cache(self) -> None:
         """Empty the prefix cache. Raises `EngineDeadError` if the engine is dead."""
 
     async def load_adapter(self, name: str, path: str | None, within: str | None = None) -> None:
-        """Serve the adapter in the directory `path` under a name, or with None no longer; running requests keep theirs. `within`: the folder in
-        which its files must be. Raises `RequestError` if it can't be used, `EngineDeadError` if the engine is dead."""
+        """Serve the adapter in the directory `path` under a name, or with None no longer; running
+        requests keep theirs. `within`: the folder in which its files must be. Raises `RequestError`
+        if it can't be used, `EngineDeadError` if the engine is dead."""
 
     def decisions(self) -> Decisions | None:
-        """Return the scheduler's latest known decisions, and request newer ones, at most twice a second. None until the first response. The engine
-        records the decisions of a few steps per request."""
+        """Return the scheduler's latest known decisions, and request newer ones, at most twice a
+        second. None until the first response. The engine records the decisions of a few steps per
+        request."""
 
     def now(self) -> float:
         """Return the engine clock's time in seconds."""

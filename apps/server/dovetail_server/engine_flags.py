@@ -1,6 +1,8 @@
-"""Flags of `dovetail serve` that set keys of `engine.yaml`: every argument of `LLM()`, vLLM's included.
+"""Flags of `dovetail serve` that set keys of `engine.yaml`: every argument of `LLM()`, vLLM's
+included.
 
-`dovetail.front.vllm_args` translates them. vLLM's server flags are renamed or refused by `vllm_flags`.
+`dovetail.front.vllm_args` translates them. vLLM's server flags are renamed or refused by
+`vllm_flags`.
 """
 
 from __future__ import annotations
@@ -95,7 +97,8 @@ ENGINE_FLAGS = {
 
 
 def flag_parameters() -> list[tuple[str, Any, Any]]:
-    """Return name, annotation and default of each flag for Typer. They aren't in the help, which would be twice as long."""
+    """Return name, annotation and default of each flag for Typer. They aren't in the help, which
+    would be twice as long."""
     listed: list[tuple[str, Any, Any]] = []
     for name, is_switch in ENGINE_FLAGS.items():
         flag = flag_of(name)
@@ -111,8 +114,8 @@ def flag_parameters() -> list[tuple[str, Any, Any]]:
 
 
 def with_flags(settings: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
-    """Return `--set`s that include the flags given on the command line, a text or a bool each. Raises `ConfigError` for a value that is refused, and
-    for a key that is set twice."""
+    """Return `--set`s that include the flags given on the command line, a text or a bool each.
+    Raises `ConfigError` for a value that is refused, and for a key that is set twice."""
     given = {
         name: value if isinstance(value, bool) else flag_value(name, value)
         for name, value in flags.items()
@@ -125,14 +128,12 @@ def with_flags(settings: Sequence[str], flags: Mapping[str, Any]) -> list[str]:
                 raise ConfigError(
                     f"{flag_of(name)} sets {key}, which --set also sets: leave one of them out"
                 )
-        EngineConfig.load_with(
-            {}, keys, origin=flag_of(name)
-        )  # an early check, with the flag's name
+        # an early check, with the flag's name
+        EngineConfig.load_with({}, keys, origin=flag_of(name))
     texts = {
         key: f"{key}={yaml.safe_dump([value], default_flow_style=True, width=float('inf')).strip()[1:-1]}"
         for key, value in translated(given).items()
     }
-    components = [
-        text for key, text in texts.items() if "." not in key
-    ]  # first, or they would replace options of `settings`
+    # first, or they would replace options of `settings`
+    components = [text for key, text in texts.items() if "." not in key]
     return [*components, *settings, *(text for key, text in texts.items() if "." in key)]

@@ -1,6 +1,8 @@
-"""The engine's process, started by the supervisor: `python -m dovetail_server.engine_process DESCRIPTOR`.
+"""The engine's process, started by the supervisor:
+`python -m dovetail_server.engine_process DESCRIPTOR`.
 
-It assembles the engine and runs an `EngineHost`. One thread obeys the supervisor, another sends it heartbeats.
+It assembles the engine and runs an `EngineHost`. One thread obeys the supervisor, another sends it
+heartbeats.
 """
 
 from __future__ import annotations

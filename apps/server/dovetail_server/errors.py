@@ -51,15 +51,14 @@ _END_TEXTS = {  # what a client is told of such an end
     EndReason.ERROR: "the request failed: {}",
 }
 _RETRY = {"Retry-After": "1"}
-_EXHAUSTED = frozenset(
-    {errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM}
-)  # out of files, processes or memory, perhaps temporarily
-RULE = re.compile(
-    r"structured\b(\.[a-z_]+)?(?=:)"
-)  # at the beginning of a message: the engine's name of structured-output parameters
+# out of files, processes or memory, perhaps temporarily
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})
+# at the beginning of a message: the engine's name of structured-output parameters
+RULE = re.compile(r"structured\b(\.[a-z_]+)?(?=:)")
+# but its last name
 _PATH = re.compile(
     r"(?<![\w#/.$…-])(?!//|/v\d/)/(?:[^\s/'\"`,;:()\[\]{}<>|]+/)+(?=([^\s/'\"`,;:()\[\]{}<>|]*))"
-)  # but its last name
+)
 _NAME = re.compile(r"[a-z][a-z0-9_]*(?:\[\d+\]|\.[a-zA-Z0-9_-]+)*")
 
 
@@ -76,7 +75,10 @@ class HttpError(DovetailError):
         headers: Mapping[str, str] | None = None,
     ):
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
         self.headers = dict(headers or {})
 
     @property

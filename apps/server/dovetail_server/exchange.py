@@ -80,9 +80,8 @@ T = TypeVar("T")
 G = TypeVar("G", bound=GenerationFields)
 
 _CHARS_A_TOKEN = 4  # estimate for text that isn't tokenized yet
-_SHORT = (
-    2000  # characters that are tokenized in the event loop, where it is faster than in a thread
-)
+# characters that are tokenized in the event loop, where it is faster than in a thread
+_SHORT = 2000
 _TOKENS_A_TURN = 2**12  # of prompts that are submitted before the event loop serves others
 SLICE = SIZES[0]  # characters that are tokenized at a time
 
@@ -101,9 +100,8 @@ class Server:
     tracing: Tracing | None = None
     batches: BatchStore | None = None  # None: batches are disabled
     outbox: Outbox = field(default_factory=Outbox)
-    ignored: set[tuple[str, str]] = field(
-        default_factory=set
-    )  # paths and advisory fields that the log has named
+    # paths and advisory fields that the log has named
+    ignored: set[tuple[str, str]] = field(default_factory=set)
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
     def check_health(self) -> None:
@@ -201,10 +199,8 @@ class OutputListener:
     def _begin(self, output: RequestOutput | PoolingRequestOutput[Any]) -> None:
         self.begun = True
         self.times = output.metrics
-        self.prompt_tokens, self.cached_tokens = (
-            len(output.prompt_token_ids),
-            output.num_cached_tokens,
-        )
+        self.prompt_tokens = len(output.prompt_token_ids)
+        self.cached_tokens = output.num_cached_tokens
         if self.exchange.record.first_output is None:
             self.exchange.record.first_output = time.monotonic()
         if self.ticket is not None:
@@ -235,7 +231,10 @@ class Exchange:
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, shape: ErrorShape = openai_shape
     ) -> None:
-        self.scope, self.receive, self.send, self.shape = scope, receive, send, shape
+        self.scope = scope
+        self.receive = receive
+        self.send = send
+        self.shape = shape
         self.server: Server = scope["app"].state.server
         self.record: RequestRecord = scope.setdefault("dovetail.record", RequestRecord())
         self.fields: Sequence[str] = ()  # parameters of the body, which errors may name
@@ -248,9 +247,8 @@ class Exchange:
         self._body_bytes = 0
         self._client: str | None = None  # from the body
         self._listeners: dict[str, OutputListener] = {}  # by the engine's request id
-        self.on_finished: Callable[[], None] = lambda: (
-            None
-        )  # called after the last output, to write final events
+        # called after the last output, to write final events
+        self.on_finished: Callable[[], None] = lambda: None
         self.prompt_copies = 1  # in the answer, if it repeats the prompt
         self._left = 0  # listeners that haven't ended
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -480,7 +478,8 @@ class Exchange:
         async with self.attended():
             tokens = [_tokens_of(prompt) for prompt, _ in requests]
             if isinstance(params, SamplingParams):
-                facts, streamed = self.engine.info.intake, self.stream is not None
+                facts = self.engine.info.intake
+                streamed = self.stream is not None
                 params = with_bounded_answer(
                     params, tokens, facts, copies=self.prompt_copies, streamed=streamed
                 )
@@ -567,7 +566,9 @@ class Exchange:
         self._leave()
         if self.stream is not None:
             self.stream.stop_pings()
-        record, listeners, self._listeners = self.record, self._listeners, {}
+        record = self.record
+        listeners = self._listeners
+        self._listeners = {}
         for request_id, listener in listeners.items():
             if not listener.ended:
                 self.engine.abort(request_id)
@@ -657,7 +658,8 @@ class Endpoint:
     def __init__(
         self, handler: Callable[[Exchange], Awaitable[None]], shape: ErrorShape = openai_shape
     ) -> None:
-        self._handler, self._shape = handler, shape
+        self._handler = handler
+        self._shape = shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self._shape)

@@ -26,8 +26,8 @@ from dovetail.serving import AnswerRule, CheckedRequest, Limits
 from dovetail_server.engine import Decisions, EngineInfo, Load
 
 _STREAMED = SamplingParams(output_kind=OutputKind.DELTA)
-# Fields that `RowSampling` and `SamplingParams` share: what policies see of them is what the sampler
-# gets. Rules about single tokens are packed there, and stop tokens are sent apart.
+# Fields that `RowSampling` and `SamplingParams` share: what policies see of them is what the
+# sampler gets. Rules about single tokens are packed there, and stop tokens are sent apart.
 _OTHERWISE = {"bad_words", "logit_bias", "stop_token_ids"}
 _OF_ROWS = {field.name for field in fields(RowSampling)}
 _SEEN = [
@@ -180,10 +180,8 @@ class PackedLogprobs(msgspec.Struct, array_like=True, gc=False):
     ) -> PackedLogprobs:
         """Pack the given rows; None: all."""
         kept = slice(None) if rows is None else np.asarray(rows)
-        token_ids, ranks = (
-            hosts.token_ids[kept].astype(np.int32),
-            hosts.ranks[kept].astype(np.int32),
-        )
+        token_ids = hosts.token_ids[kept].astype(np.int32)
+        ranks = hosts.ranks[kept].astype(np.int32)
         return cls(
             numbers,
             token_ids.shape[1],

@@ -1,5 +1,6 @@
-"""`FrontEnd`: uvicorn with the app, in its own process (`python -m dovetail_server.front_end DESCRIPTOR`, started by the supervisor) or beside the
-engine's thread (`one_process`)."""
+"""`FrontEnd`: uvicorn with the app, in its own process
+(`python -m dovetail_server.front_end DESCRIPTOR`, started by the supervisor) or beside the engine's
+thread (`one_process`)."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class _Server(uvicorn.Server):
 
 
 class LoopWatch:
-    """Measures for how long an event loop has been blocked, excluding time during which the process was suspended."""
+    """Measures for how long an event loop has been blocked, excluding time during which the process
+    was suspended."""
 
     def __init__(self) -> None:
         self._clock = ProcessWatch()
@@ -78,15 +80,14 @@ class FrontEnd:
         *,
         place: int = 0,
     ) -> None:
-        """`name`: unique among all front ends, past ones included. `place`: its index among running front ends. `ready`: called once it listens."""
-        self._line, self._name, self._settings, self._socket, self._ready, self._place = (
-            line,
-            name,
-            settings,
-            sock,
-            ready,
-            place,
-        )
+        """`name`: unique among all front ends, past ones included. `place`: its index among running
+        front ends. `ready`: called once it listens."""
+        self._line = line
+        self._name = name
+        self._settings = settings
+        self._socket = sock
+        self._ready = ready
+        self._place = place
         self._engine: RemoteEngine | None = None
         self._app: Any = None
         self._server: _Server | None = None
@@ -111,7 +112,8 @@ class FrontEnd:
                 config.load()
             except OSError as error:  # of TLS files
                 raise ConfigError(
-                    f"tls_cert, tls_key: {self._settings.tls_cert}, {self._settings.tls_key}: {error}"
+                    f"tls_cert, tls_key: {self._settings.tls_cert}, {self._settings.tls_key}: "
+                    f"{error}"
                 ) from None
             self._server = _Server(config, self._ready)
             if self.failure is not None:
@@ -155,7 +157,8 @@ class FrontEnd:
             way.close()
 
     async def _drain(self, seconds: float) -> None:
-        engine, app = self._engine, self._app
+        engine = self._engine
+        app = self._app
         if engine is None or app is None:
             return
         app.state.draining = True
@@ -216,7 +219,8 @@ def main() -> int:
 
         def ready() -> None:
             gc.collect()
-            gc.freeze()  # keep permanent objects out of garbage collection, which would stall streams
+            # keep permanent objects out of garbage collection, which would stall streams
+            gc.freeze()
             channel.send(ready=True)
 
         front_end = FrontEnd(line, start["name"], settings, sock, ready, place=start["place"])

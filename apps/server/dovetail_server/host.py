@@ -137,7 +137,8 @@ class EngineHost:
 
     def _hear(self) -> None:
         """Process pending messages."""
-        later, self._later = self._later, []
+        later = self._later
+        self._later = []
         for sender, message in later:
             self._heed(sender, message)
         for sender, message in self._post.take():
@@ -262,12 +263,15 @@ class EngineHost:
 
     def welcome(self) -> Welcome:
         """Return what front ends must know of the engine."""
-        assembly, capacity, config = self._assembly, self._assembly.capacity, self._assembly.config
+        assembly = self._assembly
+        capacity = self._assembly.capacity
+        config = self._assembly.config
         details = {
             key: value if isinstance(value, str | int | float | None) else str(value)
             for key, value in capacity.details.items()
         }
-        layout, parts = capacity.layout, dict(assembly.parts)
+        layout = capacity.layout
+        parts = dict(assembly.parts)
         groups = tuple(group.name for group in layout.groups)
         admitted = config.plugins.allow, config.plugins.deny
         info = EngineInfo(

@@ -1,6 +1,8 @@
-"""`parts_of`: the JSON of a large answer in parts, which are encoded one by one while they are sent.
+"""`parts_of`: the JSON of a large answer in parts, which are encoded one by one while they are
+sent.
 
-`Fields`, `Items` and `Numbers` mark what is encoded in parts; all other values are encoded whole.
+`Fields`, `Items` and `Numbers` mark what is encoded in parts; all other values are encoded
+whole.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Numbers:
 
 
 def parts_of(value: Any) -> Iterator[bytes]:
-    """Yield the JSON of a value in parts of about `PART_BYTES`, unless a value that is encoded whole is larger."""
+    """Yield the JSON of a value in parts of about `PART_BYTES`, unless a value that is encoded
+    whole is larger."""
     pieces: list[bytes] = []
     size = 0
     for piece in _pieces(value):
@@ -49,7 +52,8 @@ def parts_of(value: Any) -> Iterator[bytes]:
         size += len(piece)
         if size >= PART_BYTES:
             yield b"".join(pieces)
-            pieces, size = [], 0
+            pieces = []
+            size = 0
     if pieces:
         yield b"".join(pieces)
 

@@ -1,4 +1,5 @@
-"""Messages between the engine's host and front ends, over ZeroMQ: between processes, or between threads of one (`--in-process`).
+"""Messages between the engine's host and front ends, over ZeroMQ: between processes, or between
+threads of one (`--in-process`).
 
 `ZmqPost` is the host's end, a `Line` a front end's.
 """
@@ -55,12 +56,14 @@ def encoded(message: ToEngine) -> bytes:
         return encode(message)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise RequestError(
-            f"extra, extra_args and logits_processors must hold plain values, as JSON has them: {error}"
+            f"extra, extra_args and logits_processors must hold plain values, as JSON has them: "
+            f"{error}"
         ) from None
 
 
 def _has_input(socket: zmq.Socket[bytes]) -> bool:
-    """Return True if a message can be read. The descriptor is edge-triggered, so check this before waiting for it."""
+    """Return True if a message can be read. The descriptor is edge-triggered, so check this before
+    waiting for it."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
@@ -70,8 +73,9 @@ def _ending(
     own_context: zmq.Context[zmq.Socket[bytes]] | None,
     *fds: int,
 ) -> Callable[[], object]:
-    """Return what closes an end of a line, once; it is called when the end is freed without. Otherwise Python's garbage collector might free the
-    context before the socket, and wait forever for the socket to be closed, in whichever thread it runs."""
+    """Return what closes an end of a line, once; it is called when the end is freed without.
+    Otherwise Python's garbage collector might free the context before the socket, and wait forever
+    for the socket to be closed, in whichever thread it runs."""
 
     def close() -> None:
         socket.close(linger=0)
@@ -86,15 +90,15 @@ def _ending(
 
 
 class ZmqPost:
-    """The host's end of all lines. Front ends are identified by unique names. One thread at a time uses it, except where noted."""
+    """The host's end of all lines. Front ends are identified by unique names. One thread at a time
+    uses it, except where noted."""
 
     def __init__(self, address: str, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
         """`context`: one that is shared with the lines, for addresses within a process."""
         own_context = zmq.Context() if context is None else None
         self._socket = (context or own_context).socket(zmq.ROUTER)  # type: ignore[union-attr]  # one of them is there
-        self._socket.set(
-            zmq.ROUTER_MANDATORY, 1
-        )  # report undeliverable messages instead of dropping them
+        # report undeliverable messages instead of dropping them
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.SNDHWM, MAX_UNREAD)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.LINGER, 0)
@@ -138,7 +142,8 @@ class ZmqPost:
         return names
 
     def send(self, front_end: bytes, message: ToFrontEnd) -> bool:
-        """Send without waiting. Returns False if the front end's queue is full, or if it is gone."""
+        """Send without waiting. Returns False if the front end's queue is full, or if it is
+        gone."""
         try:
             self._socket.send_multipart((front_end, encode(message)), zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -180,7 +185,8 @@ class ZmqLine:
         self._end = _ending(self, self._socket, own_context)
 
     def open(self, take: Take) -> None:
-        self._loop, self._take = asyncio.get_running_loop(), take
+        self._loop = asyncio.get_running_loop()
+        self._take = take
         self._loop.add_reader(self._fd, self._read)
         self._read()
 

@@ -1,4 +1,5 @@
-"""The dashboard at `/`: its files, and the figures that it polls each second. It shows aggregate figures only, nothing of individual requests."""
+"""The dashboard at `/`: its files, and the figures that it polls each second. It shows aggregate
+figures only, nothing of individual requests."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ FILES = {  # served without an API key, which browsers can't send for them; the 
 }
 # Forbids other origins, inline scripts and framing.
 GUARD = {
-    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",

@@ -1,7 +1,9 @@
-"""The server's metrics: `ServerMetrics` aggregates, `RequestMeter` measures one request, `/metrics` exports to Prometheus.
+"""The server's metrics: `ServerMetrics` aggregates, `RequestMeter` measures one request, `/metrics`
+exports to Prometheus.
 
-Names are vLLM's where the meaning is the same, so that gateways and dashboards work; docs/serving/metrics.md lists them. A token costs a bisection
-and an addition: prometheus_client only runs on a scrape.
+Names are vLLM's where the meaning is the same, so that gateways and dashboards work;
+docs/serving/metrics.md lists them. A token costs a bisection and an addition: prometheus_client
+only runs on a scrape.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ MAX_ADAPTERS = 1_000  # likewise
 MAX_CLIENT_CHARS = 64  # clients with longer names are counted together, too
 OTHER = "other"
 
-# vLLM's bounds; those of inter-token latency begin below its 10 ms, since small models on fast devices are faster.
+# vLLM's bounds; those of inter-token latency begin below its 10 ms, since small models on fast
+# devices are faster.
 FIRST_TOKEN_S = (
     0.001,
     0.005,
@@ -121,7 +124,8 @@ def token_bounds(largest: int) -> tuple[float, ...]:
 
 
 class Histogram:
-    """Histogram: `counts[i]` counts values of at most `bounds[i]` and above the previous bound; the last element counts the rest."""
+    """Histogram: `counts[i]` counts values of at most `bounds[i]` and above the previous bound; the
+    last element counts the rest."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -158,14 +162,14 @@ class Finish(NamedTuple):
     generated_tokens: int
     latency_s: float  # from arrival at the server to the end
     per_token_s: float | None  # mean inter-token latency; None with fewer than two tokens
-    engine: (
-        RequestMetrics | None
-    )  # on the engine's clock; without an end if the engine didn't finish it
+    # on the engine's clock; without an end if the engine didn't finish it
+    engine: RequestMetrics | None
     adapter: str | None = None
 
 
 class ServerMetrics(Collector):
-    """Figures of one front end since its start, and the engine's load. Called by the event loop's thread; `collect` by any."""
+    """Figures of one front end since its start, and the engine's load. Called by the event loop's
+    thread; `collect` by any."""
 
     def __init__(
         self,
@@ -174,7 +178,9 @@ class ServerMetrics(Collector):
         front_end: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._clock, self.front_end = engine, clock, front_end
+        self._engine = engine
+        self._clock = clock
+        self.front_end = front_end
         self.generated_tokens = self.prompt_tokens = self.cached_tokens = self.preemptions = 0
         self.finished: dict[FinishReason, int] = {
             "stop": 0,
@@ -209,7 +215,8 @@ class ServerMetrics(Collector):
         arrived: float | None = None,
         adapter: LoRARequest | None = None,
     ) -> RequestMeter:
-        """Return the meter of a request for `samples` samples. `arrived`: on the metrics' clock; None: now."""
+        """Return the meter of a request for `samples` samples. `arrived`: on the metrics' clock;
+        None: now."""
         return RequestMeter(
             self,
             client,
@@ -257,7 +264,8 @@ class ServerMetrics(Collector):
         self.refused[status] = self.refused.get(status, 0) + 1
 
     def live(self) -> dict[str, Any]:
-        """Return the figures for the page at `/`. Counts are since the start; the page computes rates."""
+        """Return the figures for the page at `/`. Counts are since the start; the page computes
+        rates."""
         load = self._engine.load
         return {
             "front_end": self.front_end,
@@ -283,7 +291,8 @@ class ServerMetrics(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics. Concurrent updates may make a histogram's sum and counts differ slightly."""
+        """Yield all metrics. Concurrent updates may make a histogram's sum and counts differ
+        slightly."""
         yield from self._load()
         yield from self._counts()
         yield from self._drafts()
@@ -291,14 +300,16 @@ class ServerMetrics(Collector):
         yield from self._by_client()
 
     def _held_by_group(self) -> dict[str, int]:
-        """Return the blocks that requests hold by the cache group's name; empty if the manager doesn't tell them apart."""
+        """Return the blocks that requests hold by the cache group's name; empty if the manager
+        doesn't tell them apart."""
         return dict(
             zip(self._engine.info.cache_groups, self._engine.load.held_by_group, strict=False)
         )
 
     def _engine_times(self, times: RequestMetrics) -> None:
         self.preemptions += times.preemptions
-        scheduled, first = times.first_scheduled_time, times.first_token_time
+        scheduled = times.first_scheduled_time
+        first = times.first_token_time
         end = self._engine.now() if times.finished_time is None else times.finished_time
         if scheduled is not None:
             self.queue.add(scheduled - times.arrival_time)
@@ -321,7 +332,9 @@ class ServerMetrics(Collector):
         return {"model_name": self._engine.info.model, "front_end": str(self.front_end)}
 
     def _load(self) -> Iterator[Metric]:
-        load, info, labels = self._engine.load, self._engine.info, self._labels
+        load = self._engine.load
+        info = self._engine.info
+        labels = self._labels
         yield family(
             GaugeMetricFamily,
             "vllm:num_requests_running",
@@ -417,7 +430,8 @@ class ServerMetrics(Collector):
         )
 
     def _drafts(self) -> Iterator[Metric]:
-        """Yield the engine's figures of speculative decoding, which all front ends have in common."""
+        """Yield the engine's figures of speculative decoding, which all front ends have in
+        common."""
         load = self._engine.load
         for name, documentation, value in (
             ("vllm:spec_decode_num_drafts", "Rows of steps that checked drafts", load.draft_rows),
@@ -430,10 +444,8 @@ class ServerMetrics(Collector):
             ),
         ):
             yield family(CounterMetricFamily, name, documentation, self._labels, value)
-        name, positions = (
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            {str(p): count for p, count in enumerate(load.accepted_drafts)},
-        )
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        positions = {str(p): count for p, count in enumerate(load.accepted_drafts)}
         yield family(
             CounterMetricFamily,
             name,
@@ -529,7 +541,8 @@ class ServerMetrics(Collector):
 
 
 class RequestMeter:
-    """Figures of a running request. Its listener calls `saw` with each output, and `ended` or `refused` if there is no last output."""
+    """Figures of a running request. Its listener calls `saw` with each output, and `ended` or
+    `refused` if there is no last output."""
 
     __slots__ = (
         "_adapter",
@@ -555,8 +568,12 @@ class RequestMeter:
         arrived: float,
         adapter: LoRARequest | None = None,
     ) -> None:
-        self._metrics, self._client, self._samples, self._clock = metrics, client, samples, clock
-        self._arrived, self._adapter = arrived, None if adapter is None else adapter.lora_name
+        self._metrics = metrics
+        self._client = client
+        self._samples = samples
+        self._clock = clock
+        self._arrived = arrived
+        self._adapter = None if adapter is None else adapter.lora_name
         self._first = self._last = 0.0  # times of its first and latest tokens
         self._tokens = self._prompt_tokens = 0
         self._times: RequestMetrics | None = None
@@ -593,8 +610,10 @@ class RequestMeter:
             )
 
     def saw_pooled(self, output: PoolingRequestOutput[Any]) -> None:
-        """Count the one output of a request that pools: it ends with its prompt, and has no tokens."""
-        self._prompt_tokens, self._times = len(output.prompt_token_ids), output.metrics
+        """Count the one output of a request that pools: it ends with its prompt, and has no
+        tokens."""
+        self._prompt_tokens = len(output.prompt_token_ids)
+        self._times = output.metrics
         if output.outputs is not None:
             self._metrics.request_began(
                 self._clock() - self._arrived,
@@ -606,8 +625,10 @@ class RequestMeter:
 
     def saw_tokens(self, tokens: int) -> None:
         """Count an output of one sample that isn't the first: the fast path of `saw`."""
-        metrics, now = self._metrics, self._clock()
-        gap, gaps = now - self._last, metrics.gap
+        metrics = self._metrics
+        now = self._clock()
+        gap = now - self._last
+        gaps = metrics.gap
         gaps.counts[bisect_left(gaps.bounds, gap)] += 1
         gaps.total += gap
         self._last = now
@@ -673,15 +694,14 @@ def metrics_route(metrics: ServerMetrics) -> Callable[[Request], Awaitable[Respo
 
 
 class Scrapes:
-    """Encodes metrics in a thread, so that streams aren't delayed; once at a time, since each thread
-    would delay the event loop. All who ask before an encoding begins share it."""
+    """Encodes metrics in a thread, so that streams aren't delayed; once at a time, since each
+    thread would delay the event loop. All who ask before an encoding begins share it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._turn = asyncio.Lock()
-        self._next: dict[
-            str, asyncio.Task[bytes]
-        ] = {}  # encodings that haven't begun, by content type
+        # encodings that haven't begun, by content type
+        self._next: dict[str, asyncio.Task[bytes]] = {}
 
     async def scrape(self, accept: str) -> tuple[bytes, str]:
         """Return the metrics as a client accepts them, and their content type."""

@@ -1,4 +1,5 @@
-"""ASGI middleware: request ids and log lines, API keys, and protection from other sites' pages for servers without keys."""
+"""ASGI middleware: request ids and log lines, API keys, and protection from other sites' pages for
+servers without keys."""
 
 from __future__ import annotations
 
@@ -30,11 +31,12 @@ _TRACEPARENT = re.compile(
 
 
 class RequestLog:
-    """Adds a request id to each response, the client's if valid, and logs one line of JSON at its end. Anthropic's clients expect the id in another
-    header, too."""
+    """Adds a request id to each response, the client's if valid, and logs one line of JSON at its
+    end. Anthropic's clients expect the id in another header, too."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        self._app, self._logs = app, settings.log_requests
+        self._app = app
+        self._logs = settings.log_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -119,7 +121,10 @@ class ApiKeys:
         ):
             await self._app(scope, receive, send)
             return
-        message = "this server needs an API key: send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`"
+        message = (
+            "this server needs an API key: send it as `Authorization: Bearer KEY`, or as "
+            "`x-api-key: KEY`"
+        )
         error = HttpError(
             401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"}
         )
@@ -132,17 +137,17 @@ class ApiKeys:
             headers.get(b"x-api-key", b""),
             bearer.strip() if scheme.lower() == b"bearer" else b"",
         ]
-        found = [
-            [hmac.compare_digest(key, one) for one in offered] for key in self._keys
-        ]  # all of them, in constant time
+        # all of them, in constant time
+        found = [[hmac.compare_digest(key, one) for one in offered] for key in self._keys]
         return next((number for number, same in enumerate(found) if any(same)), None)
 
 
 class BrowserGuard:
-    """Rejects requests that a browser sends on behalf of other sites' pages. For servers without API keys.
+    """Rejects requests that a browser sends on behalf of other sites' pages. For servers without
+    API keys.
 
-    Safe methods are allowed, since the page can't read the answers. With DNS rebinding it could: on loopback, a server therefore answers only to IP
-    addresses, `localhost` and configured names.
+    Safe methods are allowed, since the page can't read the answers. With DNS rebinding it could: on
+    loopback, a server therefore answers only to IP addresses, `localhost` and configured names.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, on_loopback: bool) -> None:
@@ -159,14 +164,21 @@ class BrowserGuard:
 
     def _objection(self, scope: Scope) -> HttpError | None:
         headers = {name: value.decode("latin-1").lower() for name, value in scope["headers"]}
-        host, origin = headers.get(b"host", ""), headers.get(b"origin", "")
+        host = headers.get(b"host", "")
+        origin = headers.get(b"origin", "")
         if self._checks_host and host and not self._is_known(host):
-            message = f"host {host[:200]!r} isn't known here: call this server by its address, or start it with --allowed-host"
+            message = (
+                f"host {host[:200]!r} isn't known here: call this server by its address, or "
+                f"start it with --allowed-host"
+            )
             return HttpError(403, message, code="unknown_host")
         if scope["method"] not in _SAFE_METHODS and not self._may_send(
             headers.get(b"sec-fetch-site"), origin, host
         ):
-            message = f"pages of {origin[:200] or 'other sites'} may not call this server: start it with --cors-origin to let them"
+            message = (
+                f"pages of {origin[:200] or 'other sites'} may not call this server: start "
+                f"it with --cors-origin to let them"
+            )
             return HttpError(403, message, code="foreign_origin")
         return None
 

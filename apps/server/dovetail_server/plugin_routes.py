@@ -62,11 +62,13 @@ class Context:
     async def generate(
         self, prompt: Prompt, params: SamplingParams, **fields: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        server, listener = self._served, _Reader()
+        server = self._served
+        listener = _Reader()
         [prompt] = await run_in_threadpool(server.engine.source([prompt], cut=cuts(params)).all)
         tokens = len(prompt.token_ids if isinstance(prompt, TokenizedText) else content_of(prompt))
         server.admission.check(1, tokens)
-        request_id, done = f"routes-{uuid.uuid4().hex}", False
+        request_id = f"routes-{uuid.uuid4().hex}"
+        done = False
         ticket = server.admission.enter(tokens)
         try:
             async with asyncio.timeout(server.settings.request_timeout_s):
@@ -137,7 +139,8 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class PluginRoutes:
-    """The routes and middleware of plugins, each wrapped so that its errors stay its own. Give `context` the server before the first request."""
+    """The routes and middleware of plugins, each wrapped so that its errors stay its own. Give
+    `context` the server before the first request."""
 
     context: Context = field(default_factory=Context)
     routes: list[BaseRoute] = field(default_factory=list)
@@ -145,8 +148,9 @@ class PluginRoutes:
 
     @classmethod
     def of(cls, names: Sequence[str], taken: frozenset[str], registry: Registry) -> PluginRoutes:
-        """Make the routes of these names. `taken`: paths of the server itself. `registry`: that of the plugins that the engine's config admits.
-        Raises `PluginError` that names what fails, and `ConfigError` for a path that is taken."""
+        """Make the routes of these names. `taken`: paths of the server itself. `registry`: that of
+        the plugins that the engine's config admits. Raises `PluginError` that names what fails, and
+        `ConfigError` for a path that is taken."""
         added = cls()
         for offer in map(registry.routes_named, names):
             make = offer.load()
@@ -161,7 +165,8 @@ class PluginRoutes:
                     added.middleware.append(Middleware(GuardedMiddleware, one, str(offer)))
                 elif not isinstance(one, BaseRoute):
                     raise PluginError(
-                        f"{offer}: {offer.spec.target} returned {one!r:.200}, expected Starlette's routes and Middleware"
+                        f"{offer}: {offer.spec.target} returned {one!r:.200}, expected Starlette's "
+                        f"routes and Middleware"
                     )
                 elif isinstance(one, Route) and one.path in taken:
                     raise ConfigError(f"{offer}: the server answers {one.path} itself")
@@ -174,7 +179,8 @@ class _Answer:
     """Sends one response, and knows whether it has begun."""
 
     def __init__(self, send: Send) -> None:
-        self._send, self.has_begun = send, False
+        self._send = send
+        self.has_begun = False
 
     async def __call__(self, message: Message) -> None:
         self.has_begun = True
@@ -206,7 +212,8 @@ class GuardedRoute(BaseRoute):
     """A plugin's route: its errors are answered, and named in the log."""
 
     def __init__(self, route: BaseRoute, owner: str) -> None:
-        self._route, self._owner = route, owner
+        self._route = route
+        self._owner = owner
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         try:

@@ -1,4 +1,5 @@
-"""`Preparing`: threads that decode bodies, tokenize texts and render conversations, shared fairly by all clients. For `Exchange`."""
+"""`Preparing`: threads that decode bodies, tokenize texts and render conversations, shared fairly
+by all clients. For `Exchange`."""
 
 from __future__ import annotations
 
@@ -20,17 +21,18 @@ from dovetail_server.admission import busy
 T = TypeVar("T")
 
 SIZES = (2**14, 2**17, 2**20, inf)  # largest task of each thread, in bytes
-DECODED_SIZES = (
-    inf,
-)  # one thread decodes: a parser holds the interpreter's lock, and the event loop gets it in between
+# one thread decodes: a parser holds the interpreter's lock, and the event loop gets it in between
+DECODED_SIZES = (inf,)
+# the same for threads that render chat templates of requests, which may take seconds
 GIVEN_SIZES = (
     inf,
     inf,
-)  # the same for threads that render chat templates of requests, which may take seconds
+)
 
 
 class Preparing:
-    """Prepares prompts in threads, and limits each client's pending bytes. Methods are called in the event loop."""
+    """Prepares prompts in threads, and limits each client's pending bytes. Methods are called in
+    the event loop."""
 
     def __init__(self, max_client_bytes: int) -> None:
         self._max_client_bytes = max_client_bytes
@@ -43,14 +45,16 @@ class Preparing:
 
     @contextmanager
     def admitted(self, client: Hashable, size: int) -> Iterator[None]:
-        """Account for a request of `size` bytes. Raises `HttpError` 429 if the client has too much pending. Small requests aren't counted, and a
-        client's only request is admitted whatever its size."""
+        """Account for a request of `size` bytes. Raises `HttpError` 429 if the client has too much
+        pending. Small requests aren't counted, and a client's only request is admitted whatever its
+        size."""
         if size <= SIZES[0]:
             yield
             return
         if (others := self._bytes[client]) and others + size > self._max_client_bytes:
             raise busy(
-                f"{others} bytes of this client's requests are pending, and the limit is {self._max_client_bytes} (max_body_bytes)"
+                f"{others} bytes of this client's requests are pending, and the limit is "
+                f"{self._max_client_bytes} (max_body_bytes)"
             )
         self._bytes[client] += size
         try:
@@ -61,13 +65,15 @@ class Preparing:
                 del self._bytes[client]
 
     async def decode(self, client: Hashable, size: int, work: Callable[[], T]) -> T:
-        """Run `work`, which decodes a body of `size` bytes, in a thread, and return its result. One body is decoded at a time."""
+        """Run `work`, which decodes a body of `size` bytes, in a thread, and return its result. One
+        body is decoded at a time."""
         return await self._decoding.run(client, size, work)
 
     async def run(
         self, client: Hashable, size: int, work: Callable[[], T], *, given_template: bool = False
     ) -> T:
-        """Run `work` in a thread, and return its result. `given_template`: it renders a chat template from the request."""
+        """Run `work` in a thread, and return its result. `given_template`: it renders a chat
+        template from the request."""
         return await (self._given if given_template else self._own).run(client, size, work)
 
 
@@ -89,8 +95,9 @@ class _Account:
 
 
 class FairThreads:
-    """Thread pool shared fairly between clients. Each thread has its own size limit, so that small tasks never wait for large ones only. Among the
-    tasks of a thread, clients get equal shares in bytes: start-time fair queuing (Goyal, Vin and Cheng, 1996)."""
+    """Thread pool shared fairly between clients. Each thread has its own size limit, so that small
+    tasks never wait for large ones only. Among the tasks of a thread, clients get equal shares in
+    bytes: start-time fair queuing (Goyal, Vin and Cheng, 1996)."""
 
     def __init__(self, sizes: Sequence[float]) -> None:
         """`sizes`: largest task of each thread, in bytes, ascending."""
@@ -103,10 +110,12 @@ class FairThreads:
         self._numbers = count()
 
     async def run(self, client: Hashable, size: int, work: Callable[[], T]) -> T:
-        """Run `work` in a thread, and return its result. If cancelled while queued, `work` isn't called."""
+        """Run `work` in a thread, and return its result. If cancelled while queued, `work` isn't
+        called."""
         account = self._accounts.setdefault(client, _Account())
         start = max(self._virtual_time, account.charged)
-        account.charged, account.tasks = start + size, account.tasks + 1
+        account.charged = start + size
+        account.tasks += 1
         task = _Task(
             start, next(self._numbers), client, work, asyncio.get_running_loop().create_future()
         )

@@ -128,9 +128,8 @@ class _Open:
 
     group: RequestGroup[Sample]
     listener: Listener
-    confirmed: (
-        asyncio.Future[None] | None
-    )  # set once the engine has accepted it; None if nobody waits for that
+    # set once the engine has accepted it; None if nobody waits for that
+    confirmed: asyncio.Future[None] | None
 
     def confirm(self) -> None:
         if self.confirmed is not None and not self.confirmed.done():
@@ -216,9 +215,8 @@ class RemoteEngine:
         await self._idle.wait()
 
     def now(self) -> float:
-        return (
-            time.perf_counter() if self._wall_clock else self._time
-        )  # the engine's clock on the same host
+        # the engine's clock on the same host
+        return time.perf_counter() if self._wall_clock else self._time
 
     async def reset_prefix_cache(self) -> None:
         await self._ask(Reset)
@@ -230,7 +228,8 @@ class RemoteEngine:
     async def _ask(self, message: Callable[[int], Reset | LoadAdapter]) -> None:
         """Send the engine a message with a number of its own, and wait for the answer."""
         self.check_health()
-        number, self._next_number = self._next_number, self._next_number + 1
+        number = self._next_number
+        self._next_number += 1
         done = self._asks[number] = asyncio.get_running_loop().create_future()
         self._line.send(message(number))
         await done
@@ -332,7 +331,8 @@ class RemoteEngine:
 
     def _give(self, entered: Entered, listener: Listener, owner: int) -> _Open:
         """Send the engine a request. If it raises `RequestError`, nothing has changed."""
-        request, params = entered.request, entered.params
+        request = entered.request
+        params = entered.params
         texts = self._intake.texts(entered)
         number = self._next_number
         came = request.fields.arrival_time
@@ -345,7 +345,8 @@ class RemoteEngine:
             for index, text in enumerate(texts)
         ]
         pools = request.pooling is not None
-        prompt, ids = entered.prompt, entered.prompt_token_ids
+        prompt = entered.prompt
+        ids = entered.prompt_token_ids
         group = RequestGroup(request.request_id, prompt, ids, params, samples, pools=pools)
         self._builder.expect(group, texts)
         confirmed = asyncio.get_running_loop().create_future() if request.extra else None
@@ -405,7 +406,8 @@ class RemoteEngine:
             entry.confirm()
 
     def _take_frame(self, frame: StepFrame) -> None:
-        self.load, self._time = frame.load, frame.time
+        self.load = frame.load
+        self._time = frame.time
         if not frame.numbers and not frame.finished and frame.extra is None:
             return
         news = self._read(frame)
@@ -434,7 +436,8 @@ class RemoteEngine:
                     sample.number in self._samples
                     and (text := self._builder.text_of(sample)) is not None
                 ):
-                    sample.text, sample.listener = text, listener
+                    sample.text = text
+                    sample.listener = listener
         except Exception:  # must not affect other requests
             self._break_off(entry)
 
@@ -522,10 +525,9 @@ class RemoteEngine:
 
     def _read_extra(self, extra: Extra, news: FrameNews) -> None:
         if extra.logprobs is not None:
-            hosts, left = (
-                extra.logprobs.hosts(),
-                Counter(news.requests),
-            )  # not of tokens after a stop string
+            # not of tokens after a stop string
+            hosts = extra.logprobs.hosts()
+            left = Counter(news.requests)
             for row, number in enumerate(unpack_numbers(extra.logprobs.numbers)):
                 if (sample := self._samples.get(number)) is not None and left[sample]:
                     left[sample] -= 1
@@ -578,9 +580,9 @@ def _error_of(refused: Refused) -> DovetailError:
 
 
 def _load_tokenizer(welcome: Welcome) -> Tokenizer:
-    own, directory = welcome.tokenizer, welcome.tokenizer_dir
+    own = welcome.tokenizer
+    directory = welcome.tokenizer_dir
     tokenizer = Tokenizer.load(directory) if own is None else ComponentTokenizer(own, directory)
-    byte_pieces(
-        tokenizer, True
-    )  # for the default of skipping special tokens: computed now, since it holds the vocabulary
+    # for the default of skipping special tokens: computed now, since it holds the vocabulary
+    byte_pieces(tokenizer, True)
     return tokenizer

@@ -15,7 +15,8 @@ BACKLOG = 2048  # pending connections
 
 
 def bind(settings: ServerSettings) -> tuple[list[socket.socket], str]:
-    """Return a bound socket for each front end, not yet listening, and the URL. Raises `ConfigError` if the address can't be bound."""
+    """Return a bound socket for each front end, not yet listening, and the URL. Raises
+    `ConfigError` if the address can't be bound."""
     if settings.uds is not None:
         return [_bind_unix(settings.uds)] * settings.front_ends, f"unix:{settings.uds}"
     try:
@@ -45,7 +46,8 @@ def bind(settings: ServerSettings) -> tuple[list[socket.socket], str]:
 
 
 def listen(sock: socket.socket) -> None:
-    """Listen. The event loop repeats this, but ignores errors. Raises `ConfigError` if another server that started at the same time was faster."""
+    """Listen. The event loop repeats this, but ignores errors. Raises `ConfigError` if another
+    server that started at the same time was faster."""
     try:
         sock.listen(BACKLOG)
     except OSError as error:
@@ -58,7 +60,8 @@ def listen(sock: socket.socket) -> None:
 
 
 def is_on_loopback(sock: socket.socket) -> bool:
-    """Return True if only programs on this machine, including browsers, can reach the socket. False for Unix sockets, which browsers can't reach."""
+    """Return True if only programs on this machine, including browsers, can reach the socket. False
+    for Unix sockets, which browsers can't reach."""
     return (
         sock.family != socket.AF_UNIX
         and ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
@@ -76,15 +79,13 @@ def allow_open_files() -> None:
 
 
 def _bind(family: int, address: tuple[object, ...], shared: bool) -> socket.socket:
-    sock = socket.socket(
-        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # asyncio sets TCP_NODELAY if the protocol is given
+    # asyncio sets TCP_NODELAY if the protocol is given
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
-            sock.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEPORT, 1
-            )  # one queue of connections per front end
+            # one queue of connections per front end
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
     except OSError:
         sock.close()

@@ -1,8 +1,10 @@
-"""`EventStream`: a response of server-sent events. Listeners write to it directly from the engine's outputs, without a task or queue per token.
+"""`EventStream`: a response of server-sent events. Listeners write to it directly from the engine's
+outputs, without a task or queue per token.
 
-`Outbox` writes all streams of a front end in bounded turns, so that a step's outputs don't delay the next step. A write costs several times its text.
-While a front end keeps up, each token is written at once; otherwise a stream's pending tokens are coalesced in one write, so that the cost per token
-falls as the load rises.
+`Outbox` writes all streams of a front end in bounded turns, so that a step's outputs don't delay
+the next step. A write costs several times its text. While a front end keeps up, each token is
+written at once; otherwise a stream's pending tokens are coalesced in one write, so that the cost
+per token falls as the load rises.
 """
 
 from __future__ import annotations
@@ -41,9 +43,8 @@ class Outbox:
 
     def __init__(self) -> None:
         self._streams: deque[EventStream] = deque()
-        self._due: float | None = (
-            None  # time for which the next turn is scheduled (`time.monotonic`)
-        )
+        # time for which the next turn is scheduled (`time.monotonic`)
+        self._due: float | None = None
 
     def put(self, stream: EventStream) -> None:
         """Schedule a flush. An error of it ends only that stream."""
@@ -86,9 +87,11 @@ def event(value: Any, name: str | None = None) -> bytes:
 
 
 class EventStream:
-    """One response of server-sent events. Listeners call `write`, `end` and `fail` in the event loop; the request's task calls `serve`.
+    """One response of server-sent events. Listeners call `write`, `end` and `fail` in the event
+    loop; the request's task calls `serve`.
 
-    The response head is sent with the first event: earlier failures are ordinary errors with their own status.
+    The response head is sent with the first event: earlier failures are ordinary errors with their
+    own status.
     """
 
     def __init__(
@@ -101,8 +104,11 @@ class EventStream:
         error_event: str | None = None,
     ) -> None:
         """`error_event`: the type of error events, if they have one."""
-        self._send, self._shape, self._error_event = send, shape, error_event
-        self._bound, self._outbox = max_backlog_bytes, outbox
+        self._send = send
+        self._shape = shape
+        self._error_event = error_event
+        self._bound = max_backlog_bytes
+        self._outbox = outbox
         self._extension: DirectWriter | None = (scope.get("extensions") or {}).get(EXTENSION)
         self._direct: DirectWriter | None = None  # once the head has been sent
         self._waiting: list[bytes] = []  # pending events
@@ -116,7 +122,8 @@ class EventStream:
         self._timer: asyncio.TimerHandle | None = None
 
     def ping(self, data: bytes) -> None:
-        """From now on, write the event `data` whenever nothing was written for about `PING_S` seconds. Needs a timer, but no task."""
+        """From now on, write the event `data` whenever nothing was written for about `PING_S`
+        seconds. Needs a timer, but no task."""
         self._timer = asyncio.get_running_loop().call_later(
             PING_S / _CHECKS, self._check_silence, data
         )
@@ -145,7 +152,8 @@ class EventStream:
         self._news.set()
 
     def fail(self, error: DovetailError) -> None:
-        """End the stream with an error. Before the first event `serve` raises it; afterwards it is sent as an event."""
+        """End the stream with an error. Before the first event `serve` raises it; afterwards it is
+        sent as an event."""
         if self._ended:
             return
         if self._begun or self._waiting:
@@ -156,7 +164,8 @@ class EventStream:
 
     def flush(self) -> None:
         """Write pending events directly."""
-        waiting, direct = self._waiting, self._direct
+        waiting = self._waiting
+        direct = self._direct
         if direct is None or not waiting:
             return
         if direct.backlog() > self._bound:  # of earlier writes: one large event is allowed
@@ -167,13 +176,14 @@ class EventStream:
 
     def break_off(self) -> None:
         """End the stream because writing has failed."""
-        self._broken, self._direct = True, None
+        self._broken = True
+        self._direct = None
         self._waiting.clear()
         self.end()
 
     async def serve(self) -> None:
-        """Send events until the end. Raises the error of `fail` if no event was written before, `SlowReaderError` if the reader was dropped, and
-        `ClientGone` if writing failed."""
+        """Send events until the end. Raises the error of `fail` if no event was written before,
+        `SlowReaderError` if the reader was dropped, and `ClientGone` if writing failed."""
         await self._news.wait()
         if self._error is not None:
             raise self._error
@@ -217,7 +227,9 @@ class EventStream:
     async def _pass_on(self) -> None:
         self.flush()
         while self._waiting:
-            data, self._waiting, self._waiting_bytes = b"".join(self._waiting), [], 0
+            data = b"".join(self._waiting)
+            self._waiting = []
+            self._waiting_bytes = 0
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     def _drop(self) -> None:
@@ -228,7 +240,8 @@ class EventStream:
         data = self._error_bytes(
             HttpError(
                 400,
-                f"more than {self._bound} bytes (max_backlog_bytes) are unread: the reader is too slow",
+                f"more than {self._bound} bytes (max_backlog_bytes) are unread: the reader is too "
+                f"slow",
             )
         )
         if self._direct is not None:
@@ -257,6 +270,7 @@ class SlowReaderError(DovetailError):
 
 
 async def until_disconnected(receive: Receive) -> None:
-    """Return when the client disconnects or the response has been sent. The body must have been read."""
+    """Return when the client disconnects or the response has been sent. The body must have been
+    read."""
     while (await receive())["type"] != "http.disconnect":
         pass

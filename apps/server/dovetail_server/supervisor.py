@@ -1,4 +1,5 @@
-"""`Supervisor`: starts, watches and stops the engine's process and the front ends. It imports neither torch nor the engine.
+"""`Supervisor`: starts, watches and stops the engine's process and the front ends. It imports
+neither torch nor the engine.
 
 Each process has a `Channel` to the supervisor, and ends when the supervisor is gone.
 """
@@ -29,15 +30,17 @@ from dovetail_server.sockets import bind
 TICK_S = 0.25
 LAST_LINES = 5  # of the engine's stderr, reported when it dies
 ENGINE_STOPS_S = 10.0  # timeout for the engine to stop
-FRONT_ENDS_END_S = (
-    6.0  # timeout for front ends to end after a drain, or after reporting the engine's death
-)
-QUICK_DEATH_S = 30.0  # a front end that lives shorter than this is restarted after a pause, which doubles each time
-PAUSE_S, MOST_PAUSE_S = 1.0, 30.0  # the first and the longest such pause
-FAILED_STARTS = (
-    3  # consecutive front ends that end by themselves before they are ready end the server
-)
-FRONT_END_HANGS_S = 30.0  # without a heartbeat, or a turn of its event loop, for this long a front end counts as hung
+# timeout for front ends to end after a drain, or after reporting the engine's death
+FRONT_ENDS_END_S = 6.0
+# a front end that lives shorter than this is restarted after a pause, which doubles each time
+QUICK_DEATH_S = 30.0
+# the first and the longest such pause
+PAUSE_S = 1.0
+MOST_PAUSE_S = 30.0
+# consecutive front ends that end by themselves before they are ready end the server
+FAILED_STARTS = 3
+# without a heartbeat, or a turn of its event loop, for this long a front end counts as hung
+FRONT_END_HANGS_S = 30.0
 
 
 class State(Enum):
@@ -69,7 +72,8 @@ class Child:
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
 
     def how_it_ended(self) -> str:
-        """Return how it ended ("was killed by SIGKILL", "ended with exit code 1"), and its reason or last output."""
+        """Return how it ended ("was killed by SIGKILL", "ended with exit code 1"), and its reason
+        or last output."""
         how = how_ended(self.process.returncode)
         told = self.dead or " | ".join(line for line in self.last_lines if line.strip())
         return f"{how}: {told}" if told else how
@@ -84,7 +88,9 @@ class Supervisor:
 
     def __init__(self, source: str, overrides: list[str], settings: ServerSettings) -> None:
         """`source`, `overrides`: the engine's config, as on the command line."""
-        self._source, self._overrides, self._settings = source, overrides, settings
+        self._source = source
+        self._overrides = overrides
+        self._settings = settings
         self._state = State.STARTING
         self._selector = selectors.DefaultSelector()
         self._clock = ProcessWatch()
@@ -102,8 +108,8 @@ class Supervisor:
         self._url = ""
 
     def run(self) -> int:
-        """Serve until a signal arrives; return the exit code. Raises `ConfigError` or `DovetailError` if it can't start, `ServeFailed` if the engine
-        dies."""
+        """Serve until a signal arrives; return the exit code. Raises `ConfigError` or
+        `DovetailError` if it can't start, `ServeFailed` if the engine dies."""
         self._sockets, self._url = bind(self._settings)
         self._directory = tempfile.mkdtemp(prefix="dovetail-")
         wake_read, wake_write = socket.socketpair()
@@ -270,7 +276,8 @@ class Supervisor:
         return self._engine
 
     def _lives(self, child: Child, silence_s: float, option: str = "") -> bool:
-        """Return False if a process has ended. Kill it if it is stopped, or if it is ready and has sent nothing for `silence_s`."""
+        """Return False if a process has ended. Kill it if it is stopped, or if it is ready and has
+        sent nothing for `silence_s`."""
         if child.process.poll() is not None:
             return False
         if process_state(child.process.pid) == TRACED:
@@ -288,11 +295,13 @@ class Supervisor:
                 self._read(key)
 
     def _fail(self, reason: str) -> None:
-        """Begin failing because the engine is dead. Raises `ServeFailed` if there are no clients yet."""
+        """Begin failing because the engine is dead. Raises `ServeFailed` if there are no clients
+        yet."""
         self._failure = reason
         if self._state is State.STARTING:
             raise ServeFailed(reason)
-        self._state, self._deadline = State.FAILING, self._clock.now + FRONT_ENDS_END_S
+        self._state = State.FAILING
+        self._deadline = self._clock.now + FRONT_ENDS_END_S
         self._tell_front_ends(failed=reason)
 
     def _check_front_ends(self) -> None:
@@ -309,7 +318,8 @@ class Supervisor:
                 self._restart(place, child)
 
     def _restart(self, place: int, child: Child) -> None:
-        """Schedule a successor. Only front ends that can't start end the server: whatever kills one that serves must not end the others' requests."""
+        """Schedule a successor. Only front ends that can't start end the server: whatever kills one
+        that serves must not end the others' requests."""
         if not child.ready and child.dead is None:
             self._failed_starts += 1
         if self._failed_starts >= FAILED_STARTS:
@@ -337,7 +347,8 @@ class Supervisor:
                 self._start_front_end(place)
 
     def _go_on(self) -> int | None:
-        """Advance the state if its condition is met; return the exit code at the end. Raises `ServeFailed`."""
+        """Advance the state if its condition is met; return the exit code at the end. Raises
+        `ServeFailed`."""
         late = self._deadline is not None and self._clock.now > self._deadline
         engine = self._the_engine()
         if (
@@ -351,7 +362,8 @@ class Supervisor:
                 flush=True,
             )
         elif self._state is State.DRAINING and (late or not self._front_ends):
-            self._state, self._deadline = State.STOPPING, self._clock.now + ENGINE_STOPS_S
+            self._state = State.STOPPING
+            self._deadline = self._clock.now + ENGINE_STOPS_S
             engine.channel.send(stop=True)
         elif self._state is State.STOPPING and (late or engine.process.poll() is not None):
             return 0

@@ -1,7 +1,9 @@
-"""`RequestRecord`: the figures of one HTTP request, for its log line and its span. `Tracing`: an OpenTelemetry span for each request submitted to the
-engine, with one for each of its phases, if enabled.
+"""`RequestRecord`: the figures of one HTTP request, for its log line and its span. `Tracing`: an
+OpenTelemetry span for each request submitted to the engine, with one for each of its phases, if
+enabled.
 
-Attribute names are vLLM's; docs/serving/metrics.md lists them. The library comes with the extra `tracing`.
+Attribute names are vLLM's; docs/serving/metrics.md lists them. The library comes with the extra
+`tracing`.
 """
 
 from __future__ import annotations
@@ -34,9 +36,8 @@ class RequestRecord:
     model: str | None = None
     error: str | None = None
     gone: bool = False  # the client disconnected before the end
-    params: SamplingParams | PoolingParams | None = (
-        None  # None: nothing was submitted to the engine
-    )
+    # None: nothing was submitted to the engine
+    params: SamplingParams | PoolingParams | None = None
     answer_id: str = ""
     prompts: int = 0
     finish_reasons: list[str] = field(default_factory=list)
@@ -78,7 +79,8 @@ def attributes_of(
     scope: Scope, record: RequestRecord, took_s: float
 ) -> dict[str, str | int | float | list[str]]:
     """Return the attributes of a request's span. Times are in seconds; unknown ones are omitted."""
-    params, times = record.params, record.times
+    params = record.params
+    times = record.times
     if not isinstance(params, SamplingParams):
         params = SamplingParams(max_tokens=None)
     attributes: dict[str, str | int | float | list[str] | None] = {

@@ -1,4 +1,5 @@
-"""Flags of `vllm serve` that are renamed or unsupported here; `engine_flags` applies these tables."""
+"""Flags of `vllm serve` that are renamed or unsupported here; `engine_flags` applies these
+tables."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ RENAMED = {  # flags of vLLM's server -> ours
     "-sc": "--speculative-config",
     "-tp": "--tensor-parallel-size",
 }
-GROUPS = (  # flags that are accepted with vLLM's default only; those whose default is a bool take no value
+# flags that are accepted with vLLM's default only; those whose default is a bool take no value
+GROUPS = (
     Group(
         "pass the model as an argument: dovetail serve MODEL",
         {"--model": None},

@@ -1,6 +1,7 @@
-"""`DirectProtocol`: uvicorn's HTTP protocol with direct writes for streams, without a coroutine per write, and with limits against malicious clients
-that uvicorn lacks: on request heads, trailers and pipelining, on what one iteration of the event loop parses, and on unread answers. Pass it to uvicorn
-as `http=`."""
+"""`DirectProtocol`: uvicorn's HTTP protocol with direct writes for streams, without a coroutine per
+write, and with limits against malicious clients that uvicorn lacks: on request heads, trailers and
+pipelining, on what one iteration of the event loop parses, and on unread answers. Pass it to
+uvicorn as `http=`."""
 
 from __future__ import annotations
 
@@ -25,8 +26,12 @@ MAX_HEAD_BYTES = 65_536
 MAX_URL_BYTES = 8_192
 # Of headers, and of a URL's parameters: code that reads them takes microseconds for each.
 MAX_FIELDS = 128
-HEAD_S = 30.0  # timeout of a request head since the connection was opened or its first byte, and of a body that nobody reads any more
-MAX_AHEAD, MAX_AHEAD_BYTES = 16, 65_536  # pipelined requests, and their bodies
+# timeout of a request head since the connection was opened or its first byte, and of a body that
+# nobody reads any more
+HEAD_S = 30.0
+# pipelined requests, and their bodies
+MAX_AHEAD = 16
+MAX_AHEAD_BYTES = 65_536
 MAX_UNREAD_BYTES = 256 * 2**20  # of answers that wait for slow readers, over all connections
 _TOLD_S = 5.0  # time for a slow reader to read its backlog before the connection is cut
 
@@ -34,7 +39,8 @@ _TOLD_S = 5.0  # time for a slow reader to read its backlog before the connectio
 # An iteration accepts one connection, so a burst of new ones waits for as many iterations.
 VISITS = 8
 # Limits of one visit: bytes parsed, and headers plus chunks.
-VISIT_BYTES, VISIT_PARTS = 65_536, 128
+VISIT_BYTES = 65_536
+VISIT_PARTS = 128
 PARSED_BYTES = 2_048  # parsed at a time; the limits are checked in between
 
 
@@ -163,7 +169,8 @@ class _Flow(FlowControl):
 
 
 class DirectWriter:
-    """Writes parts of a response body once the head has been sent. `EventStream` finds it in the scope's extensions."""
+    """Writes parts of a response body once the head has been sent. `EventStream` finds it in the
+    scope's extensions."""
 
     __slots__ = ("_cycle", "_is_closing", "_note", "_write", "backlog")
 
@@ -171,7 +178,8 @@ class DirectWriter:
         """`note`: called after each write while the reader is behind."""
         self._cycle = cycle
         self._note = note
-        self._write, self._is_closing = cycle.transport.write, cycle.transport.is_closing
+        self._write = cycle.transport.write
+        self._is_closing = cycle.transport.is_closing
         self.backlog = cycle.transport.get_write_buffer_size  # unread bytes
 
     def write(self, data: bytes) -> None:
@@ -198,9 +206,11 @@ class DirectWriter:
 
 
 class DirectProtocol(HttpToolsProtocol):
-    """Adds a `DirectWriter` to the extensions of each request's scope. Versions of uvicorn without `_start_asgi_task` stream without it.
+    """Adds a `DirectWriter` to the extensions of each request's scope. Versions of uvicorn without
+    `_start_asgi_task` stream without it.
 
-    Trailers are discarded. Reading is never paused for pipelined requests, since a lost connection is only noticed while reading.
+    Trailers are discarded. Reading is never paused for pipelined requests, since a lost connection
+    is only noticed while reading.
     """
 
     flow: _Flow
@@ -208,12 +218,10 @@ class DirectProtocol(HttpToolsProtocol):
     _parsed_bytes = 0  # of them
     _parts = 0  # headers and pieces of bodies of this visit
     _is_parsing = False
-    _timer: asyncio.TimerHandle | None = (
-        None  # during a request head, or the rest of an unread body
-    )
-    _running: RequestResponseCycle | None = (
-        None  # the request being answered; `cycle` is the newest
-    )
+    # during a request head, or the rest of an unread body
+    _timer: asyncio.TimerHandle | None = None
+    # the request being answered; `cycle` is the newest
+    _running: RequestResponseCycle | None = None
     _in_message = False  # between its first and last byte
     _in_head = False
     _overhead_bytes = 0  # bytes read since the last byte of a body

@@ -1,1 +1,2 @@
-"""The room that programs and servers touch: requests in, text out. It stands above the engine's loop, which knows no YAML, tokenizers or text."""
+"""The room that programs and servers touch: requests in, text out. It stands above the engine's
+loop, which knows no YAML, tokenizers or text."""

@@ -1,7 +1,9 @@
-"""The process in which adapters are read: `adapters` starts it, and asks it through standard input and output, a line of JSON each.
+"""The process in which adapters are read: `adapters` starts it, and asks it through standard input
+and output, a line of JSON each.
 
-The files of an adapter are untrusted, and much of what reads them holds the interpreter's lock. A process doesn't hold up the engine, and the system
-bounds its processor time and memory. It also removes the folder of copies when the engine has gone without doing so, however that ended.
+The files of an adapter are untrusted, and much of what reads them holds the interpreter's lock. A
+process doesn't hold up the engine, and the system bounds its processor time and memory. It also
+removes the folder of copies when the engine has gone without doing so, however that ended.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from dovetail.front.worker_processes import OUT_OF_MEMORY, bound_process
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO) -> bool:
-    """Answer until the parent has ended. Return False if the memory ran out: the process can't be relied on after that."""
+    """Answer until the parent has ended. Return False if the memory ran out: the process can't be
+    relied on after that."""
     for line in requests:
         try:
             answer = json.dumps(_answer(line)).encode()
@@ -37,7 +40,8 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> bool:
 
 
 def _answer(line: bytes) -> dict[str, Any] | list[Any]:
-    """Read an adapter, and write it as executors read it; return its digest, or why it is refused. `null` only asks whether this process is there."""
+    """Read an adapter, and write it as executors read it; return its digest, or why it is refused.
+    `null` only asks whether this process is there."""
     request = json.loads(line)
     if request is None:
         return []

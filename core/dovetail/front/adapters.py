@@ -1,4 +1,5 @@
-"""`AdapterStore`: the LoRA adapters that an engine keeps on its host. Processes read them, while their requests wait."""
+"""`AdapterStore`: the LoRA adapters that an engine keeps on its host. Processes read them, while
+their requests wait."""
 
 from __future__ import annotations
 
@@ -25,12 +26,15 @@ from dovetail.request.lora import LoRARequest
 logger = logging.getLogger("dovetail")
 
 _WORKER = Path(__file__).with_name("adapter_worker.py")
-CPU_S, BYTES_A_CPU_S = (
-    3.0,
-    20e6,
-)  # processor time to read an adapter: what it may take in any case, and the slowest rate
-WALL_S, BYTES_A_WALL_S = 60.0, 1e6  # the same for a disk that is slow
-MEMORY_BYTES, MEMORY_A_BYTE = 1 << 30, 8  # address space
+# processor time to read an adapter: what it may take in any case, and the slowest rate
+CPU_S = 3.0
+BYTES_A_CPU_S = 20e6
+# the same for a disk that is slow
+WALL_S = 60.0
+BYTES_A_WALL_S = 1e6
+# address space
+MEMORY_BYTES = 1 << 30
+MEMORY_A_BYTE = 8
 
 
 class HostCopy:
@@ -38,13 +42,13 @@ class HostCopy:
 
     def __init__(self, digest: str, path: Path) -> None:
         self.digest, self.path = digest, str(path)
-        weakref.finalize(
-            self, partial(path.unlink, missing_ok=True)
-        ).atexit = False  # the directory is removed then
+        # the directory is removed then
+        weakref.finalize(self, partial(path.unlink, missing_ok=True)).atexit = False
 
 
 class _Readers:
-    """Processes that read adapters into a folder, and remove it when they end, even if this process is killed."""
+    """Processes that read adapters into a folder, and remove it when they end, even if this process
+    is killed."""
 
     def __init__(self, capacity: AdapterCapacity, most: int) -> None:
         self._capacity = capacity
@@ -54,7 +58,8 @@ class _Readers:
         self._numbers = itertools.count()
 
     def read(self, files: AdapterFiles) -> HostCopy:
-        """Return a checked copy of an adapter. Raises `RequestError` naming the file and what is wrong, or the limit that reading it exceeds."""
+        """Return a checked copy of an adapter. Raises `RequestError` naming the file and what is
+        wrong, or the limit that reading it exceeds."""
         size = min(sum(one[2] for one in files.seen), most_bytes(self._capacity))
         cpu_s = CPU_S + size / BYTES_A_CPU_S
         memory_bytes = MEMORY_BYTES + MEMORY_A_BYTE * size
@@ -159,16 +164,16 @@ class AdapterStore:
     """
 
     def __init__(self, capacity: AdapterCapacity, most: int, *, threads: int = 2) -> None:
-        self.capacity, self._most = capacity, most
+        self.capacity = capacity
+        self._most = most
         self._readers = _Readers(capacity, threads)
         self._threads = ThreadPoolExecutor(threads, "dovetail-adapters")
         self._lock = threading.Lock()
         self._inspections: dict[str, _Inspection] = {}
         self._names: dict[str, _Known] = {}
         self._copies: OrderedDict[str, HostCopy] = OrderedDict()  # by digest
-        self._alive: weakref.WeakValueDictionary[str, HostCopy] = (
-            weakref.WeakValueDictionary()
-        )  # with those of unfinished requests
+        # with those of unfinished requests
+        self._alive: weakref.WeakValueDictionary[str, HostCopy] = weakref.WeakValueDictionary()
         self._pinned: set[str] = set()  # names
         self._closed = False
 
@@ -187,9 +192,8 @@ class AdapterStore:
                 return inspection.following[0]
             adapter = RequestedAdapter(request.lora_name)
             if inspection is None:
-                self._threads.submit(
-                    self._inspect, adapter, request, within
-                )  # may raise: then there is no inspection
+                # may raise: then there is no inspection
+                self._threads.submit(self._inspect, adapter, request, within)
                 self._inspections[request.lora_name] = _Inspection()
             elif inspection.following is None:
                 inspection.following = adapter, request, within
@@ -278,7 +282,8 @@ class AdapterStore:
         copy = self._readers.read(files)
         if AdapterFiles.find(request.lora_path, within) != files:
             raise RequestError(
-                "its files were changed while they were read: write them to another directory, and rename that"
+                "its files were changed while they were read: write them to another directory, and "
+                "rename that"
             )
         with self._lock:
             copy = self._alive.setdefault(copy.digest, copy)  # equal adapters share a copy
@@ -289,7 +294,8 @@ class AdapterStore:
         return copy
 
     def _evict(self) -> None:
-        """Drop the copies without a name, and the least recently used ones that are too many, but none that is pinned."""
+        """Drop the copies without a name, and the least recently used ones that are too many, but
+        none that is pinned."""
         named = {known.digest for known in self._names.values()}
         self._copies = OrderedDict(
             (digest, copy) for digest, copy in self._copies.items() if digest in named

@@ -122,14 +122,16 @@ def assemble(
     clock: Clock | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Assembly:
-    """Raises `ConfigError`, `PluginError`, `UnsupportedError` or `ModelLoadError`; nothing stays behind then. What can be found wrong without
-    the model's weights is found before they are read."""
+    """Raises `ConfigError`, `PluginError`, `UnsupportedError` or `ModelLoadError`; nothing stays
+    behind then. What can be found wrong without the model's weights is found before they are
+    read."""
+    # made after the model
     config, registry, parts = read_parts(
         config,
         overrides,
         registry,
         imports=("scheduler", "kv_cache", "observer", "drafter", "tokenizer"),
-    )  # made after the model
+    )
     model_dir = resolve_model(config.model.path, registry)
     own_tokenizer = (
         None if parts.tokenizer is None else ComponentTokenizer(parts.tokenizer.ref(), model_dir)
@@ -156,8 +158,8 @@ def assemble(
         if own_tokenizer is not None:
             own_tokenizer.check_fits(capacity.vocab_size)
         core = _make_core(executor, capacity, config, parts, clock, model_drafter)
-        # If the executor froze what lasts, so that the garbage collector doesn't go through it while
-        # a step waits: now the books, later the tokenizer.
+        # If the executor froze what lasts, so that the garbage collector doesn't go through it
+        # while a step waits: now the books, later the tokenizer.
         freezes = gc.get_freeze_count() > frozen
         if freezes:
             gc.freeze()
@@ -237,13 +239,15 @@ def _component_values(
 def _pooling_facts(
     config: EngineConfig, capacity: Capacity, model_dir: Path
 ) -> PoolingFacts | None:
-    """Return how the engine pools, if it can. Raises `UnsupportedError` if it can't and the config says how."""
+    """Return how the engine pools, if it can. Raises `UnsupportedError` if it can't and the config
+    says how."""
     if capacity.pooling is not None:
         lengths = capacity.max_model_len, config.max_num_batched_tokens
         return PoolingFacts.of(capacity.pooling, model_dir, config.pooling.template, *lengths)
     if wrong := config.pooling.model_dump(exclude_defaults=True):
         raise UnsupportedError(
-            f"pooling.{min(wrong)}: executor {config.executor.label} can't pool: leave it out, or use `local` or `tensor`"
+            f"pooling.{min(wrong)}: executor {config.executor.label} can't pool: leave it out, or "
+            f"use `local` or `tensor`"
         )
     return None
 
@@ -271,12 +275,18 @@ def _start(executor: Executor, name: str) -> Capacity:
     except DovetailError:
         raise
     except Exception as error:  # of the device, usually
-        what = f"executor {name} can't start: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        what = (
+            f"executor {name} can't start: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}"
+        )
         if isinstance(error, ImportError):  # of a package that a library needs
             raise UnsupportedError(what) from error
         if not _is_of_memory(error):
             raise UnsupportedError(what) from error
-        remedy = "memory is short: lower max_num_seqs, max_model_len, gpu_memory_utilization, kv_cache_memory or max_num_batched_tokens"
+        remedy = (
+            "memory is short: lower max_num_seqs, max_model_len, gpu_memory_utilization, "
+            "kv_cache_memory or max_num_batched_tokens"
+        )
         raise UnsupportedError(f"{what}; {remedy}") from error
 
 
@@ -324,7 +334,8 @@ def _make_core(
     clock: Clock,
     model_drafter: ModelDrafter | None,
 ) -> EngineCore:
-    layout, num_pages = capacity.layout, capacity.num_pages
+    layout = capacity.layout
+    num_pages = capacity.num_pages
     kv: KVCacheManager = parts.kv_cache.make(KVContext(layout, num_pages, config.seed))
     check_groups(layout, kv, parts.kv_cache.qualified_name)
     check_pool(capacity, config.max_num_batched_tokens, trims=kv.capabilities.trim)
@@ -360,18 +371,21 @@ def _make_core(
 
 
 def _make_adapters(config: EngineConfig, capacity: Capacity, parts: Parts) -> AdapterStore | None:
-    """Make the store of adapters, if there are to be any. Raises `UnsupportedError` if the executor can't use them."""
+    """Make the store of adapters, if there are to be any. Raises `UnsupportedError` if the executor
+    can't use them."""
     if config.adapters is None:
         return None
     if capacity.adapters is None:
         raise UnsupportedError(
-            f"adapters: executor {parts.executor.qualified_name} can't use LoRA adapters: leave `adapters` out, or use `local`"
+            f"adapters: executor {parts.executor.qualified_name} can't use LoRA adapters: leave "
+            f"`adapters` out, or use `local`"
         )
     return AdapterStore(capacity.adapters, config.adapters.copies)
 
 
 def _make_model_drafter(config: EngineConfig, parts: Parts) -> ModelDrafter | None:
-    """Make the drafter if it drafts with a model, which the executor has to load; a simulation doesn't. Raises `UnsupportedError` if it can't."""
+    """Make the drafter if it drafts with a model, which the executor has to load; a simulation
+    doesn't. Raises `UnsupportedError` if it can't."""
     if (
         config.speculation is None
         or parts.drafter is None
@@ -380,11 +394,14 @@ def _make_model_drafter(config: EngineConfig, parts: Parts) -> ModelDrafter | No
         return None
     if parts.executor.load().capabilities.virtual_clock:
         return None
-    can, with_head = parts.executor.load().capabilities, parts.drafter.load().head is not None
+    can = parts.executor.load().capabilities
+    with_head = parts.drafter.load().head is not None
     if not (can.draft_head if with_head else can.draft_model):
         raise UnsupportedError(
-            f"speculation.drafter: {parts.drafter.qualified_name} drafts with a {'head' if with_head else 'model'}, which executor "
-            f"{parts.executor.qualified_name} can't run: use another drafter, such as `suffix`, or the executor `local`"
+            f"speculation.drafter: {parts.drafter.qualified_name} drafts with a "
+            f"{'head' if with_head else 'model'}, which executor "
+            f"{parts.executor.qualified_name} can't run: use another drafter, such as `suffix`, or "
+            f"the executor `local`"
         )
     drafter: ModelDrafter = parts.drafter.make(DrafterContext(0, config.speculation.max_drafts, 0))
     return drafter
@@ -402,11 +419,13 @@ def _make_timing(
         return PlanTiming
     if capacity.max_lines == 0:
         raise UnsupportedError(
-            f"speculation: executor {parts.executor.qualified_name} can't check drafts: leave `speculation` out, or use `local`"
+            f"speculation: executor {parts.executor.qualified_name} can't check drafts: leave "
+            f"`speculation` out, or use `local`"
         )
     if chosen.max_drafts >= capacity.max_lines:
         raise UnsupportedError(
-            f"speculation.max_drafts is {chosen.max_drafts}, but a step of executor {parts.executor.qualified_name} can check "
+            f"speculation.max_drafts is {chosen.max_drafts}, but a step of executor "
+            f"{parts.executor.qualified_name} can check "
             f"{capacity.max_lines - 1} drafts at most: lower it"
         )
     context = DrafterContext(capacity.vocab_size, chosen.max_drafts, capacity.max_model_len)

@@ -43,19 +43,20 @@ class _Consumer:
     def __init__(self, notify: Callable[[_Consumer], None], joins: bool) -> None:
         self.loop, self.news = asyncio.get_running_loop(), asyncio.Event()
         self.unread = Unread(partial(notify, self), joins)
-        self.aborted = (
-            False  # perhaps before the engine has the request: while its text is tokenized
-        )
+        # perhaps before the engine has the request: while its text is tokenized
+        self.aborted = False
 
     async def next(self) -> tuple[EngineOutput | None, BaseException | None]:
-        """Wait for news; return the new outputs coalesced into one, if any, and the exception that ended the request, if it has ended."""
+        """Wait for news; return the new outputs coalesced into one, if any, and the exception that
+        ended the request, if it has ended."""
         await self.news.wait()
         self.news.clear()
         return self.unread.take()
 
 
 class AsyncLLMEngine(SaysWhatIsMissing):
-    """An engine for asyncio. It runs in a thread of its own; texts are tokenized in another, since a long one takes as long as a step or two.
+    """An engine for asyncio. It runs in a thread of its own; texts are tokenized in another, since
+    a long one takes as long as a step or two.
 
     ```python
     async for output in engine.generate("a", "ROMEO:", SamplingParams(output_kind="delta")):
@@ -66,19 +67,19 @@ class AsyncLLMEngine(SaysWhatIsMissing):
     _engine_class = LLMEngine
 
     def __init__(self, engine: LLMEngine) -> None:
-        """Take ownership of `engine`, which is closed with this one. Raises `ConfigError` for anything but an `LLMEngine`."""
+        """Take ownership of `engine`, which is closed with this one. Raises `ConfigError` for
+        anything but an `LLMEngine`."""
         if not isinstance(engine, LLMEngine):
             raise ConfigError(
-                f'an AsyncLLMEngine is made by AsyncLLMEngine.from_config("demo") or of an LLMEngine, got {shown(engine)}'
+                f'an AsyncLLMEngine is made by AsyncLLMEngine.from_config("demo") or of an '
+                f"LLMEngine, got {shown(engine)}"
             )
         self.engine = engine
-        self._tokenizer = ThreadPoolExecutor(
-            1, "dovetail-tokenizer"
-        )  # one thread: texts stay in order
+        # one thread: texts stay in order
+        self._tokenizer = ThreadPoolExecutor(1, "dovetail-tokenizer")
         self._readers: dict[_Consumer, str] = {}  # request ids
-        self._to_wake: dict[
-            asyncio.AbstractEventLoop, list[_Consumer]
-        ] = {}  # since the last call of `_wake_readers`
+        # since the last call of `_wake_readers`
+        self._to_wake: dict[asyncio.AbstractEventLoop, list[_Consumer]] = {}
         engine.core.plan_timing.expects_arrivals = True
         self._thread = engine.run_in_thread(self._wake_readers)
 
@@ -122,15 +123,18 @@ class AsyncLLMEngine(SaysWhatIsMissing):
     ) -> AsyncGenerator[RequestOutput, None]: ...
 
     def generate(self, *args: Any, **fields: Any) -> AsyncGenerator[RequestOutput, None]:
-        """Stream the outputs of one request: `generate(request_id, prompt, params)`, or in vLLM's order `generate(prompt, sampling_params,
-        request_id)`, told apart by the position of the `SamplingParams`; all may be given by keyword. `fields` are those of
-        `LLMEngine.add_request`, which is called, and whose errors are raised, when the first output is requested.
+        """Stream the outputs of one request: `generate(request_id, prompt, params)`, or in vLLM's
+        order `generate(prompt, sampling_params, request_id)`, told apart by the position of the
+        `SamplingParams`; all may be given by keyword. `fields` are those of
+        `LLMEngine.add_request`, which is called, and whose errors are raised, when the first output
+        is requested.
 
-        Outputs are coalesced while the consumer is slow: deltas are joined, of cumulative outputs the newest is kept. So the buffer takes no more
-        memory than the answer.
+        Outputs are coalesced while the consumer is slow: deltas are joined, of cumulative outputs
+        the newest is kept. So the buffer takes no more memory than the answer.
 
-        Closing the iterator, or cancelling the task that reads it, aborts the request. Raises `RequestError` at once for arguments whose order is
-        ambiguous, and `EngineDeadError` when the engine fails or is closed before the request has finished.
+        Closing the iterator, or cancelling the task that reads it, aborts the request. Raises
+        `RequestError` at once for arguments whose order is ambiguous, and `EngineDeadError` when
+        the engine fails or is closed before the request has finished.
         """
         outputs = self._outputs(*_in_our_order(args, fields))
         return cast(AsyncGenerator[RequestOutput, None], outputs)  # those of a request that samples
@@ -148,7 +152,8 @@ class AsyncLLMEngine(SaysWhatIsMissing):
     def encode(
         self, *args: Any, **fields: Any
     ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
-        """Pool one prompt: the iterator yields its one output. Arguments, errors and ends are those of `generate`, with `PoolingParams`."""
+        """Pool one prompt: the iterator yields its one output. Arguments, errors and ends are those
+        of `generate`, with `PoolingParams`."""
         request_id, prompt, params, fields = _in_our_order(args, fields, "encode")
         outputs = self._outputs(
             request_id, prompt, PoolingParams() if params is None else params, fields
@@ -162,10 +167,8 @@ class AsyncLLMEngine(SaysWhatIsMissing):
         params: SamplingParams | PoolingParams | None,
         fields: dict[str, Any],
     ) -> AsyncGenerator[EngineOutput, None]:
-        joins, done = (
-            isinstance(params, SamplingParams) and params.output_kind is OutputKind.DELTA,
-            False,
-        )
+        joins = isinstance(params, SamplingParams) and params.output_kind is OutputKind.DELTA
+        done = False
         reader = _Consumer(self._notify, joins)
         self._readers[reader] = request_id
         try:
@@ -189,8 +192,9 @@ class AsyncLLMEngine(SaysWhatIsMissing):
                 self._thread.abandon([request_id], {0: reader.unread})
 
     async def abort(self, request_id: str | Sequence[str] | Set[str]) -> None:
-        """Abort one request or several: their iterators stop after the outputs sent so far. Unknown ids are ignored. Raises `RequestError` if it is
-        neither an id nor a list, tuple or set of ids."""
+        """Abort one request or several: their iterators stop after the outputs sent so far. Unknown
+        ids are ignored. Raises `RequestError` if it is neither an id nor a list, tuple or set of
+        ids."""
         ids = request_ids(request_id)
         for reader, its_id in [*self._readers.items()]:  # a copy: other event loops may change it
             reader.aborted |= its_id in ids
@@ -234,12 +238,14 @@ class AsyncLLMEngine(SaysWhatIsMissing):
         self._thread.check()
 
     def close(self) -> None:
-        """Stop the thread once the step under way is done, and release the model. Requests under way fail with `EngineDeadError`. Idempotent."""
+        """Stop the thread once the step under way is done, and release the model. Requests under
+        way fail with `EngineDeadError`. Idempotent."""
         self._tokenizer.shutdown(wait=False)
         self.engine.close()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Do what `close` does, by vLLM's name; `timeout` is ignored, since nothing waits for requests."""
+        """Do what `close` does, by vLLM's name; `timeout` is ignored, since nothing waits for
+        requests."""
         self.close()
 
     async def reset_prefix_cache(
@@ -301,8 +307,10 @@ class AsyncLLMEngine(SaysWhatIsMissing):
         self._to_wake.setdefault(reader.loop, []).append(reader)
 
     def _wake_readers(self) -> None:
-        """Wake each event loop once for all of its readers: a call for each would take longer than planning the step."""
-        to_wake, self._to_wake = self._to_wake, {}
+        """Wake each event loop once for all of its readers: a call for each would take longer than
+        planning the step."""
+        to_wake = self._to_wake
+        self._to_wake = {}
         for loop, readers in to_wake.items():
             with suppress(RuntimeError):  # the loop was closed: nobody listens
                 loop.call_soon_threadsafe(_wake, readers)
@@ -316,8 +324,9 @@ def _wake(readers: list[_Consumer]) -> None:
 def _in_our_order(
     args: tuple[Any, ...], fields: dict[str, Any], method: str = "generate"
 ) -> tuple[str, Prompt, Any, dict[str, Any]]:
-    """Sort the arguments of `AsyncLLMEngine.generate` or `encode`, given in either order, into id, prompt, params and the other fields. Raises
-    `RequestError`, also for parameters of the other method."""
+    """Sort the arguments of `AsyncLLMEngine.generate` or `encode`, given in either order, into id,
+    prompt, params and the other fields. Raises `RequestError`, also for parameters of the other
+    method."""
     kind, theirs = (
         (SamplingParams, "sampling_params")
         if method == "generate"
@@ -330,7 +339,8 @@ def _in_our_order(
     names = [name for name in _names(method, args, fields) if name not in fields]
     if len(args) > len(names):
         raise RequestError(
-            f"{method}() was given {len(args)} arguments by position, and by keyword {', '.join(sorted(fields))}: {_ORDERS}"
+            f"{method}() was given {len(args)} arguments by position, and by keyword "
+            f"{', '.join(sorted(fields))}: {_ORDERS}"
         )
     given = dict(zip(names, args, strict=False)) | {
         name: fields.pop(name) for name in ("request_id", "prompt", "params") if name in fields
@@ -343,18 +353,24 @@ def _in_our_order(
     return given["request_id"], given["prompt"], given.get("params"), fields
 
 
-_ORDERS = "it takes (request_id, prompt, params), or in vLLM's order (prompt, sampling_params or pooling_params, request_id)"
+_ORDERS = (
+    "it takes (request_id, prompt, params), or in vLLM's order (prompt, sampling_params or "
+    "pooling_params, request_id)"
+)
 
 
 def _names(method: str, args: tuple[Any, ...], fields: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the names of the positional arguments: vLLM has the parameters second, we have them last."""
-    ours, vllms = ("request_id", "prompt", "params"), ("prompt", "params", "request_id")
+    """Return the names of the positional arguments: vLLM has the parameters second, we have them
+    last."""
+    ours = ("request_id", "prompt", "params")
+    vllms = ("prompt", "params", "request_id")
     if "request_id" in fields or len(args) < 2 or "prompt" in fields:
         return vllms if "request_id" in fields else ours
     if isinstance(args[1], SamplingParams | PoolingParams):
         return vllms
     if args[1] is None or (len(args) > 2 and isinstance(args[2], str)):
         raise RequestError(
-            f"{method}() can't tell the id from the prompt: {_ORDERS}; name them, as in {method}(request_id=…, prompt=…)"
+            f"{method}() can't tell the id from the prompt: {_ORDERS}; name them, as in "
+            f"{method}(request_id=…, prompt=…)"
         )
     return ours

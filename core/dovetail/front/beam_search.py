@@ -1,7 +1,9 @@
-"""Beam search: the most probable answers to prompts, found by requests of one token each. `LLM.beam_search` is the call.
+"""Beam search: the most probable answers to prompts, found by requests of one token each.
+`LLM.beam_search` is the call.
 
-A *beam* is a prompt with the beginning of an answer. In each round, every beam is a request that returns the log-probabilities of its likeliest next
-tokens; the prefix cache holds the K and V of all but its last tokens. The continuations of a prompt's beams are ranked together, by the rules of
+A *beam* is a prompt with the beginning of an answer. In each round, every beam is a request that
+returns the log-probabilities of its likeliest next tokens; the prefix cache holds the K and V of
+all but its last tokens. The continuations of a prompt's beams are ranked together, by the rules of
 transformers' `generate(num_beams=…)` with its default, `early_stopping=False`.
 """
 
@@ -28,29 +30,28 @@ class BeamSearchSequence:
     """A prompt with an answer to it. `text` is that of `tokens`."""
 
     tokens: list[int]  # of prompt and answer; EOS included
-    logprobs: list[
-        TokenLogprobMap
-    ]  # one map for each token of the answer, of the likeliest tokens at its place
+    # one map for each token of the answer, of the likeliest tokens at its place
+    logprobs: list[TokenLogprobMap]
     cum_logprob: float = 0.0  # of the answer: the sum of its tokens' log-probabilities
     text: str | None = None  # None with detokenize=False
     finish_reason: FinishReason | None = None  # "stop": by EOS
-    stop_reason: int | str | None = (
-        None  # the EOS token's id, or the reason of a rejection or failure
-    )
-    score: float = (
-        -math.inf
-    )  # cum_logprob / (tokens of the answer) ** length_penalty: sequences are sorted by it
+    # the EOS token's id, or the reason of a rejection or failure
+    stop_reason: int | str | None = None
+    # cum_logprob / (tokens of the answer) ** length_penalty: sequences are sorted by it
+    score: float = -math.inf
 
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The answers to one prompt: as many as `beam_width`, the best first. Fewer if so few are possible."""
+    """The answers to one prompt: as many as `beam_width`, the best first. Fewer if so few are
+    possible."""
 
     sequences: list[BeamSearchSequence]
 
 
 class BeamSearch:
-    """The search for the answers to one prompt: while beams are `running`, call `advance` with the outputs of requests for one more token."""
+    """The search for the answers to one prompt: while beams are `running`, call `advance` with the
+    outputs of requests for one more token."""
 
     def __init__(
         self,
@@ -75,7 +76,9 @@ class BeamSearch:
             if not output.logprobs:  # rejected by the policy, or no room for it in the KV cache
                 self._end(output)
                 return
-        width, beams, self.running = self._params.beam_width, self.running, []
+        width = self._params.beam_width
+        beams = self.running
+        self.running = []
         self._length += 1
         maps = [output.logprobs[0] for output in outputs if output.logprobs]
         candidates = [
@@ -104,7 +107,9 @@ class BeamSearch:
             and self.running
             and self._score(self.running[0]) <= self.finished[-1].score
         ):
-            self.running = []  # unlikely to improve: with a length penalty above 0 the scores of longer answers may still rise
+            # unlikely to improve: with a length penalty above 0 the scores of longer answers may
+            # still rise
+            self.running = []
 
     def _finish(
         self, beam: BeamSearchSequence, reason: FinishReason, stop_reason: int | str | None
@@ -115,8 +120,10 @@ class BeamSearch:
         del self.finished[self._params.beam_width :]
 
     def _end(self, output: CompletionOutput) -> None:
-        """End the search with the beams as they are, for the reason for which one wasn't computed."""
-        beams, self.running = self.running, []
+        """End the search with the beams as they are, for the reason for which one wasn't
+        computed."""
+        beams = self.running
+        self.running = []
         for beam in beams:
             self._finish(beam, output.finish_reason or "error", output.stop_reason)
 
@@ -135,10 +142,12 @@ def beam_search(
     limit: int | None,
     ended: Callable[[int], object],
 ) -> list[BeamSearchOutput]:
-    """Search for the answers to all prompts, to at most `limit` at a time; None: as many as the engine has seats for.
+    """Search for the answers to all prompts, to at most `limit` at a time; None: as many as the
+    engine has seats for.
 
-    `adapters`: one for each prompt. `generate` returns the outputs of token ids, each computed with its adapter; `ended` is called with the number
-    of searches that ended in a round. Raises `RequestError` before anything is computed, and what `generate` raises.
+    `adapters`: one for each prompt. `generate` returns the outputs of token ids, each computed with
+    its adapter; `ended` is called with the number of searches that ended in a round. Raises
+    `RequestError` before anything is computed, and what `generate` raises.
     """
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params must be BeamSearchParams, got {shown(params)}")
@@ -149,10 +158,12 @@ def beam_search(
     tokenizer = engine.tokenizer if params.detokenize else None
     stop_ids = () if params.ignore_eos else engine.eos_token_ids
     # With an alternative for each token that may end a beam, enough others are left to go on with.
-    needed, most = params.beam_width + len(stop_ids), engine.config.limits.max_logprobs
+    needed = params.beam_width + len(stop_ids)
+    most = engine.config.limits.max_logprobs
     if needed > most:
         raise RequestError(
-            f"beam_width must be at most {most - len(stop_ids)}, got {params.beam_width}: a beam needs as many log-probabilities, and "
+            f"beam_width must be at most {most - len(stop_ids)}, got {params.beam_width}: a beam "
+            f"needs as many log-probabilities, and "
             f"{len(stop_ids)} for EOS, and there are at most {most} (limits.max_logprobs)"
         )
     one = SamplingParams(
@@ -163,15 +174,14 @@ def beam_search(
         detokenize=False,
         output_kind=OutputKind.FINAL,
     )
-    token_ids, max_len = (
-        engine.checked_prompts(engine.all_tokenized(prompts), one),
-        engine.capacity.max_model_len,
-    )
+    token_ids = engine.checked_prompts(engine.all_tokenized(prompts), one)
+    max_len = engine.capacity.max_model_len
     searches = [
         BeamSearch(ids, params, min(params.max_tokens, max_len - len(ids)), stop_ids, adapter)
         for ids, adapter in zip(token_ids, adapters, strict=True)
     ]
-    waiting, active = deque(searches), list[BeamSearch]()
+    waiting = deque(searches)
+    active = list[BeamSearch]()
     while waiting or active:
         active += [waiting.popleft() for _ in range(min(len(waiting), limit - len(active)))]
         beams = [(beam.tokens, search.adapter) for search in active for beam in search.running]
@@ -180,7 +190,8 @@ def beam_search(
         )
         for search in active:
             search.advance([next(outputs).outputs[0] for _ in search.running])
-        before, active = len(active), [search for search in active if search.running]
+        before = len(active)
+        active = [search for search in active if search.running]
         ended(before - len(active))
     if tokenizer is not None:
         for search in searches:

@@ -1,7 +1,9 @@
-"""Conversations made into prompts: `ChatFrontEnd` takes messages and `ChatOptions`, and gives what the model reads.
+"""Conversations made into prompts: `ChatFrontEnd` takes messages and `ChatOptions`, and gives what
+the model reads.
 
-For `LLM.chat`, the command line and servers. It knows a tokenizer and limits, and no engine. Templates are rendered by `chat_rendering`; a tokenizer
-of a plugin may encode conversations itself.
+For `LLM.chat`, the command line and servers. It knows a tokenizer and limits, and no engine.
+Templates are rendered by `chat_rendering`; a tokenizer of a plugin may encode conversations
+itself.
 """
 
 from __future__ import annotations
@@ -35,20 +37,23 @@ _OWN_ARGUMENTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """Options that say how a conversation becomes a prompt. Raises `RequestError` for options that contradict each other."""
+    """Options that say how a conversation becomes a prompt. Raises `RequestError` for options that
+    contradict each other."""
 
     tools: Sequence[Mapping[str, Any]] | None = None
-    """Functions that the model may call: `{"type": "function", "function": {"name": …, "description": …, "parameters": JSON schema}}`. The template
-    has to look at them."""
+    """Functions that the model may call: `{"type": "function", "function": {"name": …,
+    "description": …, "parameters": JSON schema}}`. The template has to look at them."""
 
     chat_template: str | None = None
-    """A Jinja template instead of the model's own; or the name of one of the model's, if it has several."""
+    """A Jinja template instead of the model's own; or the name of one of the model's, if it has
+    several."""
 
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Variables of the template, such as `enable_thinking`. The template has to look at each."""
 
     add_generation_prompt: bool | None = None
-    """End with the head of an assistant's message, so that the model answers. None: unless `continue_final_message`."""
+    """End with the head of an assistant's message, so that the model answers. None: unless
+    `continue_final_message`."""
 
     continue_final_message: bool = False
     """End amidst the last message, so that the model goes on with it."""
@@ -59,19 +64,22 @@ class ChatOptions:
                 raise RequestError(f"{name} must be True or False, got {shown(value)}")
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
-                "continue_final_message and add_generation_prompt contradict each other: the first goes on with the last message, "
+                "continue_final_message and add_generation_prompt contradict each other: the first "
+                "goes on with the last message, "
                 "the second begins another"
             )
         if not isinstance(self.chat_template, str | None):
             raise RequestError(
-                f"chat_template must be the text of a Jinja template, got {shown(self.chat_template)}"
+                f"chat_template must be the text of a Jinja template, got "
+                f"{shown(self.chat_template)}"
             )
         variables = {} if self.chat_template_kwargs is None else self.chat_template_kwargs
         if not isinstance(variables, Mapping) or not all(
             isinstance(name, str) for name in variables
         ):
             raise RequestError(
-                f'chat_template_kwargs must be a mapping like {{"enable_thinking": False}}, got {shown(variables)}'
+                f'chat_template_kwargs must be a mapping like {{"enable_thinking": False}}, got '
+                f"{shown(variables)}"
             )
         if wrong := [name for name in variables if name in _OWN_ARGUMENTS]:
             raise RequestError(f"chat_template_kwargs: {wrong[0]} is an argument of its own")
@@ -116,16 +124,20 @@ _CALL_FORMS = tuple(
 class ChatFrontEnd:
     """Makes prompts of conversations, for one model. Several threads may call it.
 
-    Messages are those of OpenAI's API: a role, and a content that is text or a list of parts of text. Where a template knows no parts, their texts
-    are joined by a newline. An assistant's `tool_calls` may have their arguments as JSON or as mappings: the template gets what it wants.
+    Messages are those of OpenAI's API: a role, and a content that is text or a list of parts of
+    text. Where a template knows no parts, their texts are joined by a newline. An assistant's
+    `tool_calls` may have their arguments as JSON or as mappings: the template gets what it
+    wants.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, limits: Limits, max_model_len: int | None = None
     ) -> None:
-        """`max_model_len`: of the model, in tokens; None if there is no model, and prompts may be of any length."""
+        """`max_model_len`: of the model, in tokens; None if there is no model, and prompts may be
+        of any length."""
         self._tokenizer = tokenizer
-        self._limits, self._max_model_len = limits, max_model_len
+        self._limits = limits
+        self._max_model_len = max_model_len
         self._renderer = TemplateRenderer(limits)
         self._reads = lru_cache(maxsize=64)(self._find_reads)
         self._call_form = lru_cache(maxsize=16)(self._find_call_form)
@@ -135,8 +147,8 @@ class ChatFrontEnd:
     ) -> str:
         """The text of a prompt. `cut`: the request's parameters truncate it, so it may be longer.
 
-        Raises `RequestError` if the model has no chat template, something is wrong with the messages or the options, the
-        template refuses them, or a limit is passed."""
+        Raises `RequestError` if the model has no chat template, something is wrong with the
+        messages or the options, the template refuses them, or a limit is passed."""
         options = options or ChatOptions()
         if self._tokenizer.encodes_chats:
             return self._encoded(messages, options, cut=cut).text
@@ -189,11 +201,12 @@ class ChatFrontEnd:
                 raise RequestError(
                     f"conversation {index}: {error}" if len(conversations) > 1 else str(error)
                 ) from None
+        # the template writes those
         ids = iter(
             self._tokenizer.encode_all(
                 [one for one in made if isinstance(one, str)], special_tokens=False
             )
-        )  # the template writes those
+        )
         return [TokenizedText(one, next(ids)) if isinstance(one, str) else one for one in made]
 
     def _encoded(
@@ -230,19 +243,19 @@ class ChatFrontEnd:
         self._renderer.close()
 
     def _template(self, options: ChatOptions) -> ChatTemplate:
-        """The one that the options say, or the model's own; of several, the one for tools if there are some."""
-        own, given, refused = (
-            self._tokenizer.chat_templates,
-            options.chat_template,
-            self._tokenizer.no_template,
-        )
+        """The one that the options say, or the model's own; of several, the one for tools if there
+        are some."""
+        own = self._tokenizer.chat_templates
+        given = options.chat_template
+        refused = self._tokenizer.no_template
         if given is not None and refused is not None:
             raise RequestError(f"chat_template: {refused}")
         if given is not None and given not in own:
             if "{{" not in given and "{%" not in given:
                 names = f" or one of {', '.join(own)}" if len(own) > 1 else ""
                 raise RequestError(
-                    f"chat_template must be the text of a Jinja template{names}, got {shown(given)}, which reads no message"
+                    f"chat_template must be the text of a Jinja template{names}, got "
+                    f"{shown(given)}, which reads no message"
                 )
             return ChatTemplate(given, given=True)
         if given is None:
@@ -254,7 +267,8 @@ class ChatFrontEnd:
             )
         if given not in own:
             raise RequestError(
-                f"this model has several chat templates and none is the default: give chat_template one of {', '.join(own)}"
+                f"this model has several chat templates and none is the default: give "
+                f"chat_template one of {', '.join(own)}"
             )
         return ChatTemplate(own[given])
 
@@ -288,15 +302,18 @@ class ChatFrontEnd:
         return content if reads.parts else "\n".join(part["text"] for part in content)
 
     def _find_reads(self, template: ChatTemplate, role: str) -> _Reads:
-        """Found by rendering two words, as a text and as parts: a template that doesn't know parts fails, or writes their keys between the words."""
-        first, second = secrets.token_hex(8), secrets.token_hex(8)
+        """Found by rendering two words, as a text and as parts: a template that doesn't know parts
+        fails, or writes their keys between the words."""
+        first = secrets.token_hex(8)
+        second = secrets.token_hex(8)
         parts = [{"type": "text", "text": first}, {"type": "text", "text": second}]
         variables = [
             self._probe(_probe_of_content(role, content))
             for content in (f"{first} {second}", parts)
         ]
         of_text, of_parts = self._renderer.try_all(template, variables)
-        begin, end = (of_parts or "").rfind(first), (of_parts or "").rfind(second)
+        begin = (of_parts or "").rfind(first)
+        end = (of_parts or "").rfind(second)
         between = of_parts[begin:end] if of_parts is not None and 0 <= begin < end else None
         return _Reads(
             text=first in (of_text or ""),
@@ -305,7 +322,8 @@ class ChatFrontEnd:
         )
 
     def _find_call_form(self, template: ChatTemplate) -> _CallForm:
-        """Found by rendering a call in each form, the usual ones first: in the right one the argument comes out, and not as Python would print it."""
+        """Found by rendering a call in each form, the usual ones first: in the right one the
+        argument comes out, and not as Python would print it."""
         word = secrets.token_hex(8)
         rendered = self._renderer.try_all(
             template, [self._probe(_probe_of_call({word: word}, form)) for form in _CALL_FORMS]
@@ -326,8 +344,10 @@ class ChatFrontEnd:
 
 
 def _probe_of_content(role: str, content: Any) -> list[dict[str, Any]]:
-    """A conversation in which a message of this role has this content, and the other roles are as templates want them."""
-    message, user = {"role": role, "content": content}, {"role": "user", "content": "x"}
+    """A conversation in which a message of this role has this content, and the other roles are as
+    templates want them."""
+    message = {"role": role, "content": content}
+    user = {"role": "user", "content": "x"}
     if role == "user":
         return [message]
     if role in ("system", "developer"):
@@ -379,7 +399,8 @@ def _check_calls(conversation: list[dict[str, Any]], text: str) -> None:
             checked.add(name)
             if name not in text:
                 raise RequestError(
-                    f"messages[{index}].tool_calls: the chat template leaves out the call of {shown(name)}"
+                    f"messages[{index}].tool_calls: the chat template leaves out the call of "
+                    f"{shown(name)}"
                 )
 
 
@@ -395,7 +416,8 @@ def _append_to_last(conversation: list[dict[str, Any]], text: str) -> None:
 
 
 def _until(text: str, mark: str) -> str:
-    """The text before the mark that ends the last message; as stripped at its end as the template stripped the mark's."""
+    """The text before the mark that ends the last message; as stripped at its end as the template
+    stripped the mark's."""
     at = text.rfind(mark)
     if at < 0:
         raise RequestError("continue_final_message: the chat template leaves out the last message")

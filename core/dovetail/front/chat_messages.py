@@ -1,6 +1,8 @@
-"""Messages of a conversation, in the form that OpenAI's API gave them: checked, and made into plain values that a chat template can read.
+"""Messages of a conversation, in the form that OpenAI's API gave them: checked, and made into plain
+values that a chat template can read.
 
-For `chat`. Everything that can be wrong with a message is said here, by its place in the conversation, before a template stumbles over it.
+For `chat`. Everything that can be wrong with a message is said here, by its place in the
+conversation, before a template stumbles over it.
 """
 
 from __future__ import annotations
@@ -15,16 +17,19 @@ from dovetail.errors import RequestError, shown
 Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# templates and engines name an assistant's thoughts differently
 _REASONING = (
     "reasoning_content",
     "reasoning",
     "thinking",
-)  # templates and engines name an assistant's thoughts differently
+)
 
 
 def read_conversation(messages: Any, template: str) -> list[dict[str, Any]]:
-    """The messages as plain dicts: contents are text, or lists of text parts; arguments of tool calls are mappings; no value is None; thoughts have
-    every name that templates know. A role is one of `ROLES`, or one that the `template` names. Raises `RequestError` naming the wrong message."""
+    """The messages as plain dicts: contents are text, or lists of text parts; arguments of tool
+    calls are mappings; no value is None; thoughts have every name that templates know. A role is
+    one of `ROLES`, or one that the `template` names. Raises `RequestError` naming the wrong
+    message."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(
             f"a conversation must be a list of messages, one or more, got {shown(messages)}"
@@ -44,7 +49,8 @@ def without_other_names(message: Mapping[str, Any]) -> dict[str, Any]:
 def _read_message(message: Any, place: str, template: str, texts: JsonTexts) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(
-            f'{place}: a message must be a mapping like {{"role": "user", "content": "…"}}, got {shown(message)}'
+            f'{place}: a message must be a mapping like {{"role": "user", "content": "…"}}, got '
+            f"{shown(message)}"
         )
     read = {key: value for key, value in message.items() if value is not None}
     _check_role(read.get("role"), place, template)
@@ -54,7 +60,8 @@ def _read_message(message: Any, place: str, template: str, texts: JsonTexts) -> 
         read["content"] = _read_content(read["content"], f"{place}.content")
     elif read["role"] != "assistant" or "tool_calls" not in read:
         raise RequestError(
-            f"{place}: it needs a content: only an assistant's message with tool_calls may have none"
+            f"{place}: it needs a content: only an assistant's message with tool_calls may have "
+            f"none"
         )
     elif not read["tool_calls"]:
         read["content"] = ""
@@ -69,7 +76,8 @@ def _check_role(role: Any, place: str, template: str) -> None:
         raise RequestError(f"{place}.role must be one of {', '.join(ROLES)}, got {shown(role)}")
     if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
         raise RequestError(
-            f"{place}.role must be one of {', '.join(ROLES)}, or one that the chat template names, got {shown(role)}"
+            f"{place}.role must be one of {', '.join(ROLES)}, or one that the chat template names, "
+            f"got {shown(role)}"
         )
 
 
@@ -92,7 +100,8 @@ def _read_part(part: Any, place: str) -> dict[str, Any]:
         )
     if part.get("type") != "text":
         raise RequestError(
-            f"{place} is of type {shown(part.get('type'))}; only parts of type 'text' are understood"
+            f"{place} is of type {shown(part.get('type'))}; only parts of type 'text' are "
+            f"understood"
         )
     if not isinstance(part.get("text"), str):
         raise RequestError(f"{place}.text must be a string, got {shown(part.get('text'))}")
@@ -112,14 +121,16 @@ def _read_tool_call(call: Any, place: str, texts: JsonTexts) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(
-            f'{place} must be like {{"type": "function", "function": {{"name": "…", "arguments": {{…}}}}}}, got {shown(call)}'
+            f'{place} must be like {{"type": "function", "function": {{"name": "…", "arguments": '
+            f"{{…}}}}}}, got {shown(call)}"
         )
     arguments = function.get("arguments")
     if isinstance(arguments, str):  # as OpenAI's API has them
         arguments = _object_of(arguments or "{}", texts)
     if not isinstance(arguments, Mapping | None):
         raise RequestError(
-            f"{place}.function.arguments must be a mapping, or the JSON text of one, got {shown(function['arguments'])}"
+            f"{place}.function.arguments must be a mapping, or the JSON text of one, got "
+            f"{shown(function['arguments'])}"
         )
     return {**call, "function": {**function, "arguments": dict(arguments or {})}}
 
@@ -144,7 +155,8 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
 def _read_tool(tool: Any, place: str) -> dict[str, Any]:
     if callable(tool):
         raise RequestError(
-            f"{place} is a Python function: give its description as a dict, which transformers.utils.get_json_schema makes of it"
+            f"{place} is a Python function: give its description as a dict, which "
+            f"transformers.utils.get_json_schema makes of it"
         )
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

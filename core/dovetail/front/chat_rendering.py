@@ -1,7 +1,9 @@
-"""Chat templates rendered in processes apart, so that none hurts the engine: one that is out of time is ended, one that is out of memory fails.
+"""Chat templates rendered in processes apart, so that none hurts the engine: one that is out of
+time is ended, one that is out of memory fails.
 
-For `chat`; `chat_worker` is what runs there. A render costs 0.15 ms more than in this process (0.8 ms for 40 KB of text, whose tokens take 40 ms),
-and the first one starts a process, in 0.1 s. The alternative, a guard on each operation of Jinja's sandbox, would have to know all that Python can do
+For `chat`; `chat_worker` is what runs there. A render costs 0.15 ms more than in this process (0.8
+ms for 40 KB of text, whose tokens take 40 ms), and the first one starts a process, in 0.1 s. The
+alternative, a guard on each operation of Jinja's sandbox, would have to know all that Python can do
 in one, and what each costs.
 """
 
@@ -20,22 +22,24 @@ from dovetail.front.request_checks import check_template_chars
 from dovetail.front.worker_processes import WorkerEndedError, WorkerProcess, WorkerProcesses
 
 _WORKER = Path(__file__).with_name("chat_worker.py")
-_OVERTIME_S = 5.0  # a process that hasn't ended itself for so long after its time was up is stopped, and killed
-_OWN_PROCESSES, _GIVEN_PROCESSES = (
-    4,
-    2,
-)  # at most, for models' own templates and for those that came with requests
+# a process that hasn't ended itself for so long after its time was up is stopped, and killed
+_OVERTIME_S = 5.0
+# at most, for models' own templates and for those that came with requests
+_OWN_PROCESSES = 4
+_GIVEN_PROCESSES = 2
 
 
 class ChatTemplate(NamedTuple):
-    """A template's text, and whether it came with the request: such templates may hold up each other, never the model's own."""
+    """A template's text, and whether it came with the request: such templates may hold up each
+    other, never the model's own."""
 
     text: str
     given: bool = False
 
 
 class TemplateRenderer:
-    """Renders chat templates; several threads may call it. Its processes are started when they are needed, and end with it or by `close`."""
+    """Renders chat templates; several threads may call it. Its processes are started when they are
+    needed, and end with it or by `close`."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -48,9 +52,11 @@ class TemplateRenderer:
     def render(
         self, template: ChatTemplate, variables: Mapping[str, Any], must_read: Sequence[str] = ()
     ) -> str:
-        """The text that the template makes of these variables, which are plain JSON values. `must_read`: variables that it has to look at.
+        """The text that the template makes of these variables, which are plain JSON values.
+        `must_read`: variables that it has to look at.
 
-        Raises `RequestError` if the template is wrong, refuses these variables, fails, or is over a limit; `MissingExtraError` without Jinja.
+        Raises `RequestError` if the template is wrong, refuses these variables, fails, or is over a
+        limit; `MissingExtraError` without Jinja.
         """
         [answer] = self._answers(template, [variables], must_read)
         if "text" not in answer:
@@ -61,7 +67,8 @@ class TemplateRenderer:
     def try_all(
         self, template: ChatTemplate, variables: Sequence[Mapping[str, Any]]
     ) -> list[str | None]:
-        """Render each like `render`, all within the time limit of one. An entry is None where the template refuses or fails."""
+        """Render each like `render`, all within the time limit of one. An entry is None where the
+        template refuses or fails."""
         return [answer.get("text") for answer in self._answers(template, variables, ())]
 
     def close(self) -> None:
@@ -86,7 +93,8 @@ class TemplateRenderer:
         line = _as_json({**request, "max_s": limits.max_template_s})
         if (chars := len(line) - len(template.text)) > limits.max_chat_chars:
             raise RequestError(
-                f"a conversation must have at most {limits.max_chat_chars:,} characters (limits.max_chat_chars), got {chars:,}"
+                f"a conversation must have at most {limits.max_chat_chars:,} characters "
+                f"(limits.max_chat_chars), got {chars:,}"
             )
         with (self._given if template.given else self._own).one() as process:
             try:
@@ -124,13 +132,25 @@ def _in_words(template: ChatTemplate, refusal: Mapping[str, Any], limits: Limits
         case "nested":
             return f"{whose} is nested too deeply"
         case "unread":
-            return f"{whose} doesn't look at {' and '.join(map(shown, refusal['names']))}: it would be ignored"
+            return (
+                f"{whose} doesn't look at {' and '.join(map(shown, refusal['names']))}: it "
+                f"would be ignored"
+            )
         case "long":
-            return f"{whose} makes more than {limits.max_chat_chars:,} characters of this conversation (limits.max_chat_chars)"
+            return (
+                f"{whose} makes more than {limits.max_chat_chars:,} characters of this "
+                f"conversation (limits.max_chat_chars)"
+            )
         case "memory":
-            return f"{whose} takes more than {limits.max_template_bytes:,} bytes of memory for this conversation (limits.max_template_bytes)"
+            return (
+                f"{whose} takes more than {limits.max_template_bytes:,} bytes of memory for "
+                f"this conversation (limits.max_template_bytes)"
+            )
         case "time":
-            return f"{whose} takes longer than {limits.max_template_s:g} s for this conversation (limits.max_template_s)"
+            return (
+                f"{whose} takes longer than {limits.max_template_s:g} s for this conversation "
+                f"(limits.max_template_s)"
+            )
         case "refuses":
             return f"{whose} refuses this conversation: {refusal['reason']}"
         case "fails":

@@ -1,9 +1,12 @@
-"""The process in which chat templates are rendered: `chat_rendering` starts it, and asks it through standard input and output, a line of JSON each.
+"""The process in which chat templates are rendered: `chat_rendering` starts it, and asks it through
+standard input and output, a line of JSON each.
 
-A template is an untrusted program: it comes with the model or the request. Jinja's sandbox denies access to files and to Python's internals, but
-can't limit time or memory. A process can: this one has a memory limit, and a watchdog that ends it after a timeout.
+A template is an untrusted program: it comes with the model or the request. Jinja's sandbox denies
+access to files and to Python's internals, but can't limit time or memory. A process can: this one
+has a memory limit, and a watchdog that ends it after a timeout.
 
-It runs as a file of its own, without the rest of Dovetail, so that it starts in the time that it takes to import Jinja.
+It runs as a file of its own, without the rest of Dovetail, so that it starts in the time that it
+takes to import Jinja.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class _Compiled(NamedTuple):
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}…{% endgeneration %}`: marks the assistant's part for those who train on it. Here it renders what is in it."""
+    """`{% generation %}…{% endgeneration %}`: marks the assistant's part for those who train on it.
+    Here it renders what is in it."""
 
     tags = {"generation"}  # noqa: RUF012 as Jinja has it
 
@@ -92,7 +96,8 @@ def _to_json(
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Make the environment that chat templates are written for: transformers' `apply_chat_template` has set the fashion."""
+    """Make the environment that chat templates are written for: transformers' `apply_chat_template`
+    has set the fashion."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
     )
@@ -180,7 +185,8 @@ def _generated(compiled: _Compiled, variables: Mapping[str, Any], max_chars: int
 
 def _line(error: BaseException) -> int | None:
     """The template's line that raised it."""
-    line, trace = None, error.__traceback__
+    line = None
+    trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == _TEMPLATE:
             line = trace.tb_lineno
@@ -189,7 +195,8 @@ def _line(error: BaseException) -> int | None:
 
 
 def _bound_memory(most_bytes: int) -> None:
-    """All allocations beyond raise MemoryError. Where there is no such bound (Windows, and macOS, which doesn't keep it), time alone bounds it."""
+    """All allocations beyond raise MemoryError. Where there is no such bound (Windows, and macOS,
+    which doesn't keep it), time alone bounds it."""
     try:
         import resource
 
@@ -200,7 +207,8 @@ def _bound_memory(most_bytes: int) -> None:
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO, most_bytes: int) -> None:
-    """Answer until the parent has gone, or the memory ran out: what is left of a process then is not to be trusted."""
+    """Answer until the parent has gone, or the memory ran out: what is left of a process then is
+    not to be trusted."""
     _bound_memory(most_bytes)
     for line in requests:
         try:
@@ -213,13 +221,13 @@ def _serve(requests: BinaryIO, answers: BinaryIO, most_bytes: int) -> None:
 
 
 def _answer(line: bytes) -> list[dict[str, Any]]:
-    """A text, or why there is none, for each set of variables; `null` only asks whether this process is there."""
+    """A text, or why there is none, for each set of variables; `null` only asks whether this
+    process is there."""
     request = json.loads(line)
     if request is None:
         return []
-    faulthandler.dump_traceback_later(
-        request.pop("max_s"), exit=True
-    )  # by a thread of C: also amidst a single operation, and with the parent gone
+    # by a thread of C: also amidst a single operation, and with the parent gone
+    faulthandler.dump_traceback_later(request.pop("max_s"), exit=True)
     try:
         return [
             _text_or_reason(request["text"], variables, request["must_read"], request["max_chars"])

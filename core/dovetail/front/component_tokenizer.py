@@ -1,4 +1,5 @@
-"""`ComponentTokenizer`: adapts a plugin's tokenizer to the front end. It validates what the plugin returns, and errors name the plugin."""
+"""`ComponentTokenizer`: adapts a plugin's tokenizer to the front end. It validates what the plugin
+returns, and errors name the plugin."""
 
 from __future__ import annotations
 
@@ -29,14 +30,16 @@ _PROBE = ' {"a": [1, "ée\u0301漢 \n\U0001f600"]}'
 
 
 class ComponentTokenizer(Tokenizer):
-    """Reads the vocabulary once, at construction, so that decoding can't fail later. An error in `encode` fails only its request."""
+    """Reads the vocabulary once, at construction, so that decoding can't fail later. An error in
+    `encode` fails only its request."""
 
     own: Component
 
     def __init__(self, ref: ComponentRef, directory: Path | str) -> None:
-        """`directory`: the model's files. Raises `PluginError` that names the component if it can't be created or returns invalid values, and any
-        `DovetailError` that it raises."""
-        self.ref, self.name = ref, ref.name
+        """`directory`: the model's files. Raises `PluginError` that names the component if it can't
+        be created or returns invalid values, and any `DovetailError` that it raises."""
+        self.ref = ref
+        self.name = ref.name
         try:
             self.own = ref.make(TokenizerContext(Path(directory)))
         except ModelLoadError as error:
@@ -60,7 +63,8 @@ class ComponentTokenizer(Tokenizer):
                 and self.decode(ids := self._known("encode", self.own.encode(_PROBE))) != _PROBE
             ):
                 raise ValueError(
-                    f"it encodes {_PROBE!r} as {list(ids)}, which decode to {self.decode(ids)!r}: declare exact=False if it changes texts"
+                    f"it encodes {_PROBE!r} as {list(ids)}, which decode to {self.decode(ids)!r}: "
+                    f"declare exact=False if it changes texts"
                 )
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -71,7 +75,8 @@ class ComponentTokenizer(Tokenizer):
         """Raise `UnsupportedError` if the model has fewer ids than the tokenizer."""
         if self.vocab_size > vocab_size:
             raise UnsupportedError(
-                f"tokenizer {self.name} has {self.vocab_size} token ids, but the model only has {vocab_size}: they don't match"
+                f"tokenizer {self.name} has {self.vocab_size} token ids, but the model only has "
+                f"{vocab_size}: they don't match"
             )
 
     @property
@@ -125,7 +130,8 @@ class ComponentTokenizer(Tokenizer):
                 next(token_id for token_id in ids if token_id in self._special_ids)
             ]
             raise RequestError(
-                f"tokenizer {self.name} encoded a text as the special token {special.decode(errors='replace')!r}"
+                f"tokenizer {self.name} encoded a text as the special token "
+                f"{special.decode(errors='replace')!r}"
             )
         return ids
 
@@ -142,11 +148,13 @@ class ComponentTokenizer(Tokenizer):
             raise RequestError(f"tokenizer {self.name} failed: {describe(error)}") from error
 
     def _known(self, what: str, ids: Collection[int]) -> list[int]:
-        """Return ids as integers. Raises `TypeError` or `ValueError` for anything else, or ids outside the vocabulary."""
+        """Return ids as integers. Raises `TypeError` or `ValueError` for anything else, or ids
+        outside the vocabulary."""
         known = [index(token_id) for token_id in ids]
         if known and not 0 <= min(known) <= max(known) < len(self._vocabulary):
             raise ValueError(
-                f"{what} has ids from {min(known)} to {max(known)}, expected ids from 0 to {len(self._vocabulary) - 1}"
+                f"{what} has ids from {min(known)} to {max(known)}, expected ids from 0 to "
+                f"{len(self._vocabulary) - 1}"
             )
         return known
 

@@ -42,7 +42,8 @@ class ComponentValues:
 
     def extra(self, given: Mapping[str, Any]) -> dict[str, BaseModel]:
         """Return a request's `extra`, validated. Raises `RequestError`."""
-        checked, context = {}, {"capacity": self.capacity}
+        checked = {}
+        context = {"capacity": self.capacity}
         for distribution, values in given.items():
             model = self.extra_models.get(distribution)
             if model is None:
@@ -97,7 +98,8 @@ class ComponentValues:
     def _arguments(self, name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a logits processor's arguments as plain values that its model accepts again,
         without the context. Raises `RequestError`, also for a number that isn't finite."""
-        model, place = self.arguments[name], f"logits_processors.{name.partition(':')[2]}"
+        model = self.arguments[name]
+        place = f"logits_processors.{name.partition(':')[2]}"
         if model is None:
             return given
         plain = thawed(given)

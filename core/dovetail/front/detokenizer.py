@@ -1,10 +1,12 @@
 """Token ids to text, token by token: never half a character, and nothing of a stop string.
 
-Two things hold text back: bytes of a character whose other bytes are to come, and a suffix that may turn out to begin a stop string. What has
-been released never changes, and with the flush it is the text that decoding all tokens at once gives.
+Two things hold text back: bytes of a character whose other bytes are to come, and a suffix that may
+turn out to begin a stop string. What has been released never changes, and with the flush it is the
+text that decoding all tokens at once gives.
 
-`StopStrings` finds a request's stop strings in streamed text with the automaton of Aho and Corasick ("Efficient string matching", Communications of
-the ACM 18, 1975): the cost of a character doesn't depend on the number of strings. A state is the longest suffix of the text that begins a stop
+`StopStrings` finds a request's stop strings in streamed text with the automaton of Aho and Corasick
+("Efficient string matching", Communications of the ACM 18, 1975): the cost of a character doesn't
+depend on the number of strings. A state is the longest suffix of the text that begins a stop
 string. On a mismatch the state's *fallback*, the next shorter such suffix, is tried.
 """
 
@@ -26,24 +28,25 @@ if TYPE_CHECKING:
 
 MARK = "\0"  # begins a symbol that isn't a character: the name of a special token follows
 START = 0  # state without a partial match
-CONTEXT = (
-    6  # tokens that the next ones are decoded after: some tokenizers drop the space of a first word
-)
-MAX_HELD = (
-    8  # tokens held back as half a character; more are nonsense, and the first of them are released
-)
+# tokens that the next ones are decoded after: some tokenizers drop the space of a first word
+CONTEXT = 6
+# tokens held back as half a character; more are nonsense, and the first of them are released
+MAX_HELD = 8
+# of text that is kept: a tokenizer written in Python may make half a surrogate pair of a token
 ENCODING = (
     "utf-8",
     "surrogatepass",
-)  # of text that is kept: a tokenizer written in Python may make half a surrogate pair of a token
+)
 MAX_HALF = 3  # tokens that half a character can have: one of four bytes less one, a byte each
 
 
 class StopStrings:
-    """Automaton of one request's stop strings, of which none is empty. All samples share it and keep their own states.
+    """Automaton of one request's stop strings, of which none is empty. All samples share it and
+    keep their own states.
 
-    It reads symbols: the characters of the text, and special tokens that the text leaves out, each of which is one symbol. A stop string that has the
-    name of a special token matches the token as well as the same characters.
+    It reads symbols: the characters of the text, and special tokens that the text leaves out, each
+    of which is one symbol. A stop string that has the name of a special token matches the token as
+    well as the same characters.
     """
 
     __slots__ = ("_edges", "_fallback", "_found", "_held", "marks")
@@ -54,9 +57,8 @@ class StopStrings:
         self._edges: dict[tuple[int, str], int] = {}  # (state, next character) -> state
         self._fallback = [START]  # by state
         self._found = [0]  # by state: the length of the longest stop string that ends here, or 0
-        self._held = [
-            0
-        ]  # by state: the length of the longest suffix that begins a stop string and isn't all of it
+        # by state: the length of the longest suffix that begins a stop string and isn't all of it
+        self._held = [0]
         for stop in stops:
             self._add(stop)
             if special is not None and (marks := special.marks_in(stop)):
@@ -65,9 +67,12 @@ class StopStrings:
         self._link()
 
     def advance(self, state: int, text: Sequence[str], stop: bool = True) -> tuple[int, int, int]:
-        """Return (state, 0, 0) after the symbols of `text`. If `stop` is true and a stop string ends in them: the state at the first such end, the
-        length of the longest one that ends there, and the number of symbols after it."""
-        edges, fallback, found = self._edges, self._fallback, self._found
+        """Return (state, 0, 0) after the symbols of `text`. If `stop` is true and a stop string
+        ends in them: the state at the first such end, the length of the longest one that ends
+        there, and the number of symbols after it."""
+        edges = self._edges
+        fallback = self._fallback
+        found = self._found
         for place, char in enumerate(text, start=1):
             while (state, char) not in edges and state != START:
                 state = fallback[state]
@@ -93,7 +98,8 @@ class StopStrings:
         self._found[state] = len(stop)
 
     def _link(self) -> None:
-        """Compute fallbacks, from short states to long ones. A state without a longer match inherits its fallback's `_found` and `_held`."""
+        """Compute fallbacks, from short states to long ones. A state without a longer match
+        inherits its fallback's `_found` and `_held`."""
         children: list[list[tuple[str, int]]] = [[] for _ in self._found]
         for (state, char), child in self._edges.items():
             children[state].append((char, child))
@@ -147,7 +153,8 @@ class TokenText(Protocol):
     """Text of a growing list of token ids."""
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """Add tokens and return the text that can no longer change: often that of these tokens, sometimes none."""
+        """Add tokens and return the text that can no longer change: often that of these tokens,
+        sometimes none."""
 
     def flush(self) -> str:
         """Return what was held back, half a character, as U+FFFD."""
@@ -166,10 +173,12 @@ def token_text(
 
 
 class BytePieces(dict[int, bytes]):
-    """Token id -> its bytes, for a byte-level tokenizer: one whose text is that of its tokens' bytes, one after the other."""
+    """Token id -> its bytes, for a byte-level tokenizer: one whose text is that of its tokens'
+    bytes, one after the other."""
 
     def __init__(self, bytes_of: Callable[[int], bytes], skipped: frozenset[int]) -> None:
-        self._bytes_of, self._skipped = bytes_of, skipped
+        self._bytes_of = bytes_of
+        self._skipped = skipped
         self.texts = PieceTexts(self)
 
     def __missing__(self, token_id: int) -> bytes:
@@ -209,13 +218,14 @@ def byte_pieces(tokenizer: Tokenizer, skip_special_tokens: bool, /) -> BytePiece
 
 
 class ByteLevelText:
-    """For byte-level tokenizers: looks up each token's bytes and decodes them as UTF-8. Between characters, a token of whole ones is looked up as
-    text."""
+    """For byte-level tokenizers: looks up each token's bytes and decodes them as UTF-8. Between
+    characters, a token of whole ones is looked up as text."""
 
     __slots__ = ("_between", "_decoder", "_pieces", "_texts")
 
     def __init__(self, pieces: BytePieces) -> None:
-        self._pieces, self._texts = pieces, pieces.texts
+        self._pieces = pieces
+        self._texts = pieces.texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._between = True  # no bytes of a character wait for its others
 
@@ -236,10 +246,12 @@ class ByteLevelText:
 
 
 class WindowText:
-    """For any tokenizer: decodes the new tokens together with a few before them, since what they look like depends on those.
+    """For any tokenizer: decodes the new tokens together with a few before them, since what they
+    look like depends on those.
 
-    The window starts where text was once released, so that it doesn't cut a character. Where a tokenizer spells broken UTF-8 by another rule
-    than byte by byte, broken output (and it alone) may differ from decoding all at once.
+    The window starts where text was once released, so that it doesn't cut a character. Where a
+    tokenizer spells broken UTF-8 by another rule than byte by byte, broken output (and it alone)
+    may differ from decoding all at once.
     """
 
     __slots__ = ("_before", "_held", "_ids", "_mark", "_skip", "_tokenizer")
@@ -247,7 +259,8 @@ class WindowText:
     def __init__(
         self, tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool
     ) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._ids = self._window(context)  # [context | held back]
         self._held = 0  # how many are held back
         self._mark = len(self._ids)  # in the context, where the next window starts
@@ -280,7 +293,8 @@ class WindowText:
     def _release(self, text: str, held: int) -> str:
         """`text` is the window's, without its last `held` tokens."""
         new = text[len(self._before) :]
-        self._before, self._held = text, held
+        self._before = text
+        self._held = held
         settled = len(self._ids) - held
         if settled - self._mark >= CONTEXT:
             del self._ids[: self._mark]
@@ -289,7 +303,8 @@ class WindowText:
         return new
 
     def _window(self, context: Sequence[int]) -> list[int]:
-        """The last of these tokens: at least `CONTEXT`, and more until they have text and start with a whole character."""
+        """The last of these tokens: at least `CONTEXT`, and more until they have text and start
+        with a whole character."""
         for size in range(CONTEXT, 4 * CONTEXT):
             ids = list(context[-size:])
             text = self._decode(ids)
@@ -299,10 +314,12 @@ class WindowText:
 
 
 class IncrementalText:
-    """The text of one sample. `text` is all that is certain; with stop strings, a suffix that could begin one is not.
+    """The text of one sample. `text` is all that is certain; with stop strings, a suffix that could
+    begin one is not.
 
-    A stop string matches as soon as its last character is there, wherever the tokens' borders are; of those that end together the one that
-    began first. One that ends before `min_tokens` tokens is text like any other.
+    A stop string matches as soon as its last character is there, wherever the tokens' borders are;
+    of those that end together the one that began first. One that ends before `min_tokens` tokens is
+    text like any other.
     """
 
     __slots__ = (
@@ -327,11 +344,14 @@ class IncrementalText:
     ) -> None:
         """`stops`: those of `params`, which the samples of a request share; None if it has none."""
         self._tokens = token_text(tokenizer, prompt_token_ids, params.skip_special_tokens)
-        self._stops, self._state = stops, START
+        self._stops = stops
+        self._state = START
         self._include = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._released = bytearray()  # UTF-8. Not a list of pieces: the garbage collector would go through those of all running requests
+        # UTF-8. Not a list of pieces: the garbage collector would go through those of all running
+        # requests
+        self._released = bytearray()
         self._taken = 0  # bytes of it, as deltas
         self._held: list[str] = []  # symbols that could begin a stop string
         self.stopped: str | None = None  # the stop string that ended it
@@ -348,7 +368,8 @@ class IncrementalText:
         return delta
 
     def delta_of(self, token_ids: Sequence[int]) -> str:
-        """Add tokens of a request without stop strings, all of whose deltas were taken, and return the delta. `text` will be without it."""
+        """Add tokens of a request without stop strings, all of whose deltas were taken, and return
+        the delta. `text` will be without it."""
         return self._tokens.append(token_ids)
 
     def append(self, token_ids: Sequence[int]) -> None:
@@ -367,8 +388,8 @@ class IncrementalText:
         return None if matched is None else Finish(EndReason.STOP, matched)
 
     def append_and_check(self, token_id: int) -> str | None:
-        """One more token of a request with stop strings; the one that it completes, or None. From the match on (or from its end, with
-        `include_stop_str_in_output`) nothing becomes text."""
+        """One more token of a request with stop strings; the one that it completes, or None. From
+        the match on (or from its end, with `include_stop_str_in_output`) nothing becomes text."""
         if self.stopped is not None or self._stops is None:
             return self.stopped
         self._num_tokens += 1
@@ -392,7 +413,8 @@ class IncrementalText:
         return None
 
     def flush(self, stopped: bool = False) -> None:
-        """End the text. What was held back is released, unless a stop string ended it (`stopped`, or as seen here)."""
+        """End the text. What was held back is released, unless a stop string ended it (`stopped`,
+        or as seen here)."""
         if not stopped and self.stopped is None:
             self._put([*self._held, *self._tokens.flush()], [])
         self._held = []

@@ -152,7 +152,8 @@ def _unknown(name: str) -> str:
 
 
 def engine_config_of(arguments: EngineArgs | EngineConfig) -> EngineConfig:
-    """Return the `EngineConfig` of either type. Raises `ConfigError` for anything else, such as vLLM's."""
+    """Return the `EngineConfig` of either type. Raises `ConfigError` for anything else, such as
+    vLLM's."""
     if isinstance(arguments, EngineArgs):
         return arguments.create_engine_config()
     if isinstance(arguments, EngineConfig):
@@ -168,7 +169,8 @@ def flag_of(name: str) -> str:
 
 
 def flag_value(name: str, text: str) -> Any:
-    """Parse a flag's value as YAML, or as one of vLLM's short counts (32k, 1.5M). Raises `ConfigError`."""
+    """Parse a flag's value as YAML, or as one of vLLM's short counts (32k, 1.5M). Raises
+    `ConfigError`."""
     if not text.strip():
         raise ConfigError(f"{flag_of(name)}: needs a value")
     if name in _COUNTS and (short := _SHORT.fullmatch(text)):
@@ -195,6 +197,5 @@ def _read_flag(name: str) -> Callable[[str], Any]:
 
 
 _COUNTS = {"max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"}
-_SHORT = re.compile(
-    r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kmgtKMGT])"
-)  # small letters: powers of 1000; capital ones: of 1024
+# small letters: powers of 1000; capital ones: of 1024
+_SHORT = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kmgtKMGT])")

@@ -1,4 +1,5 @@
-"""Facts that an engine tells of itself, under the names that vLLM's users know: its model, scheduler, cache and devices, and its counts."""
+"""Facts that an engine tells of itself, under the names that vLLM's users know: its model,
+scheduler, cache and devices, and its counts."""
 
 from __future__ import annotations
 
@@ -148,15 +149,20 @@ def lora_config(config: EngineConfig) -> LoRAConfig | None:
 
 
 def ranks_in_words(capacity: Capacity) -> str:
-    """Return what a start-up message says of an executor with several ranks, " on 2 ranks (cuda:0, cuda:1; sums by nccl)"; empty for one."""
+    """Return what a start-up message says of an executor with several ranks, " on 2 ranks (cuda:0,
+    cuda:1; sums by nccl)"; empty for one."""
     details = capacity.details
     if int(details.get("ranks", 1)) == 1:
         return ""
-    return f" on {details['ranks']} ranks ({details.get('device')}; sums by {details.get('all_reduce')})"
+    return (
+        f" on {details['ranks']} ranks ({details.get('device')}; sums by "
+        f"{details.get('all_reduce')})"
+    )
 
 
 def groups_in_words(capacity: Capacity) -> str:
-    """Return what a start-up message says of a model with several cache groups, whole lines; empty for one."""
+    """Return what a start-up message says of a model with several cache groups, whole lines; empty
+    for one."""
     groups, states = (capacity.details.get(key) for key in ("kv_groups", "states"))
     return "".join(
         (f"KV cache: {groups}\n" if groups else "", f"states: {states}\n" if states else "")
@@ -219,8 +225,10 @@ def metrics(stats: EngineStats) -> list[Metric]:
 def line(stats: EngineStats) -> str:
     """The same for a log."""
     return (
-        f"{stats.running} running, {stats.waiting} waiting, {stats.finished} finished; {stats.prefill_tokens} tokens prefilled, "
-        f"{stats.cached_tokens} found in the prefix cache, {stats.generated_tokens} generated; {stats.preemptions} preemptions; "
+        f"{stats.running} running, {stats.waiting} waiting, {stats.finished} finished; "
+        f"{stats.prefill_tokens} tokens prefilled, "
+        f"{stats.cached_tokens} found in the prefix cache, {stats.generated_tokens} generated; "
+        f"{stats.preemptions} preemptions; "
         f"K and V in use: {_held_share(stats):.0%}"
     )
 

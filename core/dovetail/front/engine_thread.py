@@ -1,4 +1,5 @@
-"""`EngineThread`: drives an `LLMEngine` in a thread of its own, for callers in other threads. `LLM` and `AsyncLLMEngine` each have one.
+"""`EngineThread`: drives an `LLMEngine` in a thread of its own, for callers in other threads. `LLM`
+and `AsyncLLMEngine` each have one.
 
 `Unread` coalesces a request's outputs while its consumer is slow.
 """
@@ -49,24 +50,24 @@ class Aborted(Exception):
 
 
 class EngineThread:
-    """Runs calls first come, first served, between steps, and steps while any request has a reader: its outputs go to an `Unread`.
+    """Runs calls first come, first served, between steps, and steps while any request has a reader:
+    its outputs go to an `Unread`.
 
-    While idle it holds no reference to the engine, so that an unused engine is freed; the thread then ends. All methods but those under "In the
-    engine's thread" may be called by any thread.
+    While idle it holds no reference to the engine, so that an unused engine is freed; the thread
+    then ends. All methods but those under "In the engine's thread" may be called by any thread.
     """
 
     def __init__(self, engine: DrivenEngine, flush: Call) -> None:
-        """`flush` is called in the thread after each round of calls and each step, when readers have been notified."""
+        """`flush` is called in the thread after each round of calls and each step, when readers
+        have been notified."""
         self._engine = weakref.ref(engine)
         self._flush = flush
-        self._calls: SimpleQueue[Call | None] = (
-            SimpleQueue()
-        )  # None: end. `put` is reentrant: finalizers may call it at any point
+        # None: end. `put` is reentrant: finalizers may call it at any point
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._next: deque[Call | None] = deque()  # taken from the queue already
         self._readers: dict[str, Unread] = {}  # by request id
-        self._unclaimed: dict[
-            str, Unread
-        ] = {}  # by id: outputs for `step`, of requests that have no reader
+        # by id: outputs for `step`, of requests that have no reader
+        self._unclaimed: dict[str, Unread] = {}
         self._door = threading.Lock()  # no call is queued once the thread has ended
         self._failure: EngineDeadError | None = None
         self._thread = threading.Thread(target=self._run, name="dovetail-engine", daemon=True)
@@ -74,13 +75,15 @@ class EngineThread:
         weakref.finalize(engine, self._calls.put, None).atexit = False
 
     def submit(self, call: Call) -> None:
-        """Queue a call, which must not raise; one made by a call runs after the next step. Raises `EngineDeadError` if the thread has ended."""
+        """Queue a call, which must not raise; one made by a call runs after the next step. Raises
+        `EngineDeadError` if the thread has ended."""
         with self._door:
             self.check()
             self._calls.put(call)
 
     def call(self, function: Callable[[], R]) -> R:
-        """Run `function` between steps and return its result or raise its error; in this thread if the engine's thread has ended."""
+        """Run `function` between steps and return its result or raise its error; in this thread if
+        the engine's thread has ended."""
         if threading.get_ident() == self._thread.ident:
             return function()
         result: Future[R] = Future()
@@ -99,7 +102,8 @@ class EngineThread:
         return result.result()
 
     def step(self) -> list[EngineOutput]:
-        """Return the waiting outputs of requests without a reader; run a step first if there are none."""
+        """Return the waiting outputs of requests without a reader; run a step first if there are
+        none."""
         if not (outputs := self._take_unclaimed()):
             self.call(self._step)
             outputs = self._take_unclaimed()
@@ -124,7 +128,8 @@ class EngineThread:
             raise _copy(self._failure)
 
     def close(self) -> None:
-        """End the thread once the step under way is done. Its readers get an `EngineDeadError`. Idempotent."""
+        """End the thread once the step under way is done. Its readers get an `EngineDeadError`.
+        Idempotent."""
         self._calls.put(None)
         if threading.get_ident() != self._thread.ident:
             self._thread.join()
@@ -170,8 +175,9 @@ class EngineThread:
         self._flush()
 
     def _take_calls(self, wait: bool) -> bool:
-        """Run the calls that are queued now, but no later ones: a caller that never stops must not keep the engine from its steps. `wait`: wait for
-        one. Returns False if the thread should end."""
+        """Run the calls that are queued now, but no later ones: a caller that never stops must not
+        keep the engine from its steps. `wait`: wait for one. Returns False if the thread should
+        end."""
         if wait and not self._next:
             self._next.append(self._calls.get())
         goes_on = True
@@ -202,7 +208,8 @@ class EngineThread:
 
     def _take_unclaimed(self) -> list[EngineOutput]:
         with self._door:
-            waiting, self._unclaimed = self._unclaimed, {}
+            waiting = self._unclaimed
+            self._unclaimed = {}
         return [output for unread in waiting.values() if (output := unread.take()[0]) is not None]
 
     def _drop(self, request_ids: Sequence[str], unreads: Mapping[int, Unread]) -> None:
@@ -230,19 +237,19 @@ def _copy(error: EngineDeadError) -> EngineDeadError:
 
 
 class Unread:
-    """Filled by the engine's thread, emptied by the consumer's. Deltas are joined, of cumulative outputs the newest is kept: memory is bounded by the
-    answer's length, and a consumer that keeps up gets each output as it was put in."""
+    """Filled by the engine's thread, emptied by the consumer's. Deltas are joined, of cumulative
+    outputs the newest is kept: memory is bounded by the answer's length, and a consumer that keeps
+    up gets each output as it was put in."""
 
     def __init__(self, notify: Callable[[], None], joins: bool = False) -> None:
-        """`notify` is called by the producer when something is there and the consumer hasn't been notified since its last `take`. `joins`: the
-        outputs are deltas."""
+        """`notify` is called by the producer when something is there and the consumer hasn't been
+        notified since its last `take`. `joins`: the outputs are deltas."""
         self.joins = joins
         self._notify = notify
         self._lock = threading.Lock()
         self._output: EngineOutput | None = None  # the newest
-        self._deltas: dict[int, _Deltas] | None = (
-            None  # by sample: all that wait, `_output` included; None while that is the only one
-        )
+        # by sample: all that wait, `_output` included; None while that is the only one
+        self._deltas: dict[int, _Deltas] | None = None
         self._notified = False
         self._end: BaseException | None = None
 
@@ -258,7 +265,8 @@ class Unread:
                     _append(self._deltas, self._output.outputs)
                 _append(self._deltas, output.outputs)
             self._output = output
-            notified, self._notified = self._notified, True
+            notified = self._notified
+            self._notified = True
         if not notified:
             self._notify()
 
@@ -266,20 +274,20 @@ class Unread:
         """Note that no more outputs come, and why."""
         with self._lock:
             self._end = reason
-            notified, self._notified = self._notified, True
+            notified = self._notified
+            self._notified = True
         if not notified:
             self._notify()
 
     def take(self) -> tuple[EngineOutput | None, BaseException | None]:
-        """Return the output that waits, if any, and the exception that ended the request, if it has ended."""
+        """Return the output that waits, if any, and the exception that ended the request, if it has
+        ended."""
         with self._lock:
-            output, deltas, self._output, self._deltas, self._notified = (
-                self._output,
-                self._deltas,
-                None,
-                None,
-                False,
-            )
+            output = self._output
+            deltas = self._deltas
+            self._output = None
+            self._deltas = None
+            self._notified = False
             end = self._end
         if isinstance(output, RequestOutput) and deltas is not None:
             output = replace(output, outputs=[deltas[index].joined() for index in sorted(deltas)])

@@ -1,7 +1,9 @@
 """`GrammarTrials`: compiles specs on trial, in processes that can be ended.
 
-For `grammars`. A spec is untrusted, and the libraries that compile it take time that is cubic in its length for some, with no way to stop. A compiled
-grammar can't leave its process. So a spec is compiled twice: what has passed a trial is known to take little time and memory, and not to crash.
+For `grammars`. A spec is untrusted, and the libraries that compile it take time that is cubic in
+its length for some, with no way to stop. A compiled grammar can't leave its process. So a spec is
+compiled twice: what has passed a trial is known to take little time and memory, and not to
+crash.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ class Trials(Protocol):
     """Interface through which `GrammarCompiler` compiles untrusted specs on trial. Thread safe."""
 
     def check(self, spec: GrammarSpec, seconds: float) -> None:
-        """Compile a spec on trial. Raises `TrialTimeoutError` if that takes longer than `seconds`, `RequestError` if it doesn't compile or takes too
-        much memory."""
+        """Compile a spec on trial. Raises `TrialTimeoutError` if that takes longer than `seconds`,
+        `RequestError` if it doesn't compile or takes too much memory."""
 
     def prepare(self) -> None:
         """Start a process, so that the first spec doesn't wait for that."""

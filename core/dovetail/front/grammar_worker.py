@@ -1,7 +1,9 @@
-"""The process in which grammars are tried: `grammar_trials` starts it, and asks it through standard input and output, a line of JSON each.
+"""The process in which grammars are tried: `grammar_trials` starts it, and asks it through standard
+input and output, a line of JSON each.
 
-It makes the grammar backend once, and compiles nothing itself: a fork of it does, which is ended when it is out of time or memory, or crashes. The next
-fork takes milliseconds, where making the backend takes a second for a large vocabulary.
+It makes the grammar backend once, and compiles nothing itself: a fork of it does, which is ended
+when it is out of time or memory, or crashes. The next fork takes milliseconds, where making the
+backend takes a second for a large vocabulary.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class _Fork:
         its_socket.close()
 
     def ask(self, request: dict[str, Any]) -> dict[str, str]:
-        """Return `{}` if the spec compiles, otherwise why it doesn't: `refused` or `failed` with a text, or `ended` with the reason of `WorkerEndedError`."""
+        """Return `{}` if the spec compiles, otherwise why it doesn't: `refused` or `failed` with a
+        text, or `ended` with the reason of `WorkerEndedError`."""
         begun = time.monotonic()
         self._socket.sendall(json.dumps(request).encode() + b"\n")
         with self._socket.makefile("rb") as answers:
@@ -99,7 +102,8 @@ def _answer(backend: GrammarBackend, request: dict[str, Any]) -> dict[str, str]:
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer until the parent has ended. `null` only asks whether this process is there; the next line describes the backend."""
+    """Answer until the parent has ended. `null` only asks whether this process is there; the next
+    line describes the backend."""
     fork: _Fork | None = None
     for line in requests:
         request = json.loads(line)

@@ -1,4 +1,5 @@
-"""`GrammarCompiler`: compiles grammars in threads, while their requests wait. An engine makes one at the first structured output."""
+"""`GrammarCompiler`: compiles grammars in threads, while their requests wait. An engine makes one
+at the first structured output."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ MAX_SLOW = 16  # specs in that thread, waiting ones included
 _CAN_FORK = hasattr(os, "fork")  # not on Windows, where nothing is tried
 CACHE_BYTES = 256 * 2**20
 GROWN_BYTES = 2**30  # by which this process may grow before it forgets compiled grammars
-_BASE_BYTES, _BYTES_A_CHAR = 65_536, 256  # of a compiled grammar: a guess, as backends don't tell
+# of a compiled grammar: a guess, as backends don't tell
+_BASE_BYTES = 65_536
+_BYTES_A_CHAR = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,8 @@ def _constraints(
     spelled: Sequence[bytes],
     encode: Callable[[str], list[int]],
 ) -> list[Constraint]:
-    after, closing = (rule.after or "").encode(), list[int]()
+    after = (rule.after or "").encode()
+    closing = list[int]()
     if rule.after_tokens is not None:
         closing = encode(rule.after or "")
         if after not in b"".join(spelled[one] if one < len(spelled) else b"" for one in closing):
@@ -91,8 +95,9 @@ def _constraints(
 
 
 class GrammarCompiler:
-    """Compiles each spec once, in a few threads. Each is first compiled on trial, in a process that can be ended: for at most `QUICK_S`, and if that
-    doesn't suffice, once more in a thread for such specs. So what takes long delays only its like.
+    """Compiles each spec once, in a few threads. Each is first compiled on trial, in a process that
+    can be ended: for at most `QUICK_S`, and if that doesn't suffice, once more in a thread for such
+    specs. So what takes long delays only its like.
 
     Clients are served in turn. A spec is forgotten, and not compiled, when the last request that
     waits for it has ended: only its requests refer to its future. Thread safe.
@@ -111,10 +116,12 @@ class GrammarCompiler:
         cache_bytes: int = CACHE_BYTES,
         grown_bytes: int = GROWN_BYTES,
     ) -> None:
-        """`name`: the backend's, for errors. `spelled`: the bytes of each id, special tokens included; None: those of the backend's context.
-        `encode`: returns the token ids of a text; without it, `Structured.after_tokens` is refused. `trials`: None means that the backend is trusted
-        with any spec. `threads`: None means half of the cores, from two to four; there is one more for what takes long.
-        `grown_bytes`: how much the process may grow before cached grammars are forgotten, since those in use may grow."""
+        """`name`: the backend's, for errors. `spelled`: the bytes of each id, special tokens
+        included; None: those of the backend's context. `encode`: returns the token ids of a text;
+        without it, `Structured.after_tokens` is refused. `trials`: None means that the backend is
+        trusted with any spec. `threads`: None means half of the cores, from two to four; there is
+        one more for what takes long. `grown_bytes`: how much the process may grow before cached
+        grammars are forgotten, since those in use may grow."""
         self.backend = backend
         self._name = name or type(backend).__name__
         self._spelled = (
@@ -143,8 +150,9 @@ class GrammarCompiler:
         stop_ids: Collection[int],
         limits: Limits,
     ) -> GrammarCompiler:
-        """Make the backend that `part` describes, for a model's vocabulary, and its compiler. Raises `UnsupportedError` if there is none or it can't
-        be used with this tokenizer, `MissingExtraError` without its package, `PluginError` if it fails."""
+        """Make the backend that `part` describes, for a model's vocabulary, and its compiler.
+        Raises `UnsupportedError` if there is none or it can't be used with this tokenizer,
+        `MissingExtraError` without its package, `PluginError` if it fails."""
         if part is None:
             raise UnsupportedError("structured: no grammar backend is installed")
         part.load()  # before the vocabulary is looked through
@@ -170,7 +178,8 @@ class GrammarCompiler:
         `client`: in whose turn it is compiled. Raises `RequestError` for a kind of spec that the
         backend doesn't support.
         """
-        spec, kinds = rule.spec, self.backend.capabilities.kinds
+        spec = rule.spec
+        kinds = self.backend.capabilities.kinds
         if spec is None:
             return bounds(rule, n, self._spelled, self._encode)
         if spec.kind not in kinds:
@@ -182,8 +191,8 @@ class GrammarCompiler:
         return _constraints(compiling, self.backend, rule, n, self._spelled, self._encode)
 
     def compile(self, spec: GrammarSpec, client: Hashable = None) -> Future[Grammar]:
-        """Return a future of the grammar, which is compiled in the client's turn if the caller keeps the future. Its exception is a `RequestError`
-        whose text begins with "structured"."""
+        """Return a future of the grammar, which is compiled in the client's turn if the caller
+        keeps the future. Its exception is a `RequestError` whose text begins with "structured"."""
         with self._lock:
             known = self._cache.get(spec)
             if known is not None:
@@ -235,11 +244,13 @@ class GrammarCompiler:
             if (refused := self._compile_later(pending, client)) is not None:
                 self._fail(
                     refused,
-                    f"it takes longer than {QUICK_S:g} s to compile, and {MAX_SLOW} rules that do are waiting already; try again later",
+                    f"it takes longer than {QUICK_S:g} s to compile, and {MAX_SLOW} rules that do "
+                    f"are waiting already; try again later",
                 )
 
     def _compile_later(self, pending: _Pending, client: Hashable) -> _Pending | None:
-        """Leave a spec to the thread for those that take long. Return one that it has no room for, if any."""
+        """Leave a spec to the thread for those that take long. Return one that it has no room for,
+        if any."""
         with self._lock:
             if not self._closed:
                 return self._slow.put(client, pending)
@@ -253,7 +264,8 @@ class GrammarCompiler:
             self._fail(pending, self._too_slow())
 
     def _compile(self, pending: _Pending, seconds: float) -> None:
-        """Set the result or the exception of `pending`. Raises `TrialTimeoutError` if a trial takes longer than `seconds`."""
+        """Set the result or the exception of `pending`. Raises `TrialTimeoutError` if a trial takes
+        longer than `seconds`."""
         spec = pending.spec
         try:
             if self._trials is not None and spec.text:
@@ -276,7 +288,10 @@ class GrammarCompiler:
             pending.set_result(grammar)
 
     def _too_slow(self) -> str:
-        return f"it takes longer than {self._limits.max_grammar_s:g} s (limits.max_grammar_s) to compile"
+        return (
+            f"it takes longer than {self._limits.max_grammar_s:g} s (limits.max_grammar_s) to "
+            f"compile"
+        )
 
     def _cache_result(self, pending: _Pending) -> None:
         with self._lock:
@@ -329,7 +344,9 @@ class _Lane:
         most: int | None = None,
     ) -> None:
         """`most`: the most specs that are worked on or wait; None: no limit."""
-        self._most_threads, self._work, self._most = threads, work, most
+        self._most_threads = threads
+        self._work = work
+        self._most = most
         self._threads = ThreadPoolExecutor(threads, name)
         self._lock = threading.Lock()
         self._queues: OrderedDict[Hashable, deque[ref[_Pending]]] = OrderedDict()
@@ -375,7 +392,8 @@ class _Lane:
             del taken  # the last reference, if no request waits
 
     def _take(self) -> tuple[_Pending, Hashable] | None:
-        """Take the next spec of the client whose turn it is. None, and this thread ends, if none is left."""
+        """Take the next spec of the client whose turn it is. None, and this thread ends, if none is
+        left."""
         with self._lock:
             while self._queues:
                 client, queue = self._queues.popitem(last=False)
@@ -407,7 +425,8 @@ class _Cache:
     """LRU cache of grammars and failures by spec. Not thread safe."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._bytes = max_bytes, 0
+        self._max_bytes = max_bytes
+        self._bytes = 0
         self._futures: OrderedDict[GrammarSpec, Future[Grammar]] = OrderedDict()
 
     def get(self, spec: GrammarSpec) -> Future[Grammar] | None:
@@ -424,7 +443,8 @@ class _Cache:
         return futures
 
     def put(self, spec: GrammarSpec, future: Future[Grammar]) -> None:
-        """Add a new one; the least used go, until there is room. One that is larger than all room stays until the next comes."""
+        """Add a new one; the least used go, until there is room. One that is larger than all room
+        stays until the next comes."""
         self._futures[spec] = future
         self._bytes += _size(spec)
         while self._bytes > self._max_bytes and len(self._futures) > 1:
@@ -440,10 +460,12 @@ def _size(spec: GrammarSpec) -> int:
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[bytes | None], list[bytes]]:
-    """Return the bytes [vocab_size] that each id adds to a text, twice: first None where an id is never text (special tokens, and ids that the
-    tokenizer doesn't have), then with the text of special tokens.
+    """Return the bytes [vocab_size] that each id adds to a text, twice: first None where an id is
+    never text (special tokens, and ids that the tokenizer doesn't have), then with the text of
+    special tokens.
 
-    Raises `UnsupportedError` if the tokenizer is of a kind whose tokens have no bytes of their own.
+    Raises `UnsupportedError` if the tokenizer is of a kind whose tokens have no bytes of their
+    own.
     """
     spell = token_speller(tokenizer)
     special = tokenizer.special_ids
@@ -460,15 +482,17 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[bytes | Non
 
 
 def token_speller(tokenizer: Tokenizer) -> Callable[[int], bytes]:
-    """Return a function from a token id, which may be a special token's, to the bytes that it adds to a text. Raises `UnsupportedError` if the
-    tokenizer is of a kind whose tokens have no bytes of their own."""
+    """Return a function from a token id, which may be a special token's, to the bytes that it adds
+    to a text. Raises `UnsupportedError` if the tokenizer is of a kind whose tokens have no bytes of
+    their own."""
     pieces = byte_pieces(tokenizer, False)
     if pieces is not None:
         return pieces.__getitem__
     backend = tokenizer.backend
     if backend is None:
         raise UnsupportedError(
-            "structured: this model's tokenizer is written in Python, and tells no bytes of its tokens: structured output needs them"
+            "structured: this model's tokenizer is written in Python, and tells no bytes of its "
+            "tokens: structured output needs them"
         )
     parts = _decoders(backend.decoder)
     kinds = {part["type"] for part in parts}
@@ -481,7 +505,8 @@ def token_speller(tokenizer: Tokenizer) -> Callable[[int], bytes]:
     if len(spaces) != 1 or kinds - {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}:
         names = ", ".join(sorted(kinds)) or "none"
         raise UnsupportedError(
-            f"structured: this model's tokenizer decodes by {names}: the bytes of its tokens aren't known, which structured output needs"
+            f"structured: this model's tokenizer decodes by {names}: the bytes of its tokens "
+            f"aren't known, which structured output needs"
         )
 
     def spell(token_id: int) -> bytes:
@@ -500,7 +525,8 @@ def token_speller(tokenizer: Tokenizer) -> Callable[[int], bytes]:
 
 
 def _decoders(of_backend: Any) -> Sequence[dict[str, Any]]:
-    """Return the parts of a backend's decoder, as in tokenizer.json. The backend's own JSON would take seconds: it has the vocabulary."""
+    """Return the parts of a backend's decoder, as in tokenizer.json. The backend's own JSON would
+    take seconds: it has the vocabulary."""
     if of_backend is None:
         return ()
     try:
@@ -520,5 +546,6 @@ def _check(tokenizer: Tokenizer, plain: Sequence[bytes | None]) -> None:
     )
     if spelled.strip() != text.encode().strip():
         raise UnsupportedError(
-            "structured: the bytes of this model's tokens aren't known: spelled with them, a text is another one"
+            "structured: the bytes of this model's tokens aren't known: spelled with them, a text "
+            "is another one"
         )

@@ -65,8 +65,9 @@ class LLM(SaysWhatIsMissing):
     _engine_class = LLMEngine
 
     def __init__(self, model: str | Path | EngineConfig = "demo", **overrides: Any) -> None:
-        """`model`: "demo", a local directory, a hub id, an `engine.yaml` or an `EngineConfig`. `overrides`: any key of `engine.yaml`, e.g.
-        `scheduler="priority"`, or one of vLLM's arguments that `dovetail.front.vllm_args` supports; they replace those of the file."""
+        """`model`: "demo", a local directory, a hub id, an `engine.yaml` or an `EngineConfig`.
+        `overrides`: any key of `engine.yaml`, e.g. `scheduler="priority"`, or one of vLLM's
+        arguments that `dovetail.front.vllm_args` supports; they replace those of the file."""
         source = model if isinstance(model, str | Path | EngineConfig) else {"model": model}
         self.engine = self._engine_class.from_config(source, **translated(overrides))
         self.engine.run_in_thread()
@@ -86,13 +87,14 @@ class LLM(SaysWhatIsMissing):
         priority: int | Sequence[int] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Complete one prompt or a list, each text or token ids, with one `SamplingParams` for all or one for each. So are `extra`,
-        `predicted_tokens`, `lora_request` and `priority`, which `LLMEngine.add_request` describes.
-        `use_tqdm`: show a progress bar, or what makes one.
+        """Complete one prompt or a list, each text or token ids, with one `SamplingParams` for all
+        or one for each. So are `extra`, `predicted_tokens`, `lora_request` and `priority`, which
+        `LLMEngine.add_request` describes. `use_tqdm`: show a progress bar, or what makes one.
 
-        Returns an output for each prompt, in the order of the prompts, whatever the `output_kind`. Raises `RequestError` if any is invalid, before
-        anything is computed, and `EngineDeadError` if the engine fails or is closed meanwhile. Ctrl-C aborts the requests; the engine stays usable.
-        Python's garbage collector is paused until the first step has run.
+        Returns an output for each prompt, in the order of the prompts, whatever the `output_kind`.
+        Raises `RequestError` if any is invalid, before anything is computed, and `EngineDeadError`
+        if the engine fails or is closed meanwhile. Ctrl-C aborts the requests; the engine stays
+        usable. Python's garbage collector is paused until the first step has run.
         """
         if others:
             check_call("generate", others)
@@ -118,9 +120,11 @@ class LLM(SaysWhatIsMissing):
         predicted_tokens: int | Sequence[int | None] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> OutputStream[RequestOutput]:
-        """Generate like `generate`, but return an iterator of deltas: each output holds what is new for the prompt at its `prompt_index`.
+        """Generate like `generate`, but return an iterator of deltas: each output holds what is new
+        for the prompt at its `prompt_index`.
 
-        Raises `RequestError` at once if a prompt is invalid. Closing the iterator, or leaving its `with` block, aborts unfinished requests.
+        Raises `RequestError` at once if a prompt is invalid. Closing the iterator, or leaving its
+        `with` block, aborts unfinished requests.
         """
         prompts = _as_list(prompts)
         params = _sampling_of_each(sampling_params, len(prompts), OutputKind.DELTA)
@@ -146,9 +150,10 @@ class LLM(SaysWhatIsMissing):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, with the model's chat template or the given one. The other options are those of
-        `dovetail.front.chat.ChatOptions` and of `generate`. Raises `RequestError` if there is no template, it rejects a conversation, or an option
-        is invalid."""
+        """Answer one conversation or a list of them, with the model's chat template or the given
+        one. The other options are those of `dovetail.front.chat.ChatOptions` and of `generate`.
+        Raises `RequestError` if there is no template, it rejects a conversation, or an option is
+        invalid."""
         if others:
             check_call("chat", others)
         options = ChatOptions(
@@ -182,10 +187,12 @@ class LLM(SaysWhatIsMissing):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[BeamSearchOutput]:
-        """Return the most probable answers to one prompt or a list, each text or token ids, as beam search finds them.
+        """Return the most probable answers to one prompt or a list, each text or token ids, as beam
+        search finds them.
 
-        Returns an output for each prompt, in order. `concurrency_limit`: the most prompts searched at a time; None: as many as the engine has seats
-        for, counting beams. `lora_request`: as `generate` takes it. Raises and ends as `generate` does; concurrent calls share steps.
+        Returns an output for each prompt, in order. `concurrency_limit`: the most prompts searched
+        at a time; None: as many as the engine has seats for, counting beams. `lora_request`: as
+        `generate` takes it. Raises and ends as `generate` does; concurrent calls share steps.
         """
         if others:
             check_call("beam_search", others)
@@ -217,11 +224,14 @@ class LLM(SaysWhatIsMissing):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Pool the states of one prompt or a list, each text or token ids, with one `PoolingParams` for all or one for each.
+        """Pool the states of one prompt or a list, each text or token ids, with one `PoolingParams`
+        for all or one for each.
 
-        `truncate_prompt_tokens` and `pooling_task` are the parameters of these names (`task`) for all prompts. `prompt_name`: the prompt stored in
-        the checkpoint to put before each text; None: its default one, for embeddings, if it has one. Returns an output for each prompt, in order,
-        whose `outputs.data` is what was pooled as an array. `lora_request`: as `generate` takes it. Raises and ends as `generate` does.
+        `truncate_prompt_tokens` and `pooling_task` are the parameters of these names
+        (`task`) for all prompts. `prompt_name`: the prompt stored in the checkpoint to put before
+        each text; None: its default one, for embeddings, if it has one. Returns an output for each
+        prompt, in order, whose `outputs.data` is what was pooled as an array. `lora_request`: as
+        `generate` takes it. Raises and ends as `generate` does.
         """
         if others:
             check_call("encode", others, PoolingParams)
@@ -244,7 +254,8 @@ class LLM(SaysWhatIsMissing):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return a reward model's numbers for each token of each prompt: `encode` with `pooling_task="token_classify"`, and its other options."""
+        """Return a reward model's numbers for each token of each prompt: `encode` with
+        `pooling_task="token_classify"`, and its other options."""
         return self.encode(prompts, pooling_params, pooling_task="token_classify", **options)
 
     def embed(
@@ -258,7 +269,8 @@ class LLM(SaysWhatIsMissing):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[EmbeddingRequestOutput]:
-        """Return the embedding of each prompt: `outputs.embedding`, a list of floats. Arguments as those of `encode`."""
+        """Return the embedding of each prompt: `outputs.embedding`, a list of floats. Arguments as
+        those of `encode`."""
         if others:
             check_call("embed", others, PoolingParams)
         given: dict[str, Any] = {
@@ -281,7 +293,8 @@ class LLM(SaysWhatIsMissing):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **others: Any,
     ) -> list[ClassificationRequestOutput]:
-        """Return the probabilities of a classifier's labels for each prompt: `outputs.probs`. Arguments as those of `encode`."""
+        """Return the probabilities of a classifier's labels for each prompt: `outputs.probs`.
+        Arguments as those of `encode`."""
         if others:
             check_call("classify", others, PoolingParams)
         given: dict[str, Any] = {
@@ -308,17 +321,20 @@ class LLM(SaysWhatIsMissing):
         lora_request: LoRARequest | None = None,
         **others: Any,
     ) -> list[ScoringRequestOutput]:
-        """Return a score, `outputs.score`, for a query and each of several documents, or for each of several queries and its document.
+        """Return a score, `outputs.score`, for a query and each of several documents, or for each
+        of several queries and its document.
 
-        A model that scores pairs gets a pair as its tokenizer has it, or in the `template`, a text with {query} and {document}; by default that of
-        the config. Of an embedding model the score is the cosine of both embeddings, made with the prompts that the checkpoint stores for queries
-        and documents. Raises and ends as `generate` does.
+        A model that scores pairs gets a pair as its tokenizer has it, or in the `template`, a text
+        with {query} and {document}; by default that of the config. Of an embedding model the score
+        is the cosine of both embeddings, made with the prompts that the checkpoint stores for
+        queries and documents. Raises and ends as `generate` does.
         """
         if others:
             check_call("score", others, PoolingParams)
         if chat_template is not None:
             raise RequestError(
-                "score(): chat_template: it takes a `template` instead, a text with {query} and, after it, {document}"
+                "score(): chat_template: it takes a `template` instead, a text with {query} and, "
+                "after it, {document}"
             )
         if not isinstance(pooling_params, PoolingParams | None):
             raise RequestError(f"pooling_params must be PoolingParams, got {shown(pooling_params)}")
@@ -357,7 +373,8 @@ class LLM(SaysWhatIsMissing):
         return self.engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the model's default sampling parameters, from its `generation_config.json`, if it has one."""
+        """Return the model's default sampling parameters, from its `generation_config.json`, if it
+        has one."""
         return self.engine.default_sampling_params()
 
     def get_metrics(self) -> list[engine_info.Metric]:
@@ -395,7 +412,8 @@ class LLM(SaysWhatIsMissing):
         begun: Callable[[], None],
         use_tqdm: bool | Bar,
     ) -> list[Any]:
-        """Add requests, as `OutputStream` does, and wait until all have finished. Return their outputs in order."""
+        """Add requests, as `OutputStream` does, and wait until all have finished. Return their
+        outputs in order."""
         outputs: dict[int, Any] = {}
         speed = _Speed(self.engine)  # before the first step, which may compute all prompts
         stream = OutputStream[Any](self.engine, prompts, params, fields, begun)
@@ -408,8 +426,8 @@ class LLM(SaysWhatIsMissing):
 
 
 class OutputStream(Generic[O]):
-    """An iterator of outputs, and a context that ends with `close`. One thread reads it. The engine doesn't wait for the reader: deltas that it
-    hasn't read are joined, for each prompt."""
+    """An iterator of outputs, and a context that ends with `close`. One thread reads it. The engine
+    doesn't wait for the reader: deltas that it hasn't read are joined, for each prompt."""
 
     def __init__(
         self,
@@ -419,12 +437,12 @@ class OutputStream(Generic[O]):
         fields: Sequence[Mapping[str, Any]],
         begun: Callable[[], None] = lambda: None,
     ) -> None:
-        """Add all requests or none, before any is computed, under new ids; `begun` is called after the next step. `fields`:
-        other arguments of `LLMEngine.add_request`, by name. Raises as that does."""
+        """Add all requests or none, before any is computed, under new ids; `begun` is called after
+        the next step. `fields`: other arguments of `LLMEngine.add_request`, by name. Raises as that
+        does."""
         self._thread = thread = engine.run_in_thread()
-        self._ready: SimpleQueue[int] = (
-            SimpleQueue()
-        )  # places of prompts whose `Unread` has something
+        # places of prompts whose `Unread` has something
+        self._ready: SimpleQueue[int] = SimpleQueue()
         self._readers = {  # of unfinished requests, by the place of the prompt
             place: Unread(
                 partial(self._ready.put, place),
@@ -453,8 +471,9 @@ class OutputStream(Generic[O]):
         return self
 
     def __next__(self) -> O:
-        """Wait for the next output. Raises `EngineDeadError` if the engine has failed or was closed, `RequestError` if another caller aborted a
-        request, and Ctrl-C; the stream is closed then."""
+        """Wait for the next output. Raises `EngineDeadError` if the engine has failed or was
+        closed, `RequestError` if another caller aborted a request, and Ctrl-C; the stream is closed
+        then."""
         try:
             while self._readers:
                 place = self._ready.get()
@@ -476,8 +495,10 @@ class OutputStream(Generic[O]):
         raise StopIteration
 
     def close(self) -> None:
-        """Abort what is unfinished; nothing more comes. Idempotent. Takes no lock and waits for nothing, so that finalizers may call it."""
-        readers, self._readers = self._readers, {}
+        """Abort what is unfinished; nothing more comes. Idempotent. Takes no lock and waits for
+        nothing, so that finalizers may call it."""
+        readers = self._readers
+        self._readers = {}
         self._thread.abandon(self._ids, readers)
 
     def __enter__(self) -> OutputStream[O]:
@@ -499,7 +520,8 @@ class _Speed:
         self._before = engine.stats()
 
     def text(self) -> str:
-        stats, elapsed = self._engine.core.stats, max(time.perf_counter() - self._begun, 1e-9)
+        stats = self._engine.core.stats
+        elapsed = max(time.perf_counter() - self._begun, 1e-9)
         prefill = (stats.prefill_tokens - self._before.prefill_tokens) / elapsed
         decode = (stats.decode_tokens - self._before.decode_tokens) / elapsed
         return f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
@@ -513,7 +535,8 @@ def _bar(use_tqdm: bool | Bar, **options: Any) -> Any:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """Return a list of prompts; a list that begins with an integer is one prompt, and so is a one-dimensional array."""
+    """Return a list of prompts; a list that begins with an integer is one prompt, and so is a
+    one-dimensional array."""
     if isinstance(prompts, str | BINARY | Mapping) or getattr(prompts, "ndim", 2) < 2:
         return [prompts]
     if not isinstance(prompts, Iterable):
@@ -526,8 +549,8 @@ def _as_list(prompts: Any) -> list[Prompt]:
 
 @contextmanager
 def _no_collection() -> Iterator[Callable[[], None]]:
-    """Pause Python's garbage collector until the function that is yielded is called, or the block ends: it would free nothing while the device
-    waits."""
+    """Pause Python's garbage collector until the function that is yielded is called, or the block
+    ends: it would free nothing while the device waits."""
     collect = gc.enable if gc.isenabled() else lambda: None
     gc.disable()
     try:
@@ -537,12 +560,14 @@ def _no_collection() -> Iterator[Callable[[], None]]:
 
 
 def _one_each(params: Any, count: int, kind: type[P], name: str) -> list[P]:
-    """Return the parameters of each of `count` prompts, which are of that class. Raises `RequestError`."""
+    """Return the parameters of each of `count` prompts, which are of that class. Raises
+    `RequestError`."""
     if params is None or isinstance(params, kind):
         return [params or kind()] * count
     if not isinstance(params, Sequence) or not all(isinstance(one, kind) for one in params):
         raise RequestError(
-            f"{name} must be {kind.__name__}, or a list with one for each prompt, got {shown(params)}"
+            f"{name} must be {kind.__name__}, or a list with one for each prompt, got "
+            f"{shown(params)}"
         )
     if len(params) != count:
         raise RequestError(
@@ -560,7 +585,8 @@ def _sampling_of_each(params: Any, count: int, kind: OutputKind) -> list[Samplin
 
 
 def _with(params: PoolingParams, changes: Mapping[str, Any]) -> PoolingParams:
-    """Return parameters with those changes that aren't None. Raises `RequestError` for one that says otherwise."""
+    """Return parameters with those changes that aren't None. Raises `RequestError` for one that
+    says otherwise."""
     for name, value in changes.items():
         before = getattr(params, name)
         if value is not None and before not in (None, value):
@@ -574,7 +600,8 @@ def _with(params: PoolingParams, changes: Mapping[str, Any]) -> PoolingParams:
 def _score_of(
     pair: int, outputs: Sequence[PoolingRequestOutput[PoolingOutput]], plan: ScorePlan
 ) -> ScoringRequestOutput:
-    """Return the score of a pair of texts, with the ids, tokens and metrics of what was computed for it."""
+    """Return the score of a pair of texts, with the ids, tokens and metrics of what was computed
+    for it."""
     mine = [outputs[place] for place in plan.of_pair(pair)]
     failed = next((one for one in mine if one.outputs is None), None)
     return ScoringRequestOutput(
@@ -595,8 +622,8 @@ def _score_of(
 
 
 def _fields_of_each(count: int, **given: Any) -> list[dict[str, Any]]:
-    """Return the fields of each of `count` requests, by name; each is given once for all of them, or in a list of one for each. Raises
-    `RequestError`."""
+    """Return the fields of each of `count` requests, by name; each is given once for all of them,
+    or in a list of one for each. Raises `RequestError`."""
     fields: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, value in given.items():
         if value is None:
@@ -615,7 +642,8 @@ def _conversations(messages: Any) -> Sequence[Any]:
     """Return a list of conversations, given one (a list of messages) or several."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError(
-            f'messages must be a list like [{{"role": "user", "content": "…"}}], or a list of such lists, got {shown(messages)}'
+            f'messages must be a list like [{{"role": "user", "content": "…"}}], or a list of such '
+            f"lists, got {shown(messages)}"
         )
     return (
         messages

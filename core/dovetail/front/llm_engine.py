@@ -56,13 +56,14 @@ logger = logging.getLogger("dovetail")
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# of what the executor chose, in a repr
 _SHOWN = (
     "device",
     "ranks",
     "dtype",
     "quantization",
     "attention",
-)  # of what the executor chose, in a repr
+)
 
 
 def exclusive(
@@ -129,9 +130,8 @@ class LLMEngine(SaysWhatIsMissing):
         self._admission = Admission(assembly, constraints_of)
         self._closed = False
         self._numbers = itertools.count()  # for `new_ids`
-        self._calling = (
-            threading.Condition()
-        )  # held during a call; released while a step waits for an arrival
+        # held during a call; released while a step waits for an arrival
+        self._calling = threading.Condition()
         self._thread: EngineThread | None = None  # runs all calls, once started
         # How the core waits while it is idle; a virtual clock advances when it waits
         self._wait = None if isinstance(self.core.clock, VirtualClock) else self._wait_until
@@ -268,14 +268,14 @@ class LLMEngine(SaysWhatIsMissing):
         seconds on the engine's clock (`engine.now()`), from -1e9 to 1e9; larger ones are taken as
         Unix time (`time.time()`). `tbt_s` is the largest acceptable time between two tokens. They
         are objectives for the policy: no request ends because of them. Policies see a request only
-        from its arrival time on, and requests in order of time: an arrival time before that of a request already
-        seen is raised to it, so that backdating gains nothing. `client`: the client that policies
-        charge. `cache_salt`: share cached K and V only with requests of the same salt. `extra`:
-        distribution -> fields for its components. `predicted_tokens`: a predicted length of the
-        output, for policies that use one. `lora_request`: the adapter to compute it with. It is
-        loaded while the request waits; one that can't be used ends its requests as "rejected", with
-        the reason. `trace_headers`: `traceparent` and `tracestate` of the trace that its span
-        belongs to, for the observer `otlp`.
+        from its arrival time on, and requests in order of time: an arrival time before that of a
+        request already seen is raised to it, so that backdating gains nothing. `client`: the client
+        that policies charge. `cache_salt`: share cached K and V only with requests of the same
+        salt. `extra`: distribution -> fields for its components. `predicted_tokens`: a predicted
+        length of the output, for policies that use one. `lora_request`: the adapter to compute it
+        with. It is loaded while the request waits; one that can't be used ends its requests as
+        "rejected", with the reason. `trace_headers`: `traceparent` and `tracestate` of the trace
+        that its span belongs to, for the observer `otlp`.
         """
         if others:
             from dovetail.front.vllm_calls import check_call
@@ -323,7 +323,8 @@ class LLMEngine(SaysWhatIsMissing):
         entered = self._intake.check(request_id, prompt, given, fields, extra)
         if request_id in self._groups:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
-        params, texts = entered.params, self._intake.texts(entered)
+        params = entered.params
+        texts = self._intake.texts(entered)
         watchers = texts if params.stop else ()
         samples = self._admission.admit(entered.request, watchers, fields.client, exempt=exempt)
         ids = self._as_ids(entered.prompt_token_ids)

@@ -1,4 +1,5 @@
-"""Log-probabilities on their way to the user: `LogprobLog` collects a sample's, `TokenLogprobs` is what an output holds of them."""
+"""Log-probabilities on their way to the user: `LogprobLog` collects a sample's, `TokenLogprobs` is
+what an output holds of them."""
 
 from __future__ import annotations
 
@@ -18,11 +19,12 @@ MOST_STEPS = 64  # whose results a log keeps as they came, other requests' rows 
 
 
 class TokenLogprobs(Sequence[TokenLogprobMap]):
-    """A map of token ids to `Logprob`s for each of consecutive tokens: the token itself first, whose rank may be anything, then the likeliest,
-    best first.
+    """A map of token ids to `Logprob`s for each of consecutive tokens: the token itself first,
+    whose rank may be anything, then the likeliest, best first.
 
-    Reads like a list, equals one with the same maps, and is pickled as one. A map is made whenever it is read: made in the engine, those of 256
-    requests with five alternatives each would take the host longer than a step takes the GPU.
+    Reads like a list, equals one with the same maps, and is pickled as one. A map is made whenever
+    it is read: made in the engine, those of 256 requests with five alternatives each would take the
+    host longer than a step takes the GPU.
     """
 
     __slots__ = ("_logprobs", "_ranks", "_texts", "_token_ids")
@@ -35,19 +37,18 @@ class TokenLogprobs(Sequence[TokenLogprobMap]):
         texts: TextsInOrder | None,
     ) -> None:
         """`token_ids` [n, 1 + k], `logprobs` [n, 1 + k], `ranks` [n] of the tokens themselves."""
-        self._token_ids, self._logprobs, self._ranks, self._texts = (
-            token_ids,
-            logprobs,
-            ranks,
-            texts,
-        )
+        self._token_ids = token_ids
+        self._logprobs = logprobs
+        self._ranks = ranks
+        self._texts = texts
 
     @classmethod
     def of_steps(
         cls, steps: Sequence[tuple[HostLogprobs, int]], asked: int, texts: TokenTexts | None
     ) -> TokenLogprobs:
-        """Collect the log-probabilities of tokens, each at a position of its step's, and the first `asked` alternatives. Adds the tokens to `texts`,
-        None without a tokenizer. Keeps no step's arrays."""
+        """Collect the log-probabilities of tokens, each at a position of its step's, and the first
+        `asked` alternatives. Adds the tokens to `texts`, None without a tokenizer. Keeps no step's
+        arrays."""
         token_ids = np.array([hosts.token_ids[position, : 1 + asked] for hosts, position in steps])
         logprobs = np.array([hosts.logprobs[position, : 1 + asked] for hosts, position in steps])
         ranks = np.array([hosts.ranks[position] for hosts, position in steps])
@@ -73,7 +74,8 @@ class TokenLogprobs(Sequence[TokenLogprobMap]):
         )
 
     def end(self, rest: str) -> None:
-        """Add the rest of the text, U+FFFD, to that of the last token, which has none, or only a name."""
+        """Add the rest of the text, U+FFFD, to that of the last token, which has none, or only a
+        name."""
         if self._texts is not None:
             self._texts.own[-1] = rest + self._texts.own[-1]
 
@@ -125,7 +127,8 @@ class LogprobLog:
 
     def __init__(self, asked: int, texts: TokenTexts | None) -> None:
         """`asked`: alternatives a token. `texts`: None without a tokenizer."""
-        self._asked, self._texts = asked, texts
+        self._asked = asked
+        self._texts = texts
         self._steps: list[tuple[HostLogprobs, int]] = []
         self._parts: list[TokenLogprobs] = []
         self.cumulative = 0.0  # the sum of the tokens' own
@@ -138,7 +141,8 @@ class LogprobLog:
             self._pack()
 
     def end(self) -> None:
-        """End the text: a character that it begins and doesn't complete is U+FFFD of its last token."""
+        """End the text: a character that it begins and doesn't complete is U+FFFD of its last
+        token."""
         self._pack()
         rest = "" if self._texts is None else self._texts.flush()
         if rest and self._parts:

@@ -1,5 +1,6 @@
-"""Reads LoRA adapters in PEFT's format and checks them against the model: `read_adapter`. Files are untrusted: whatever is wrong with one becomes a
-`RequestError`. Needs no torch, and runs in a process of its own: see `adapter_worker`.
+"""Reads LoRA adapters in PEFT's format and checks them against the model: `read_adapter`. Files are
+untrusted: whatever is wrong with one becomes a `RequestError`. Needs no torch, and runs in a
+process of its own: see `adapter_worker`.
 """
 
 from __future__ import annotations
@@ -28,15 +29,20 @@ from dovetail.errors import RequestError, shown
 
 T = TypeVar("T")
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 MERGE = "merge the adapter into its base model with PEFT's merge_and_unload, and serve that"
-_MAX_CONFIG, _MAX_HEADER, _SLACK = 1 << 20, 16 << 20, 1 << 20  # bytes
-_MAX_NAME, _MAX_PATTERNS = (
-    512,
-    100,
-)  # characters of a module's name; patterns that aren't plain names
+# bytes
+_MAX_CONFIG = 1 << 20
+_MAX_HEADER = 16 << 20
+_SLACK = 1 << 20
+# characters of a module's name; patterns that aren't plain names
+_MAX_NAME = 512
+_MAX_PATTERNS = 100
 _CONFIG_BOUNDS = JsonBounds(parts=100_000, depth=MAX_DEPTH)
-_TENSOR_PARTS, _OTHER_PARTS = 7, 1_000  # of a header: for each tensor, and for its metadata
+# of a header: for each tensor, and for its metadata
+_TENSOR_PARTS = 7
+_OTHER_PARTS = 1_000
 _MAX_DIMENSION = 1 << 40
 _DTYPES = {
     "F64": "<f8",
@@ -92,6 +98,7 @@ KEYS = FileKeys(
         "use_bdlora": Refused("BD-LoRA's matrices are block-diagonal", _OFF),
     },
 )
+# values of `init_lora_weights` that leave the base model as it was
 _KEEPS_WEIGHTS = (
     True,
     False,
@@ -100,7 +107,7 @@ _KEEPS_WEIGHTS = (
     "eva",
     "mica",
     "orthogonal",
-)  # values of `init_lora_weights` that leave the base model as it was
+)
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight"
 )
@@ -119,9 +126,10 @@ class AdapterFiles:
 
     @classmethod
     def find(cls, path: str, within: Path | None = None) -> AdapterFiles:
-        """Find the files in the directory `path`, which must be in the folder `within`, if there is one, whatever links say. Raises
-        `RequestError`."""
-        directory, path = Path(path), path[:200]
+        """Find the files in the directory `path`, which must be in the folder `within`, if there is
+        one, whatever links say. Raises `RequestError`."""
+        directory = Path(path)
+        path = path[:200]
         try:
             outside = within is not None and not directory.resolve().is_relative_to(
                 within.resolve()
@@ -139,13 +147,15 @@ class AdapterFiles:
             raise RequestError(f"{path} isn't below the folder of adapters")
         if not is_there:
             raise RequestError(
-                f"{path} is no directory here: give one that has {CONFIG}; `hf download` fetches an adapter from the hub to one"
+                f"{path} is no directory here: give one that has {CONFIG}; `hf download` fetches "
+                f"an adapter from the hub to one"
             )
         for name in (CONFIG, WEIGHTS):
             if not (directory / name).exists():
                 others = sorted(file.name for file in directory.glob("adapter_model*.bin"))
                 hint = (
-                    f", only {others[0]}: save the adapter as safetensors, since unpickling runs code"
+                    f", only {others[0]}: save the adapter as safetensors, since unpickling runs "
+                    f"code"
                     if others and name == WEIGHTS
                     else ""
                 )
@@ -185,7 +195,8 @@ def most_bytes(capacity: AdapterCapacity) -> int:
 
 
 def read_adapter(files: AdapterFiles, capacity: AdapterCapacity) -> AdapterContent:
-    """Read and check an adapter for a model of that capacity. Raises `RequestError` naming the file and what is wrong."""
+    """Read and check an adapter for a model of that capacity. Raises `RequestError` naming the file
+    and what is wrong."""
     config_bytes = _read(files.config, _MAX_CONFIG, "that is no config of an adapter")
     config = _Config.read(config_bytes, capacity.max_rank)
     weights = _read(
@@ -204,7 +215,8 @@ def read_adapter(files: AdapterFiles, capacity: AdapterCapacity) -> AdapterConte
         size_in, size_out = capacity.modules[module]
         if a.shape != (rank, size_in) or b.shape != (size_out, rank):
             raise RequestError(
-                f"{WEIGHTS}: {peft_name}: lora_A {list(a.shape)} and lora_B {list(b.shape)} don't fit this model and the adapter's rank: expected "
+                f"{WEIGHTS}: {peft_name}: lora_A {list(a.shape)} and lora_B {list(b.shape)} don't "
+                f"fit this model and the adapter's rank: expected "
                 f"{[rank, size_in]} and {[size_out, rank]}"
             )
         with np.errstate(over="ignore"):
@@ -215,7 +227,8 @@ def read_adapter(files: AdapterFiles, capacity: AdapterCapacity) -> AdapterConte
             )
         for side, dtype, array in (("A", a_dtype, a), ("B", "F32", scaled)):
             if dtype == "F64":
-                dtype, array = "F32", array.astype(np.float32)
+                dtype = "F32"
+                array = array.astype(np.float32)
             header[f"{module}.lora_{side}"] = {
                 "dtype": dtype,
                 "shape": list(array.shape),
@@ -249,27 +262,30 @@ class _Config:
         if not isinstance(config, dict):
             raise RequestError(f"{CONFIG} must be an object")
         _refuse(config)
-        rank, alpha = _rank("r", config.get("r")), _alpha("lora_alpha", config.get("lora_alpha"))
-        ranks, alphas = (
-            _Patterns.read(config, "rank_pattern", _rank),
-            _Patterns.read(config, "alpha_pattern", _alpha),
-        )
+        rank = _rank("r", config.get("r"))
+        alpha = _alpha("lora_alpha", config.get("lora_alpha"))
+        ranks = _Patterns.read(config, "rank_pattern", _rank)
+        alphas = _Patterns.read(config, "alpha_pattern", _alpha)
         if (most := max(rank, *ranks.values, 0)) > max_rank:
             raise RequestError(
-                f"{CONFIG}: it has rank {most}, and this engine takes {max_rank} at most: raise adapters.max_rank (max_lora_rank)"
+                f"{CONFIG}: it has rank {most}, and this engine takes {max_rank} at most: raise "
+                f"adapters.max_rank (max_lora_rank)"
             )
         if type(config.get("use_rslora", False)) is not bool:
             raise RequestError(
                 f"{CONFIG}: use_rslora must be true or false, got {shown(config['use_rslora'])}"
             )
-        targets, layers = config.get("target_modules"), config.get("layers_to_transform")
+        targets = config.get("target_modules")
+        layers = config.get("layers_to_transform")
         if not isinstance(targets, str) and not _is_list_of(targets, str):
             raise RequestError(
-                f"{CONFIG}: target_modules must be a list of names or a pattern, got {shown(targets)}"
+                f"{CONFIG}: target_modules must be a list of names or a pattern, got "
+                f"{shown(targets)}"
             )
         if layers is not None and type(layers) is not int and not _is_list_of(layers, int):
             raise RequestError(
-                f"{CONFIG}: layers_to_transform must be a layer's number or a list of them, got {shown(layers)}"
+                f"{CONFIG}: layers_to_transform must be a layer's number or a list of them, got "
+                f"{shown(layers)}"
             )
         chosen = frozenset(
             layers if isinstance(layers, list) else () if layers is None else (layers,)
@@ -286,15 +302,16 @@ class _Config:
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
         """Return the rank of a module's adapter, and the factor of its product."""
-        rank, alpha = (
-            self.ranks.value_of(module, self.rank),
-            self.alphas.value_of(module, self.alpha),
-        )
+        rank = self.ranks.value_of(module, self.rank)
+        alpha = self.alphas.value_of(module, self.alpha)
         return rank, 0.0 if rank == 0 else alpha / (math.sqrt(rank) if self.rs else rank)
 
     def check_modules(self, names: Iterable[str]) -> None:
-        """Raise `RequestError` unless there are weights for just the modules that the config names."""
-        wanted, found, layers = set(self.targets), set[str](), set[int]()
+        """Raise `RequestError` unless there are weights for just the modules that the config
+        names."""
+        wanted = set(self.targets)
+        found = set[str]()
+        layers = set[int]()
         for name in names:
             ends = wanted.intersection(_ends_of(name))
             if wanted and not ends:
@@ -305,11 +322,13 @@ class _Config:
         for target in self.targets:
             if target not in found:
                 raise RequestError(
-                    f"{WEIGHTS} has no weights for {shown(target)}, which {CONFIG} names in target_modules: is it whole?"
+                    f"{WEIGHTS} has no weights for {shown(target)}, which {CONFIG} names in "
+                    f"target_modules: is it whole?"
                 )
         if self.layers and self.layers != layers:
             raise RequestError(
-                f"{WEIGHTS} has weights for the layers {sorted(layers)}, and {CONFIG} names {sorted(self.layers)} in layers_to_transform"
+                f"{WEIGHTS} has weights for the layers {sorted(layers)}, and {CONFIG} names "
+                f"{sorted(self.layers)} in layers_to_transform"
             )
 
 
@@ -323,7 +342,8 @@ def _refuse(config: Mapping[str, Any]) -> None:
         raise RequestError(f"{CONFIG}: {'; '.join(reasons)}; {MERGE}")
     if (init := config.get("init_lora_weights")) is not None and init not in _KEEPS_WEIGHTS:
         raise RequestError(
-            f"{CONFIG}: init_lora_weights={shown(init)}: it has changed the weights of the base model; save it as a plain adapter, with PEFT's "
+            f"{CONFIG}: init_lora_weights={shown(init)}: it has changed the weights of the base "
+            f"model; save it as a plain adapter, with PEFT's "
             "save_pretrained(…, path_initial_model_for_weight_conversion=…)"
         )
 
@@ -356,7 +376,8 @@ def _paired(
         module = name if name in capacity.modules else tails.get(_tail(name))
         if module is None:
             raise RequestError(
-                f"{WEIGHTS}: {shown(name)} is no layer of this model that adapters may change, like {next(iter(capacity.modules), 'none')}"
+                f"{WEIGHTS}: {shown(name)} is no layer of this model that adapters may change, "
+                f"like {next(iter(capacity.modules), 'none')}"
             )
         if len(sides_of) < 2:
             raise RequestError(
@@ -462,9 +483,8 @@ def _as_float32(dtype: str, tensor: NDArray[Any]) -> NDArray[np.float32]:
 def _read(path: Path, most: int, too_large: str) -> bytes:
     try:
         with path.open("rb") as file:
-            content = file.read(
-                min(os.fstat(file.fileno()).st_size, most) + 1
-            )  # which allocates as much
+            # which allocates as much
+            content = file.read(min(os.fstat(file.fileno()).st_size, most) + 1)
     except OSError as error:
         raise RequestError(f"{path.name} can't be read: {error.strerror or error}") from None
     if len(content) > most:
@@ -474,7 +494,8 @@ def _read(path: Path, most: int, too_large: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Patterns(Generic[T]):
-    """A mapping of PEFT from patterns of modules' names. A name has the value of the first pattern that it ends with."""
+    """A mapping of PEFT from patterns of modules' names. A name has the value of the first pattern
+    that it ends with."""
 
     values: list[T]
     names: Mapping[str, int]  # patterns that are plain names -> index of the value
@@ -484,7 +505,8 @@ class _Patterns(Generic[T]):
     def read(
         cls, config: Mapping[str, Any], name: str, value_of: Callable[[str, Any], T]
     ) -> _Patterns[T]:
-        """Raises `RequestError` for what is no pattern, or one that can't be matched in linear time."""
+        """Raises `RequestError` for what is no pattern, or one that can't be matched in linear
+        time."""
         patterns = config.get(name) or {}
         if not isinstance(patterns, Mapping):
             raise RequestError(f"{CONFIG}: {name} must map modules' names, got {shown(patterns)}")
@@ -516,10 +538,12 @@ class _Patterns(Generic[T]):
 
 
 def _matcher(pattern: str, name: str) -> SchemaValidator:
-    """Return a validator of the names that end with a pattern, as PEFT matches it, but in linear time: by Rust's regular expressions."""
+    """Return a validator of the names that end with a pattern, as PEFT matches it, but in linear
+    time: by Rust's regular expressions."""
     if len(pattern) > _MAX_NAME:
         raise RequestError(
-            f"{CONFIG}: {name}: {shown(pattern)} has more than {_MAX_NAME} characters: name the modules"
+            f"{CONFIG}: {name}: {shown(pattern)} has more than {_MAX_NAME} characters: name the "
+            f"modules"
         )
     try:
         for whole in (pattern, rf"^(?:.*\.)?(?:{pattern})$"):
@@ -529,7 +553,8 @@ def _matcher(pattern: str, name: str) -> SchemaValidator:
     except SchemaError as error:
         reason = " ".join(str(error).split())[-200:]
         raise RequestError(
-            f"{CONFIG}: {name}: {shown(pattern)} is no pattern that can be matched in linear time: {reason}"
+            f"{CONFIG}: {name}: {shown(pattern)} is no pattern that can be matched in linear time: "
+            f"{reason}"
         ) from None
     return matcher
 
@@ -562,5 +587,6 @@ def _ends_of(name: str) -> Iterator[str]:
 
 
 def _tail(module: str) -> str:
-    """Return a module's name from its layer on: what precedes it depends on the class that PEFT has wrapped."""
+    """Return a module's name from its layer on: what precedes it depends on the class that PEFT has
+    wrapped."""
     return found[0] if (found := _TAIL.search(module)) is not None else module

@@ -130,7 +130,8 @@ class RequestGroup(Generic[S]):
 
     def update_metrics(self) -> None:
         """Bring `metrics` up to date, but for the time of the end."""
-        metrics, samples = self.metrics, self.samples
+        metrics = self.metrics
+        samples = self.samples
         scheduled = [s.first_scheduled_time for s in samples if s.first_scheduled_time is not None]
         began = [s.first_token_time for s in samples if s.first_token_time is not None]
         metrics.first_scheduled_time = min(scheduled, default=None)
@@ -169,9 +170,8 @@ class SampleOutput:
         self.index = index
         self.request = group.samples[index]
         self.text = text
-        self.watches = text is not None and bool(
-            params.stop
-        )  # the engine shows its tokens to the text before they come here
+        # the engine shows its tokens to the text before they come here
+        self.watches = text is not None and bool(params.stop)
         self.unread: list[int] = []  # tokens that aren't part of the text yet
         self.finish: Finish | None = None
         self.pooled: NDArray[np.float32] | None = None  # its result, if it pools
@@ -203,7 +203,10 @@ class SampleOutput:
     ) -> CompletionOutput:
         """What is new (delta), or all there is."""
         self.read()
-        finish, tokens, text, log = self.finish, self.request.output_token_ids, "", self.logprobs
+        finish = self.finish
+        tokens = self.request.output_token_ids
+        text = ""
+        log = self.logprobs
         logprobs: Sequence[TokenLogprobMap] | None = None
         if kind is OutputKind.DELTA:
             new_tokens: Sequence[int] = tokens[self.sent_tokens :].tolist()
@@ -317,7 +320,8 @@ class OutputBuilder:
     ) -> RequestOutput | None:
         """A request's output after this delivery, in which the samples `fresh` changed; None, if
         its kind says to wait."""
-        kind, finished = group.kind, not group.unfinished
+        kind = group.kind
+        finished = not group.unfinished
         if kind is OutputKind.FINAL and not finished:
             return None
         group.update_metrics()
@@ -337,7 +341,8 @@ class OutputBuilder:
 
     def _pooled(self, group: RequestGroup[Any], sample: SampleOutput) -> EngineOutput:
         group.update_metrics()
-        finish, data = sample.finish, sample.pooled
+        finish = sample.finish
+        data = sample.pooled
         return PoolingRequestOutput(
             group.request_id,
             None if data is None else PoolingOutput(data),
@@ -351,16 +356,15 @@ class OutputBuilder:
         )
 
     def _plain_delta(self, sample: SampleOutput, tokens: Sequence[int]) -> RequestOutput:
-        group, request = sample.group, sample.request
+        group = sample.group
+        request = sample.request
         metrics = group.metrics
         if sample.text is not None and not sample.watches:
             sample.text.append(tokens)
         sample.sent_tokens += len(tokens)
         if metrics.first_token_time is None:
-            metrics.first_token_time, metrics.first_scheduled_time = (
-                request.first_token_time,
-                request.first_scheduled_time,
-            )
+            metrics.first_token_time = request.first_token_time
+            metrics.first_scheduled_time = request.first_scheduled_time
         text = "" if sample.text is None else sample.text.take_delta()
         completion = CompletionOutput(0, text, self._as_ids(tokens))
         return RequestOutput(
@@ -408,9 +412,8 @@ class OutputBuilder:
             return
         if group.prompt_log is None:
             group.prompt_log = self._prompt_log_of(group)
-        left = len(group.prompt_token_ids) - len(
-            known
-        )  # 0 in a re-prefill after a preemption: they are there already
+        # 0 in a re-prefill after a preemption: they are there already
+        left = len(group.prompt_token_ids) - len(known)
         added = min(left, len(hosts.ranks))
         for position in range(added):
             group.prompt_log.add(hosts, position)
@@ -420,7 +423,8 @@ class OutputBuilder:
 
     def _log_of(self, group: RequestGroup[Any]) -> LogprobLog:
         """Return the log of a sample of a request that asks for log-probabilities."""
-        params, tokenizer = group.params, self.tokenizer
+        params = group.params
+        tokenizer = self.tokenizer
         asked = params.logprobs or 0
         if tokenizer is None or not params.detokenize:
             return LogprobLog(asked, None)
@@ -428,7 +432,8 @@ class OutputBuilder:
         return LogprobLog(asked, texts)
 
     def _prompt_log_of(self, group: RequestGroup[Any]) -> LogprobLog:
-        asked, tokenizer = group.params.prompt_logprobs or 0, self.tokenizer
+        asked = group.params.prompt_logprobs or 0
+        tokenizer = self.tokenizer
         if tokenizer is None or not group.params.detokenize:
             return LogprobLog(asked, None)
         texts = texts_of_prompt(tokenizer, group.prompt, group.prompt_token_ids)

@@ -1,6 +1,8 @@
-"""Requests that pool: what a model can do of what `PoolingParams` ask for, prompts of texts and of pairs of texts, and scores of pairs.
+"""Requests that pool: what a model can do of what `PoolingParams` ask for, prompts of texts and of
+pairs of texts, and scores of pairs.
 
-`PoolingFacts` are the properties of an engine that this needs; `PoolingIntake` works with them, in an `LLMEngine` or in a front end of the server.
+`PoolingFacts` are the properties of an engine that this needs; `PoolingIntake` works with them, in
+an `LLMEngine` or in a front end of the server.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.request.pooling import PoolingParams
 from dovetail.request.sampling_params import OutputKind, SamplingParams
 
-QUERY, DOCUMENT = (
-    ("query",),
-    ("document", "passage", "corpus"),
-)  # names of stored prompts for the two sides of a search
+# names of stored prompts for the two sides of a search
+QUERY = ("query",)
+DOCUMENT = ("document", "passage", "corpus")
 YES_OR_NO = (  # Qwen3-Reranker's, with its default instruction
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    "the Instruct provided. "
     'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-    "<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n<Query>: {query}\n<Document>: {document}"
+    "<Instruct>: Given a web search query, retrieve relevant passages that answer the "
+    "query\n<Query>: {query}\n<Document>: {document}"
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 _NEEDS_LAST = SamplingParams(max_tokens=1, seed=0, detokenize=False, output_kind=OutputKind.FINAL)
@@ -52,18 +55,15 @@ class PoolingFacts:
     capacity: PoolingCapacity
     max_tokens: int  # of a prompt
     limit: str  # the setting that says so
-    prompts: Mapping[str, str] = field(
-        default_factory=dict
-    )  # stored in the checkpoint, by name: they are put before texts
+    # stored in the checkpoint, by name: they are put before texts
+    prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None  # the name of one for texts that name none
     template: str | None = None  # of a pair; None: the tokenizer's form of a pair
     similarity: str = "cosine"  # of two embeddings: a key of `SIMILARITY`
-    cut_at: int | None = (
-        None  # tokens to which texts are cut unless requests say otherwise; None: they aren't cut
-    )
-    call_of: Mapping[str, str] = field(
-        default_factory=lambda: dict(PYTHON_CALLS)
-    )  # what callers call for each task, for errors
+    # tokens to which texts are cut unless requests say otherwise; None: they aren't cut
+    cut_at: int | None = None
+    # what callers call for each task, for errors
+    call_of: Mapping[str, str] = field(default_factory=lambda: dict(PYTHON_CALLS))
 
     @classmethod
     def of(
@@ -74,11 +74,12 @@ class PoolingFacts:
         max_model_len: int,
         max_step_tokens: int,
     ) -> PoolingFacts:
-        """Return the facts of an engine, with the prompts that a checkpoint of sentence-transformers stores. Raises `ModelLoadError` for a file with
-        invalid values."""
+        """Return the facts of an engine, with the prompts that a checkpoint of
+        sentence-transformers stores. Raises `ModelLoadError` for a file with invalid values."""
         path = model_dir / OWN_FILE
         stored = read_own(model_dir)
-        prompts, default = stored.get("prompts") or {}, stored.get("default_prompt_name")
+        prompts = stored.get("prompts") or {}
+        default = stored.get("default_prompt_name")
         if not isinstance(prompts, Mapping) or not all(
             isinstance(text, str) for text in prompts.values()
         ):
@@ -97,9 +98,8 @@ class PoolingFacts:
             else (max_step_tokens, "max_num_batched_tokens")
         )
         similarity = stored.get("similarity_fn_name") or SIMILARITIES[0]
-        cut_at = (
-            max_model_len if has_marks(model_dir, config) else None
-        )  # as sentence-transformers does
+        # as sentence-transformers does
+        cut_at = max_model_len if has_marks(model_dir, config) else None
         return cls(capacity, most, limit, dict(prompts), default, template, similarity, cut_at)
 
     @property
@@ -109,13 +109,15 @@ class PoolingFacts:
 
     @property
     def scores_pairs(self) -> bool:
-        """True if it scores a query and a document together; False if embeddings are compared. Raises `RequestError` if it can't score."""
+        """True if it scores a query and a document together; False if embeddings are compared.
+        Raises `RequestError` if it can't score."""
         if "classify" in self.capacity.tasks and len(self.capacity.labels) == 1:
             return True
         if "embed" in self.capacity.tasks:
             return False
         raise RequestError(
-            f"score: this model has {len(self.capacity.labels)} labels, and a score needs a model of one, or embeddings; {self.calls}"
+            f"score: this model has {len(self.capacity.labels)} labels, and a score needs a model "
+            f"of one, or embeddings; {self.calls}"
         )
 
     def row_pooling(self, params: PoolingParams) -> RowPooling:
@@ -125,7 +127,8 @@ class PoolingFacts:
         if params.task == "score":
             if "classify" not in can.tasks or len(can.labels) != 1:
                 raise RequestError(
-                    f"task: this model scores no prompt of its own; {self.call_of['score']}; {self.calls}"
+                    f"task: this model scores no prompt of its own; {self.call_of['score']}; "
+                    f"{self.calls}"
                 )
             task = "classify"
         elif params.task is not None:
@@ -150,16 +153,18 @@ class PoolingFacts:
             raise RequestError(f"dimensions: only embeddings can be cut, and the task is {task}")
         if can.dimensions is not None and wanted not in can.dimensions:
             raise RequestError(
-                f"dimensions must be one of {', '.join(map(str, can.dimensions))} for this model, got {wanted}"
+                f"dimensions must be one of {', '.join(map(str, can.dimensions))} for this model, "
+                f"got {wanted}"
             )
         if wanted > can.size:
             raise RequestError(
-                f"dimensions must be at most {can.size}, the size of this model's embeddings, got {wanted}"
+                f"dimensions must be at most {can.size}, the size of this model's embeddings, got "
+                f"{wanted}"
             )
 
     def core_params(self, pooling: RowPooling) -> SamplingParams:
-        """Return the parameters of such a request for the core. Those that need all states ask for log-probabilities of the prompt, so that no
-        KV-cache manager gives them cached tokens."""
+        """Return the parameters of such a request for the core. Those that need all states ask for
+        log-probabilities of the prompt, so that no KV-cache manager gives them cached tokens."""
         return _NEEDS_ALL if self.capacity.needs_all_states(pooling.task) else _NEEDS_LAST
 
 
@@ -184,9 +189,8 @@ class ScorePlan:
 
     prompts: PromptSource
     params: PoolingParams
-    places: (
-        list[tuple[int, int]] | None
-    )  # of each pair's two prompts, which are compared; None: each prompt is a pair
+    # of each pair's two prompts, which are compared; None: each prompt is a pair
+    places: list[tuple[int, int]] | None
     similarity: str = "cosine"  # of these
 
     def of_pair(self, pair: int) -> tuple[int, ...]:
@@ -211,8 +215,8 @@ class PoolingIntake:
         tokenizer: Callable[[], Tokenizer],
         check_chars: Callable[[int, bool], None],
     ) -> None:
-        """`encoded` tokenizes prompts that are texts. `check_chars` raises `RequestError` for a text of too many
-        characters; its second argument says whether the text is truncated."""
+        """`encoded` tokenizes prompts that are texts. `check_chars` raises `RequestError` for a
+        text of too many characters; its second argument says whether the text is truncated."""
         self.facts = facts
         self._encoded = encoded
         self._tokenizer = tokenizer
@@ -221,8 +225,8 @@ class PoolingIntake:
     def source(
         self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], name: str | None = None
     ) -> PromptSource:
-        """Return the source of the same prompts, tokenized, with stored prompts before texts that are to be embedded, or
-        that name one. Raises `RequestError`."""
+        """Return the source of the same prompts, tokenized, with stored prompts before texts that
+        are to be embedded, or that name one. Raises `RequestError`."""
         heads = [
             self._head(content_of(prompt), one, name)
             for prompt, one in zip(prompts, params, strict=True)
@@ -257,7 +261,8 @@ class PoolingIntake:
         self, token_ids: Sequence[Any], params: PoolingParams, *, is_text: bool = True
     ) -> Sequence[Any]:
         """Truncate a prompt as its parameters say, otherwise a text as the checkpoint does: at the
-        side that the tokenizer names, keeping the special tokens around it. Raises `RequestError`."""
+        side that the tokenizer names, keeping the special tokens around it. Raises
+        `RequestError`."""
         most = self._most(params) if is_text or cuts(params) else None
         if most is None or len(token_ids) <= most:
             return token_ids
@@ -266,7 +271,8 @@ class PoolingIntake:
         ended = len(tail) if tail and list(token_ids[-len(tail) :]) == tail else 0
         if most <= begun + ended:
             raise RequestError(
-                f"truncate_prompt_tokens must be more than {begun + ended}, the special tokens around a text, got {most}"
+                f"truncate_prompt_tokens must be more than {begun + ended}, the special tokens "
+                f"around a text, got {most}"
             )
         if self._tokenizer().truncates_left:
             return [*token_ids[:begun], *token_ids[len(token_ids) - (most - begun) :]]
@@ -285,14 +291,16 @@ class PoolingIntake:
         return size * sum(min(most, len(_ids_of(prompt))) for prompt in prompts)
 
     def prompted(self, text: str, name: str | None) -> str:
-        """Put the stored prompt of this name before a text; None: the default one, if there is one. Raises `RequestError`."""
+        """Put the stored prompt of this name before a text; None: the default one, if there is one.
+        Raises `RequestError`."""
         return self._stored(name) + text
 
     def _stored(self, name: str | None) -> str:
         stored = self.facts.prompts
         if name is not None and name not in stored:
             raise RequestError(
-                f"prompt_name: the model stores no prompt named {shown(name)}; it has {', '.join(map(repr, stored)) or 'none'}"
+                f"prompt_name: the model stores no prompt named {shown(name)}; it has "
+                f"{', '.join(map(repr, stored)) or 'none'}"
             )
         chosen = self.facts.default_prompt if name is None else name
         return "" if chosen is None else stored[chosen]
@@ -300,19 +308,22 @@ class PoolingIntake:
     def plan_scores(
         self, pairs: Sequence[tuple[str, str]], params: PoolingParams, template: str | None = None
     ) -> ScorePlan:
-        """Plan the scores of queries and documents, whose texts aren't joined yet. A bi-encoder embeds each different text once, with its stored
-        prompts for queries and documents. Raises `RequestError`."""
+        """Plan the scores of queries and documents, whose texts aren't joined yet. A bi-encoder
+        embeds each different text once, with its stored prompts for queries and documents. Raises
+        `RequestError`."""
         if not self.facts.scores_pairs:
             if template is not None:
                 raise RequestError(
-                    "template: this model compares embeddings of the two texts, and has no prompt of both"
+                    "template: this model compares embeddings of the two texts, and has no prompt "
+                    "of both"
                 )
             return self._plan_cosines(pairs, params)
         params = replace(params, task="score")
         template = self.facts.template if template is None else checked_template(template)
         if template is None and self.facts.capacity.generates:
             raise RequestError(
-                "template: this generator scores a prompt with both texts, and only that of Qwen3-Reranker is known: give one with {query} and, "
+                "template: this generator scores a prompt with both texts, and only that of "
+                "Qwen3-Reranker is known: give one with {query} and, "
                 "after it, {document}, here or as pooling.template in the config"
             )
         most = self._most(params)
@@ -329,9 +340,8 @@ class PoolingIntake:
         )
 
     def _texts(self, texts: Sequence[str]) -> list[TokenizedText]:
-        return [
-            prompt for prompt in self._encoded(texts) if isinstance(prompt, TokenizedText)
-        ]  # as all of them are
+        # as all of them are
+        return [prompt for prompt in self._encoded(texts) if isinstance(prompt, TokenizedText)]
 
     def _most(self, params: PoolingParams) -> int | None:
         """Return the number of tokens to which a prompt is cut; None: it isn't."""
@@ -388,7 +398,8 @@ class PoolingIntake:
                     heads[query] = len(self._tokenizer().encode(f"{before}{query}{between}"))
                 if heads[query] + len(tail) >= most:
                     raise RequestError(
-                        f"truncate_prompt_tokens: {most} tokens leave no room for the document, as the rest of the prompt takes them"
+                        f"truncate_prompt_tokens: {most} tokens leave no room for the document, as "
+                        f"the rest of the prompt takes them"
                     )
                 prompts[place] = TokenizedText(
                     prompt.text, [*prompt.token_ids[: most - len(tail)], *tail]
@@ -404,14 +415,16 @@ def _ids_of(prompt: Prompt) -> Sequence[Any]:
 
 
 def checked_template(template: Any) -> str:
-    """Return a template of pairs. Raises `RequestError` unless it has a place for the query, and after it one for the document."""
+    """Return a template of pairs. Raises `RequestError` unless it has a place for the query, and
+    after it one for the document."""
     if (
         not isinstance(template, str)
         or template.count("{query}") != 1
         or template.partition("{query}")[2].count("{document}") != 1
     ):
         raise RequestError(
-            f"template must have {{query}} and, after it, {{document}}, each once, got {shown(template)}"
+            f"template must have {{query}} and, after it, {{document}}, each once, got "
+            f"{shown(template)}"
         )
     return template
 
@@ -419,7 +432,8 @@ def checked_template(template: Any) -> str:
 def paired(
     data_1: Any, data_2: Any, names: tuple[str, str] = ("data_1", "data_2")
 ) -> list[tuple[str, str]]:
-    """Return pairs of texts: one with each of several, or each of several with that at its place. Raises `RequestError` with these names."""
+    """Return pairs of texts: one with each of several, or each of several with that at its place.
+    Raises `RequestError` with these names."""
     sides = [[data] if isinstance(data, str) else data for data in (data_1, data_2)]
     for name, side in zip(names, sides, strict=True):
         if (
@@ -435,6 +449,7 @@ def paired(
         queries = [*queries] * len(documents)
     if len(queries) != len(documents):
         raise RequestError(
-            f"{names[0]} must be one text, or as many as {names[1]}: got {len(queries)} and {len(documents)}"
+            f"{names[0]} must be one text, or as many as {names[1]}: got {len(queries)} and "
+            f"{len(documents)}"
         )
     return list(zip(queries, documents, strict=True))

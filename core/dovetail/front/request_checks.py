@@ -144,7 +144,8 @@ def _has_more_chars(value: Any, most: int) -> bool:
 
     Unlike `is_larger` it leaves out keys, which templates seldom write.
     """
-    left, counted = [value], 0
+    left = [value]
+    counted = 0
     while left and counted <= most:
         one = left.pop()
         if isinstance(one, Mapping | Sequence):

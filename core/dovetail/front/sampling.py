@@ -90,7 +90,8 @@ class SamplingIntake:
         """Return the incremental text of each sample; None without detokenization."""
         if not params.detokenize:
             return [None] * params.n
-        tokenizer, stops = self._tokenizer(), None
+        tokenizer = self._tokenizer()
+        stops = None
         if params.stop:
             special = special_names(tokenizer) if params.skip_special_tokens else None
             stops = StopStrings(params.stop, special)

@@ -47,7 +47,8 @@ class TokenTexts:
 
     def append(self, token_ids: Sequence[int]) -> TextsInOrder:
         """Add tokens, and return what each adds to the text."""
-        own, places = [], []
+        own = []
+        places = []
         for token in token_ids:
             places.append(len(self._tokens))
             is_written = next(self._positions) not in self._unwritten
@@ -91,7 +92,8 @@ class FollowingTexts:
     """Texts of tokens that were possible at a position: what each would have added to the text."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._special_ids = tokenizer.special_ids
         self._pieces = byte_pieces(tokenizer, skip_special_tokens)
         self._names: dict[int, str] = {}
@@ -185,7 +187,8 @@ def unwritten(tokenizer: Tokenizer, prompt: str | None, token_ids: Sequence[int]
     if prompt is None:
         return ()
     first, last = tokenizer.around
-    ids, end = list(token_ids), len(token_ids) - len(last)
+    ids = list(token_ids)
+    end = len(token_ids) - len(last)
     begins = range(len(first)) if ids[: len(first)] == first else range(0)
     ends = range(end, len(ids)) if ids[end:] == last else range(0)
     return {*begins, *ends}

@@ -1,5 +1,6 @@
-"""A model's tokenizer: text to token ids and back. `Tokenizer` is the front end's interface. `TransformersTokenizer` wraps tokenizers of
-transformers, `dovetail.front.component_tokenizer` those of plugins."""
+"""A model's tokenizer: text to token ids and back. `Tokenizer` is the front end's interface.
+`TransformersTokenizer` wraps tokenizers of transformers, `dovetail.front.component_tokenizer` those
+of plugins."""
 
 from __future__ import annotations
 
@@ -71,19 +72,20 @@ _JSON_FILES = (
     "vocab.json",
     "chat_template.json",
 )
-_MAX_PARTS = (
-    4_000_000  # of such a file: 262,000 tokens and 515,000 merges, each a list, are 800,000
-)
+# of such a file: 262,000 tokens and 515,000 merges, each a list, are 800,000
+_MAX_PARTS = 4_000_000
+# of transformers' classes
 _ENCODING_METHODS = (
     "__call__",
     "_encode_plus",
     "_batch_encode_plus",
     "_convert_encoding",
-)  # of transformers' classes
+)
+# `tokenizer_class` of a tokenizer.json that needs no class of its own
 GENERIC = (
     "PreTrainedTokenizerFast",
     "TokenizersBackend",
-)  # `tokenizer_class` of a tokenizer.json that needs no class of its own
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +98,21 @@ class TokenizedText:
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back. `own`: the wrapped object, of transformers or of a plugin. `backend`: its `tokenizers.Tokenizer`, if it has
-    one."""
+    """Text to token ids and back. `own`: the wrapped object, of transformers or of a plugin.
+    `backend`: its `tokenizers.Tokenizer`, if it has one."""
 
     own: Any
     backend: Any = None
 
     @staticmethod
     def load(directory: Path | str) -> TransformersTokenizer:
-        """From a model directory; no code of it is run. Raises `ModelLoadError` if there is none that works, `MissingExtraError` without
-        transformers."""
+        """From a model directory; no code of it is run. Raises `ModelLoadError` if there is none
+        that works, `MissingExtraError` without transformers."""
         directory = Path(directory)
         if not directory.is_dir():
             raise ModelLoadError(
-                f"{directory} isn't a directory: a tokenizer is loaded from a model's local directory"
+                f"{directory} isn't a directory: a tokenizer is loaded from a model's local "
+                f"directory"
             )
         _check_files(directory)
         try:
@@ -118,7 +121,8 @@ class Tokenizer(ABC):
             )
         except (MissingExtraError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # transformers raises whatever its parts do, panics of the tokenizers library included
+        except BaseException as error:
+            # transformers raises whatever its parts do, panics of the tokenizers library included
             reason = " ".join(str(error).split())[:300]
             raise _no_tokenizer(directory, f"{type(error).__name__}: {reason}") from None
         if _is_empty(tokenizer):
@@ -142,7 +146,8 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def longest_token(self) -> int:
-        """The characters of its longest token: what a text has more of, for each token that it becomes, is rare and strange."""
+        """The characters of its longest token: what a text has more of, for each token that it
+        becomes, is rare and strange."""
 
     @property
     @abstractmethod
@@ -151,7 +156,8 @@ class Tokenizer(ABC):
 
     @property
     def bytes_of(self) -> Callable[[int], bytes] | None:
-        """Function from an id to its bytes, if tokens are decoded by concatenating their bytes; None for other tokenizers."""
+        """Function from an id to its bytes, if tokens are decoded by concatenating their bytes;
+        None for other tokenizers."""
         return None
 
     @property
@@ -161,7 +167,8 @@ class Tokenizer(ABC):
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """The model's chat templates by name; a single one is the "default". Empty for a model that only completes text."""
+        """The model's chat templates by name; a single one is the "default". Empty for a model that
+        only completes text."""
         return {}
 
     @property
@@ -170,12 +177,14 @@ class Tokenizer(ABC):
         return None
 
     def use_chat_template(self, text: str) -> None:
-        """Replace the model's chat templates by this one. Raises `ConfigError` if the tokenizer can't be used with one."""
+        """Replace the model's chat templates by this one. Raises `ConfigError` if the tokenizer
+        can't be used with one."""
         raise ConfigError(f"chat_template: {self.no_template}")
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Texts of special tokens by the names that chat templates know them by: "bos_token", "eos_token"."""
+        """Texts of special tokens by the names that chat templates know them by: "bos_token",
+        "eos_token"."""
         return {}
 
     @property
@@ -185,7 +194,8 @@ class Tokenizer(ABC):
 
     @property
     def marks(self) -> str:
-        """Text with the marks of the conversation format, by which servers choose parsers: the chat templates."""
+        """Text with the marks of the conversation format, by which servers choose parsers: the chat
+        templates."""
         return "\n".join(self.chat_templates.values())
 
     @property
@@ -198,20 +208,23 @@ class Tokenizer(ABC):
         raise NotImplementedError
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """`special_tokens`: with those that the model expects around a text, such as BOS. Raises `RequestError` for text that isn't Unicode."""
+        """`special_tokens`: with those that the model expects around a text, such as BOS. Raises
+        `RequestError` for text that isn't Unicode."""
         [ids] = self.encode_all([text], special_tokens)
         return ids
 
     @abstractmethod
     def encode_all(self, texts: Sequence[str], special_tokens: bool = True) -> list[list[int]]:
-        """Encode each text like `encode`; on all cores, unless the tokenizer is written in Python."""
+        """Encode each text like `encode`; on all cores, unless the tokenizer is written in
+        Python."""
 
     @abstractmethod
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], most: int | None = None
     ) -> list[TokenizedText]:
-        """Encode each pair of texts as the model expects it, cut to `most` tokens: of the longer text as many as needed. Raises `RequestError` for
-        text that isn't Unicode, and if that is impossible."""
+        """Encode each pair of texts as the model expects it, cut to `most` tokens: of the longer
+        text as many as needed. Raises `RequestError` for text that isn't Unicode, and if that is
+        impossible."""
 
     @property
     @abstractmethod
@@ -316,8 +329,8 @@ class TransformersTokenizer(Tokenizer):
 
     @cached_property
     def _encodes_plainly(self) -> bool:
-        """True if its class does nothing but call the tokenizers library, which can then leave out the
-        texts and places of tokens. They take most of the time, and freeing them holds the
+        """True if its class does nothing but call the tokenizers library, which can then leave out
+        the texts and places of tokens. They take most of the time, and freeing them holds the
         interpreter's lock: 1 s for a text of 16 MB."""
         if self.backend is None:
             return False
@@ -329,9 +342,8 @@ class TransformersTokenizer(Tokenizer):
         own_kinds = kinds[: kinds.index(PreTrainedTokenizerFast)]
         plain = not any(name in vars(kind) for kind in own_kinds for name in _ENCODING_METHODS)
         if plain:
-            self.own(
-                "a", verbose=False
-            )  # has the library neither cut nor pad, and treat special tokens as configured
+            # has the library neither cut nor pad, and treat special tokens as configured
+            self.own("a", verbose=False)
         return plain
 
     def encode_pairs(
@@ -343,7 +355,8 @@ class TransformersTokenizer(Tokenizer):
         if not pairs:
             return []  # transformers can't
         firsts, seconds = map(list, zip(*pairs, strict=True))
-        # The tokenizers library keeps what it cuts off, and of a pair all combinations of it: it never cuts here.
+        # The tokenizers library keeps what it cuts off, and of a pair all combinations of it: it
+        # never cuts here.
         own_cut = (
             {"truncation": "longest_first", "max_length": most}
             if self.backend is None and most is not None
@@ -376,12 +389,14 @@ class TransformersTokenizer(Tokenizer):
 
     @property
     def _tells_types(self) -> bool:
-        """True if models are given the token types: `model_input_names` of tokenizer_config.json."""
+        """True if models are given the token types: `model_input_names` of
+        tokenizer_config.json."""
         return "token_type_ids" in self.own.model_input_names
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
-        whole, inner = self.encode("a"), self.encode("a", special_tokens=False)
+        whole = self.encode("a")
+        inner = self.encode("a", special_tokens=False)
         for start in range(len(whole) - len(inner) + 1):
             if whole[start : start + len(inner)] == inner:
                 return whole[:start], whole[start + len(inner) :]
@@ -409,7 +424,8 @@ class TransformersTokenizer(Tokenizer):
         return names
 
     def described(self) -> dict[str, Any]:
-        own, templates = self.own, self.chat_templates
+        own = self.own
+        templates = self.chat_templates
         settings = {
             name: own.init_kwargs[name]
             for name in _SETTINGS
@@ -435,8 +451,9 @@ class TransformersTokenizer(Tokenizer):
 
 
 def kept_of_pair(sides: Sequence[int | None], most: int, *, left: bool) -> list[int]:
-    """Return the places of the tokens that remain of a pair of texts cut to `most` tokens: all special ones, and of the longer text as few as
-    needed. `sides`: 0 or 1 for a token of either text, None for a special one. `left`: texts lose their beginnings. Raises `RequestError`."""
+    """Return the places of the tokens that remain of a pair of texts cut to `most` tokens: all
+    special ones, and of the longer text as few as needed. `sides`: 0 or 1 for a token of either
+    text, None for a special one. `left`: texts lose their beginnings. Raises `RequestError`."""
     first, second = (
         [place for place, side in enumerate(sides) if side == number] for number in (0, 1)
     )
@@ -444,7 +461,8 @@ def kept_of_pair(sides: Sequence[int | None], most: int, *, left: bool) -> list[
     room = most - special
     if room < 1:
         raise RequestError(
-            f"truncate_prompt_tokens must be more than {special}, the special tokens of a pair, got {most}"
+            f"truncate_prompt_tokens must be more than {special}, the special tokens of a pair, "
+            f"got {most}"
         )
     if len(first) <= len(second):
         of_first = min(len(first), room // 2)
@@ -472,7 +490,8 @@ _SETTINGS = (
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The alphabet of byte-level BPE, as GPT-2 set it: printable Latin-1 stands for itself, the other bytes for U+0100 and on."""
+    """The alphabet of byte-level BPE, as GPT-2 set it: printable Latin-1 stands for itself, the
+    other bytes for U+0100 and on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -486,7 +505,8 @@ BYTE_OF_CHAR = _byte_of_char()
 def check_unicode(text: str) -> None:
     if error := unicode_error(text):
         raise RequestError(
-            f"the text isn't valid Unicode: half a surrogate pair, {error.object[error.start]!r}, at character {error.start}"
+            f"the text isn't valid Unicode: half a surrogate pair, {error.object[error.start]!r}, "
+            f"at character {error.start}"
         )
 
 
@@ -501,25 +521,29 @@ def _check_files(directory: Path) -> None:
 
 def _no_tokenizer(directory: Path, reason: str) -> ModelLoadError:
     return ModelLoadError(
-        f"{directory} has no tokenizer that can be loaded ({reason}); name another with `tokenizer:`, or give token ids with detokenize=False"
+        f"{directory} has no tokenizer that can be loaded ({reason}); name another with "
+        f"`tokenizer:`, or give token ids with detokenize=False"
     )
 
 
 def _is_empty(tokenizer: Any) -> bool:
-    """True if the tokenizer has special tokens alone: transformers makes such a one, for some models, of a directory without tokenizer files."""
+    """True if the tokenizer has special tokens alone: transformers makes such a one, for some
+    models, of a directory without tokenizer files."""
     return len(tokenizer) < 100 and not set(tokenizer.get_vocab()) - set(
         tokenizer.all_special_tokens
     )
 
 
 def _lower_case(tokenizer: Any, directory: Path) -> None:
-    """Put texts in lower case before the tokenizer's own rules, as sentence-transformers does. Raises `ModelLoadError` for one that can't."""
+    """Put texts in lower case before the tokenizer's own rules, as sentence-transformers does.
+    Raises `ModelLoadError` for one that can't."""
     from tokenizers import normalizers
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ModelLoadError(
-            f"{directory}: do_lower_case: this tokenizer is written in Python, and has no normalizer"
+            f"{directory}: do_lower_case: this tokenizer is written in Python, and has no "
+            f"normalizer"
         )
     own = backend.normalizer
     backend.normalizer = normalizers.Sequence(
@@ -528,7 +552,8 @@ def _lower_case(tokenizer: Any, directory: Path) -> None:
 
 
 def _loader(directory: Path) -> Any:
-    """The transformers class that loads it. `AutoTokenizer` would find the same, but imports torch, which takes seconds and may be missing."""
+    """The transformers class that loads it. `AutoTokenizer` would find the same, but imports torch,
+    which takes seconds and may be missing."""
     try:
         config = read_json_object(directory / "tokenizer_config.json")
         generic = (

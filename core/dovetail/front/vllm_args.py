@@ -96,7 +96,8 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_spelling(name: str) -> None:
-    """Raise `ConfigError` if `name` is nearer to a name of the table than to a key of `engine.yaml`.
+    """Raise `ConfigError` if `name` is nearer to a name of the table than to a key of
+    `engine.yaml`.
 
     Misspelt keys of `engine.yaml` are reported by its own check.
     """
@@ -208,7 +209,10 @@ def _renamed(
 def _section_switch(name: str, key: str) -> Argument:
     """Row for a switch: True enables a section with its defaults, False disables it."""
     keys: Mapping[Any, Mapping[str, Any]] = {None: {}, True: {key: {}}, False: {key: None}}
-    meaning = "`True` is an empty section; `False` is `null`, and overrides other arguments of the section"
+    meaning = (
+        "`True` is an empty section; `False` is `null`, and overrides other arguments of the "
+        "section"
+    )
     return Argument(
         name,
         key,
@@ -301,7 +305,8 @@ def _lookup(values: Mapping[Any, Mapping[str, Any]], value: Any) -> Mapping[str,
 def _speculation(name: str) -> Argument:
     """Row for vLLM's settings of speculative decoding."""
     meaning = (
-        "methods `ngram`, `suffix`, `mtp`, `eagle3` and `draft_model` (`model`) are drafters, `num_speculative_tokens` is `max_drafts`, other fields "
+        "methods `ngram`, `suffix`, `mtp`, `eagle3` and `draft_model` (`model`) are drafters, "
+        "`num_speculative_tokens` is `max_drafts`, other fields "
         "are options"
     )
     accepted = (
@@ -372,15 +377,18 @@ def _pooler(name: str) -> Argument:
     )
 
 
-_DRAFTERS = f"choose a drafter: speculation={{'drafter': 'suffix'}}, ngram, model, mtp, or eagle3. For others, {planned('Models that draft')}"
+_DRAFTERS = (
+    f"choose a drafter: speculation={{'drafter': 'suffix'}}, ngram, model, mtp, or eagle3. "
+    f"For others, {planned('Models that draft')}"
+)
 _POOLERS = "set the engine's pooling: pooling={'method': …, 'normalize': …}"
 _PROCESSORS = (
-    "vLLM's classes aren't supported: a logits processor is a plugin (docs/plugins/logits_processor.md). Name it here, "
+    "vLLM's classes aren't supported: a logits processor is a plugin "
+    "(docs/plugins/logits_processor.md). Name it here, "
     "logits_processors=['dry'], and in requests: SamplingParams(logits_processors={'dry': {…}})"
 )
-_PATH_OF_CLASS = re.compile(
-    r"[\w.]+:[A-Z]\w*|\w+(\.\w+)+"
-)  # "package.module:Class" or "package.module.Class"
+# "package.module:Class" or "package.module.Class"
+_PATH_OF_CLASS = re.compile(r"[\w.]+:[A-Z]\w*|\w+(\.\w+)+")
 _DECIDES = "the checkpoint determines the supported tasks, and the method called selects one"
 _EXPERTS = planned("Mixture of experts")
 _SERVER = "set it as an option of `dovetail serve`"
@@ -390,7 +398,8 @@ _SCHEDULERS = "the scheduler decides this: choose or write one (scheduler)"
 _MODEL_IMPL = "choose the component: model={'path': …, 'component': 'transformers'}"
 _EDIT_CONFIG = "edit the config.json of a local copy"
 SOFT_PROMPTS = (
-    "prompt adapters (soft prompts) aren't supported, and vLLM has removed them, too: put the instruction into the prompt; the prefix cache "
+    "prompt adapters (soft prompts) aren't supported, and vLLM has removed them, too: put the "
+    "instruction into the prompt; the prefix cache "
     "keeps its K and V"
 )
 _OUTPUTS = "outputs contain tokens and log-probabilities"

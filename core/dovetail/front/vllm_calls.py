@@ -98,7 +98,8 @@ def by_position(method: str, given: Sequence[Any], named: Mapping[str, Any]) -> 
         names = ("lora_request", "trace_headers", "prompt_adapter_request", "priority")
     if len(given) > len(names):
         raise RequestError(
-            f"{method}() takes at most {len(names)} more arguments by position, {', '.join(names)}, got {len(given)}"
+            f"{method}() takes at most {len(names)} more arguments by position, "
+            f"{', '.join(names)}, got {len(given)}"
         )
     placed = dict(zip(names, given, strict=False))
     if twice := placed.keys() & named.keys():
@@ -107,6 +108,7 @@ def by_position(method: str, given: Sequence[Any], named: Mapping[str, Any]) -> 
 
 
 def _is_older(given: Sequence[Any]) -> bool:
-    """Return True for the order of vLLM releases without `tokenization_kwargs`: headers are second."""
+    """Return True for the order of vLLM releases without `tokenization_kwargs`: headers are
+    second."""
     second = given[1] if len(given) > 1 else None
     return isinstance(second, Mapping) and bool(second.keys() & _TRACE_HEADERS)

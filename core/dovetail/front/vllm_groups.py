@@ -135,7 +135,8 @@ GROUPS = (
         },
     ),
     Group(
-        "limits.max_waiting bounds unfinished requests, and the server has --max-queued-requests and --max-queued-tokens",
+        "limits.max_waiting bounds unfinished requests, and the server has --max-queued-requests "
+        "and --max-queued-tokens",
         _unset("max_num_queued_reqs", "max_num_queued_tokens"),
     ),
     Group(
@@ -208,7 +209,8 @@ GROUPS = (
         {"model_class_overrides": {}, "worker_cls": "auto"},
     ),
     Group(
-        "the checkpoint's quantization_config applies; quantization='fp8' quantizes a plain checkpoint",
+        "the checkpoint's quantization_config applies; quantization='fp8' quantizes a plain "
+        "checkpoint",
         {"quantization_config": None},
     ),
     Group(
@@ -260,7 +262,8 @@ GROUPS = (
         },
     ),
     Group(
-        "set all fields in one argument: speculative_config={'method': …, 'model': …, 'num_speculative_tokens': …}",
+        "set all fields in one argument: speculative_config={'method': …, 'model': …, "
+        "'num_speculative_tokens': …}",
         _unset("spec_method", "spec_model", "spec_tokens"),
     ),
     Group("diffusion models aren't supported", _unset("diffusion_config", "engram_config")),
@@ -296,7 +299,8 @@ GROUPS = (
         },
     ),
     Group(
-        "configure Python's logger `dovetail`, or set its level in the environment variable DOVETAIL_LOG",
+        "configure Python's logger `dovetail`, or set its level in the environment variable "
+        "DOVETAIL_LOG",
         {
             "aggregate_engine_logging": False,
             **_unset("logging_config", "log_level", "log_config_file"),

@@ -38,7 +38,8 @@ METHOD_TABLE = {  # method or attribute -> alternative
         "`generate` takes a list of prompts; `stream` yields outputs as they are generated",
     ),
     "renderer": "`generate` takes the text, or its token ids",
-    "preprocess_chat": "the tokenizer renders chat templates: get_tokenizer().apply_chat_template(…)",
+    "preprocess_chat": "the tokenizer renders chat templates: "
+    "get_tokenizer().apply_chat_template(…)",
     "set_tokenizer": "pass it when the engine is created: tokenizer",
     "get_world_size": "get_parallel_config().world_size of an LLMEngine",
     **dict.fromkeys(
@@ -52,7 +53,8 @@ METHOD_TABLE = {  # method or attribute -> alternative
 }
 NANOVLLM_TABLE = dict.fromkeys(  # of nano-vllm's `LLM`, which is also the engine
     ("add_request", "step", "is_finished", "exit"),
-    "use dovetail.compat.nanovllm.LLM; or add_request, step and has_unfinished_requests of `llm_engine`",
+    "use dovetail.compat.nanovllm.LLM; or add_request, step and has_unfinished_requests of "
+    "`llm_engine`",
 )
 
 

@@ -28,7 +28,8 @@ class VllmOnly:
 
 
 def leave_out(rows: Mapping[str, VllmOnly], named: dict[str, Any]) -> None:
-    """Remove vLLM's fields from keyword arguments. Raises `RequestError` for one that asks for something."""
+    """Remove vLLM's fields from keyword arguments. Raises `RequestError` for one that asks for
+    something."""
     for name in [name for name in named if name in rows]:
         if not rows[name].accepts(named.pop(name)):
             raise RequestError(f"{name}: {rows[name].instead}")

@@ -33,9 +33,8 @@ def speculation_of(name: str, value: Any) -> Mapping[str, Any] | None:
         return None
     given = {key: one for key, one in value.items() if one is not None}
     method = given.pop("method", None) or _method_of(given.get("model"))
-    method = (
-        "mtp" if isinstance(method, str) and method.endswith("_mtp") else method
-    )  # by families of models
+    # by families of models
+    method = "mtp" if isinstance(method, str) and method.endswith("_mtp") else method
     if method not in _DRAFTER_FIELDS or (
         method in ("ngram", "suffix") and given.pop("model", "ngram") not in _LOOKUP
     ):
@@ -52,13 +51,15 @@ def speculation_of(name: str, value: Any) -> Mapping[str, Any] | None:
         } | given
     if given.get("suffix_decoding_max_cached_requests", 0) != 0:
         raise ConfigError(
-            f"{name}: suffix_decoding_max_cached_requests: set kept_tokens and kept_clients of speculation.drafter"
+            f"{name}: suffix_decoding_max_cached_requests: set kept_tokens and kept_clients of "
+            f"speculation.drafter"
         )
     options = {}
     for field, one in given.items():
         if field not in _DRAFTER_FIELDS[method]:
             raise ConfigError(
-                f"{name}: {field!s:.80}: method {method} takes {', '.join(['num_speculative_tokens', *_DRAFTER_FIELDS[method]])}"
+                f"{name}: {field!s:.80}: method {method} takes "
+                f"{', '.join(['num_speculative_tokens', *_DRAFTER_FIELDS[method]])}"
             )
         options[_DRAFTER_FIELDS[method][field]] = one
     return {

@@ -1,7 +1,9 @@
-"""`WorkerProcesses`: pool of processes that do untrusted work, a line of JSON each, with bounds on its time and memory.
+"""`WorkerProcesses`: pool of processes that do untrusted work, a line of JSON each, with bounds on
+its time and memory.
 
-For `chat_rendering`, `adapters` and `grammar_trials`. A worker reads requests from its standard input and answers on its
-standard output. It bounds its own memory, and is killed when its time is up.
+For `chat_rendering`, `adapters` and `grammar_trials`. A worker reads requests from its standard
+input and answers on its standard output. It bounds its own memory, and is killed when its time is
+up.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dovetail.errors import DovetailError
 
 OUT_OF_MEMORY = b'"memory"\n'  # a worker's last answer
 PING = b"null"  # a request whose answer, an empty list, shows that the worker runs
+# what Python and the time of day need; no secrets
 _ENVIRONMENT = (
     "LANG",
     "LC_ALL",
@@ -30,12 +33,13 @@ _ENVIRONMENT = (
     "PATH",
     "SYSTEMROOT",
     "TZ",
-)  # what Python and the time of day need; no secrets
+)
 _STARTS_S = 60.0  # how long a process may take to start
 
 
 class WorkerEndedError(Exception):
-    """The worker has ended. `reason`: "memory" or "time" if it exceeded that limit, otherwise "ended"."""
+    """The worker has ended. `reason`: "memory" or "time" if it exceeded that limit, otherwise
+    "ended"."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -43,8 +47,8 @@ class WorkerEndedError(Exception):
 
 
 def why_ended(answer: bytes, exit_code: int, *, late: bool) -> str:
-    """Return the reason of `WorkerEndedError`. `answer`: its last one, perhaps a part of it; `late`:
-    its time was up; `exit_code`: as of `subprocess`."""
+    """Return the reason of `WorkerEndedError`. `answer`: its last one, perhaps a part of it;
+    `late`: its time was up; `exit_code`: as of `subprocess`."""
     ended_by = -exit_code
     if answer or ended_by == signal.SIGABRT:  # of native code, where Python raises `MemoryError`
         return "memory"
@@ -55,8 +59,9 @@ class WorkerProcess:
     """A running worker. `end()` kills it, if it is still there."""
 
     def __init__(self, does: str, script: Path, *arguments: str, plugins: bool = False) -> None:
-        """Start `script` as a file of its own. Its first argument is the path of this process, by which it imports. `does`: what it does, for
-        errors. `plugins`: it imports plugins, which may be installed by hooks of `site`. Raises `DovetailError` if it doesn't start."""
+        """Start `script` as a file of its own. Its first argument is the path of this process, by
+        which it imports. `does`: what it does, for errors. `plugins`: it imports plugins, which may
+        be installed by hooks of `site`. Raises `DovetailError` if it doesn't start."""
         paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
         options = ["-I"] if plugins else ["-I", "-S"]
         command = [sys.executable, *options, str(script), json.dumps(paths), *arguments]
@@ -88,7 +93,8 @@ class WorkerProcess:
         return self.end.alive and self._process.poll() is None
 
     def ask(self, request: bytes, seconds: float, overtime_s: float = 0.0) -> Any:
-        """Return the answer to a line. Raises `WorkerEndedError`: a worker that hasn't ended itself `overtime_s` after its time is killed."""
+        """Return the answer to a line. Raises `WorkerEndedError`: a worker that hasn't ended itself
+        `overtime_s` after its time is killed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         begun = time.monotonic()
@@ -115,7 +121,8 @@ class WorkerProcesses:
     """A pool of at most `most` processes. Each serves one caller at a time."""
 
     def __init__(self, most: int, start: Callable[[], WorkerProcess]) -> None:
-        self._most, self._start = most, start
+        self._most = most
+        self._start = start
         self._begin()
 
     def _begin(self) -> None:
@@ -169,8 +176,9 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 
 
 def bound_process(memory_bytes: int, cpu_s: float | None = None) -> None:
-    """Limit this process from now on: allocations beyond so much address space raise `MemoryError`, and exceeding the processor time kills it. Where
-    the system has no such limits (Windows, and macOS, which doesn't enforce that of memory), only the parent's timeout applies."""
+    """Limit this process from now on: allocations beyond so much address space raise `MemoryError`,
+    and exceeding the processor time kills it. Where the system has no such limits (Windows, and
+    macOS, which doesn't enforce that of memory), only the parent's timeout applies."""
     try:
         import resource
 

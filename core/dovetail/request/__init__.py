@@ -1,4 +1,5 @@
-"""What users and policies hold: requests, their parameters and their results. Nothing here needs torch."""
+"""What users and policies hold: requests, their parameters and their results. Nothing here needs
+torch."""
 
 from dovetail.request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from dovetail.request.request import Request

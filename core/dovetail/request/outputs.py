@@ -37,9 +37,8 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     preemptions: int = 0
-    pauses: Sequence[
-        tuple[float, float | None]
-    ] = ()  # of its first sample: from each preemption to the next admission, the first 100
+    # of its first sample: from each preemption to the next admission, the first 100
+    pauses: Sequence[tuple[float, float | None]] = ()
 
 
 @dataclass(slots=True)
@@ -54,9 +53,8 @@ class CompletionOutput:
     text: str
     token_ids: Sequence[int]
     cumulative_logprob: float | None = None
-    logprobs: Sequence[TokenLogprobMap] | None = (
-        None  # one map for each of `token_ids`, made when it is read
-    )
+    # one map for each of `token_ids`, made when it is read
+    logprobs: Sequence[TokenLogprobMap] | None = None
     finish_reason: FinishReason | None = None
     # the stop token or string that matched (None: EOS), "kv_capacity", or the text of a rejection
     # or
@@ -94,9 +92,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[TokenLogprobMap | None] | None = None  # None for the first token
-    num_cached_tokens: int = (
-        0  # prompt tokens found in the prefix cache (for n > 1 by the first sample)
-    )
+    # prompt tokens found in the prefix cache (for n > 1 by the first sample)
+    num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     prompt_index: int = 0  # index of its prompt in the list that `LLM` was given
 

@@ -192,23 +192,19 @@ class Request:
         self.arrival_time = arrival_time
         self.client = client
         self.priority = priority  # smaller is more important
-        self.deadline = (
-            deadline  # absolute, for the last token; an objective, which ends no request
-        )
+        # absolute, for the last token; an objective, which ends no request
+        self.deadline = deadline
         self.ttft_deadline = ttft_deadline  # absolute, for the first token
         self.tbt_s = tbt_s  # the most seconds between two of its tokens that its user asks for
-        self.predicted_tokens = (
-            predicted_tokens  # a predicted length of the output, in tokens, if given
-        )
+        # a predicted length of the output, in tokens, if given
+        self.predicted_tokens = predicted_tokens
         self.parent = parent  # for a sample of n > 1, the id of the user's request
-        self.cache_keys = (
-            cache_keys  # salt, adapters: requests share K and V only if theirs are equal
-        )
+        # salt, adapters: requests share K and V only if theirs are equal
+        self.cache_keys = cache_keys
         # its prompt is computed in one step: `Step.grant` grants all of it, or refuses
         self.indivisible = indivisible
-        self.extra: Mapping[str, Any] = MappingProxyType(
-            dict(extra or {})
-        )  # distribution -> its own validated model
+        # distribution -> its own validated model
+        self.extra: Mapping[str, Any] = MappingProxyType(dict(extra or {}))
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:

@@ -25,10 +25,11 @@ from dovetail.errors import RequestError, shown
 from dovetail.request.frozen import FrozenDict, frozen
 from dovetail.request.structured import Structured
 
+# the allowed range: beyond it, logits in 16 or 32 bits become 0 or infinite
 REPETITION_PENALTIES = (
     0.01,
     100.0,
-)  # the allowed range: beyond it, logits in 16 or 32 bits become 0 or infinite
+)
 NAMES_ELSEWHERE = {  # name in transformers or other engines -> name here
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
@@ -45,6 +46,7 @@ NAMES_ELSEWHERE = {  # name in transformers or other engines -> name here
 }
 LENGTH_PENALTIES = (-10.0, 10.0)  # the allowed range: no length to this power overflows
 BEAM_SEARCH = "use LLM.beam_search(prompts, BeamSearchParams(beam_width=…, max_tokens=…))"
+# of requests in other engines
 BEAM_NAMES = (
     "use_beam_search",
     "num_beams",
@@ -52,7 +54,7 @@ BEAM_NAMES = (
     "length_penalty",
     "early_stopping",
     "diversity_penalty",
-)  # of requests in other engines
+)
 
 
 class OutputKind(Enum):

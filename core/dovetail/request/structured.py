@@ -20,6 +20,7 @@ from dovetail.base.bounded_json import WrongJsonError, read_json
 from dovetail.base.checks import BINARY, INT64, plain_integer, unicode_error
 from dovetail.errors import RequestError, shown
 
+# the fields of which exactly one is given
 RULES = (
     "json_schema",
     "json_object",
@@ -27,13 +28,12 @@ RULES = (
     "grammar",
     "choice",
     "structural_tag",
-)  # the fields of which exactly one is given
+)
 # What may hide brackets, read once: unclosed, it extends to the end, and hides nothing (an empty
 # group).
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+("?)', re.DOTALL)  # of JSON
-_ESCAPED = re.compile(
-    r"\\(.)|\[\^?\]?(?:[^\]\\]++|\\.)*+(\]?)", re.DOTALL
-)  # of a regular expression: an escape, a set of characters
+# of a regular expression: an escape, a set of characters
+_ESCAPED = re.compile(r"\\(.)|\[\^?\]?(?:[^\]\\]++|\\.)*+(\]?)", re.DOTALL)
 _SURE_DIGITS = 17  # as many tell any double
 _ZERO = re.compile(r"-?0(?:\.0+)?(?:[eE].*)?")
 _NO_DIGITS = re.compile(r"[eE].*|[^0-9]")  # of a number's significand
@@ -53,16 +53,14 @@ class Structured:
     without it, which limits the reasoning of a model; then the first six fields may be missing.
     """
 
-    json_schema: Any = (
-        None  # a JSON Schema: a mapping, its JSON, or a pydantic model's class; kept as its JSON
-    )
+    # a JSON Schema: a mapping, its JSON, or a pydantic model's class; kept as its JSON
+    json_schema: Any = None
     regex: str | None = None  # the whole answer matches it
     grammar: str | None = None  # a context-free grammar, in Lark's or GBNF's syntax
     choice: Sequence[str] | None = None  # the answer is one of these
     json_object: bool = False  # any JSON object
-    structural_tag: str | Mapping[str, Any] | None = (
-        None  # see `dovetail.api.grammar.GrammarSpec`; kept as its JSON
-    )
+    # see `dovetail.api.grammar.GrammarSpec`; kept as its JSON
+    structural_tag: str | Mapping[str, Any] | None = None
     after: str | None = None
     after_tokens: int | None = None  # 1 or more
 

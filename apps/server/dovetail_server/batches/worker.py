@@ -45,10 +45,9 @@ T = TypeVar("T")
 logger = logging.getLogger("dovetail.batches")  # separate from request logs, which are JSON
 
 POLL_S = 0.5  # interval of polling for new batches and cancellations, and of writing counts
-TRY_AGAIN_S, MOST_PAUSE_S = (
-    1.0,
-    30.0,
-)  # exponential backoff of a batch whose requests are rejected for now
+# exponential backoff of a batch whose requests are rejected for now
+TRY_AGAIN_S = 1.0
+MOST_PAUSE_S = 30.0
 TIDY_S = 3600.0  # interval of removing expired files
 STALLED_S = 60.0  # time without polling after which /health reports it
 AT_ONCE = 8  # batches processed concurrently
@@ -75,11 +74,12 @@ class BatchWorker:
     """One per front end. All methods are called in its event loop."""
 
     def __init__(self, app: Starlette, store: BatchStore, settings: ServerSettings) -> None:
-        self.app, self.store, self.settings = app, store, settings
+        self.app = app
+        self.store = store
+        self.settings = settings
         self._threads = ThreadPoolExecutor(_THREADS, "batches")
-        self.slots = asyncio.Semaphore(
-            settings.batch_requests
-        )  # fair: each batch waits for one slot at a time
+        # fair: each batch waits for one slot at a time
+        self.slots = asyncio.Semaphore(settings.batch_requests)
         self._works: dict[str, _Work] = {}
         self._polled_at = time.monotonic()
         self._status = "ok"
@@ -127,9 +127,8 @@ class BatchWorker:
             while True:
                 try:
                     if time.monotonic() - tidied_at >= TIDY_S:
-                        tidied_at = (
-                            time.monotonic()
-                        )  # set first, so that failures don't delay batches
+                        # set first, so that failures don't delay batches
+                        tidied_at = time.monotonic()
                         await self.in_thread(self.store.tidy)
                     tasks |= await self._poll_batches()
                     self._polled("ok")
@@ -168,7 +167,8 @@ class BatchWorker:
         del self._works[batch_id]
 
     def _polled(self, status: str) -> None:
-        self._polled_at, self._status = time.monotonic(), status
+        self._polled_at = time.monotonic()
+        self._status = status
 
     def _failed(self, error: Exception) -> None:
         logger.warning(
@@ -183,9 +183,13 @@ class _Work:
     """Processing of one batch."""
 
     def __init__(self, worker: BatchWorker, batch_id: str, is_cancelled: bool) -> None:
-        self._app, self._store, self._settings = worker.app, worker.store, worker.settings
-        self._slots, self._in_thread = worker.slots, worker.in_thread
-        self._id, self.is_cancelled = batch_id, is_cancelled
+        self._app = worker.app
+        self._store = worker.store
+        self._settings = worker.settings
+        self._slots = worker.slots
+        self._in_thread = worker.in_thread
+        self._id = batch_id
+        self.is_cancelled = is_cancelled
         self.trouble: str | None = None  # current error of the disk
         self._left: deque[int] = deque()  # offsets of pending requests
         self._ready: deque[_Ready] = deque()  # the next ones, already read
@@ -244,7 +248,8 @@ class _Work:
             batch.errors = BatchErrors(errors)
             return "failed"
         batch.in_progress_at = batch.in_progress_at or int(time.time())
-        batch.status, batch.cancelling_at = "in_progress", None
+        batch.status = "in_progress"
+        batch.cancelling_at = None
         await self._in_thread(self._store.keep_batch, batch)
         end = await self._answer_left(batch)
         batch.finalizing_at = int(time.time())
@@ -290,9 +295,8 @@ class _Work:
                         under_way.add(
                             task := asyncio.create_task(self._answer(self._ready.popleft()))
                         )
-                        task.add_done_callback(
-                            lambda _: self._slots.release()
-                        )  # even if cancelled before it begins
+                        # even if cancelled before it begins
+                        task.add_done_callback(lambda _: self._slots.release())
                     else:
                         self._slots.release()
             return "completed"
@@ -303,7 +307,8 @@ class _Work:
 
     async def _answer(self, request: _Ready) -> None:
         """Send a request, and queue its answer for writing."""
-        line, request_id = request.line, _request_id()
+        line = request.line
+        request_id = _request_id()
         status, answer = (
             (400, _NO_STREAM)
             if request.is_stream
@@ -338,7 +343,8 @@ class _Work:
                 await self._in_thread(self._store.keep_batch, batch)
             if self._left and not self._ready:
                 await self._in_thread(self._read, batch)
-            self._used_disk_at, self.trouble = time.monotonic(), None
+            self._used_disk_at = time.monotonic()
+            self.trouble = None
         except OSError as error:
             if not is_transient(error):
                 raise
@@ -376,10 +382,13 @@ class _Work:
                 self._input(batch), batch.endpoint, self._settings.max_body_bytes, well | badly
             )
         except FileNotFoundError:
-            total, errors, left = 0, [BatchError("file_not_found", "the input file is gone")], []
+            total = 0
+            errors = [BatchError("file_not_found", "the input file is gone")]
+            left = []
         batch.request_counts = Counts(total, len(well), len(badly))
         self._left, self._ready = deque(left), deque()
-        self._unwritten, self._kept = {"output": [], "error": []}, None
+        self._unwritten = {"output": [], "error": []}
+        self._kept = None
         return errors
 
     def _read(self, batch: Batch) -> None:
@@ -473,7 +482,9 @@ async def call(app: Starlette, path: str, body: bytes, request_id: str) -> tuple
 
     Return the response's status and body. Cancellation leaves nothing behind.
     """
-    status, parts, asked = 0, [], False
+    status = 0
+    parts = []
+    asked = False
     never = asyncio.Event()
 
     async def receive() -> Message:

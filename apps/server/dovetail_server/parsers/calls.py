@@ -26,8 +26,9 @@ def new_call_id() -> str:
 class CallParser(OutputParser):
     """Parser of content with tool calls. Subclasses define what follows the mark.
 
-    Whitespace directly before a mark and after a call belongs to the markup. Text that resembles a call but isn't one is content, including its mark
-    and whitespace, and the search for marks resumes where the resemblance ended.
+    Whitespace directly before a mark and after a call belongs to the markup. Text that resembles a
+    call but isn't one is content, including its mark and whitespace, and the search for marks
+    resumes where the resemblance ended.
     """
 
     marks: ClassVar[Marks]  # marks that end content
@@ -47,7 +48,8 @@ class CallParser(OutputParser):
         return super().feed(text) if self.context.tools else [Content(text)] if text else []
 
     def finish(self) -> list[Event]:
-        """Return the remaining events. A call that is cut off before its name was emitted is content."""
+        """Return the remaining events. A call that is cut off before its name was emitted is
+        content."""
         if self._call is not None and not self._call.started:
             self.content(self._call.release())
         self.content(self.lead + self._held)
@@ -85,7 +87,8 @@ class CallParser(OutputParser):
         return pos
 
     def begins_call(self, char: str) -> bool:
-        """Return True and set the state if a call can begin with `char`, which the state sees again."""
+        """Return True and set the state if a call can begin with `char`, which the state sees
+        again."""
         if char == "{":
             self.begin_call()
         return char == "{"
@@ -154,7 +157,8 @@ class NamedCalls(CallParser):
         return super().in_call or self._value is not None
 
     def start_call(self, name: str, written_id: str | None = None) -> None:
-        """Emit a call's start, and read its arguments from here. `written_id`: the model's, which may repeat one."""
+        """Emit a call's start, and read its arguments from here. `written_id`: the model's, which
+        may repeat one."""
         call_id = self.new_id() if written_id is None or written_id in self._ids else written_id
         self._ids.add(call_id)
         self._events.append(ToolCallStart(self.index, call_id, name))
@@ -218,7 +222,8 @@ class ArrayCalls(CallParser):
 class ClosedCalls(CallParser):
     """Parser of calls between two marks.
 
-    Models forget the end mark, so a call ends before it: an end mark after a call is dropped, and text before that mark is content.
+    Models forget the end mark, so a call ends before it: an end mark after a call is dropped, and
+    text before that mark is content.
     """
 
     begin: ClassVar[str] = "<tool_call>"

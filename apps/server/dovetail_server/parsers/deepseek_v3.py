@@ -40,7 +40,8 @@ class DeepseekV3Calls(SectionCalls):
         ParserExample("Hi <｜tool｜>.", "Hi <｜tool｜>."),
         ParserExample(f"{_BEGIN}f{_SEP}{{}}{_END}", calls=(("f", "{}"),)),
         ParserExample(
-            f'A\n\n{_BEGIN}f{_SEP}{{"a": "}}<"}}<｜tool▁call▁end｜><｜tool▁call▁begin｜>g{_SEP}{{}}{_END}',
+            f'A\n\n{_BEGIN}f{_SEP}{{"a": '
+            f'"}}<"}}<｜tool▁call▁end｜><｜tool▁call▁begin｜>g{_SEP}{{}}{_END}',
             "A",
             calls=(("f", '{"a": "}<"}'), ("g", "{}")),
         ),

@@ -1,4 +1,5 @@
-"""Tool calls of GLM-4.5 to 4.7: `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…</tool_call>`."""
+"""Tool calls of GLM-4.5 to 4.7:
+`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…</tool_call>`."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _HEAD = re.compile(rf'([^\s<>{{}}"]{{1,{MAX_NAME}}})[ \t\r\n]{{0,{MAX_SPACE}}}')
 
 
 class Glm45Calls(TaggedCalls):
-    """All marks are added tokens that aren't special. A name begins a call only if one of its tags follows."""
+    """All marks are added tokens that aren't special. A name begins a call only if one of its tags
+    follows."""
 
     capabilities = ParserCapabilities(calls=True, templates=(("<tool_call>", "<arg_key>"),))
     examples = (
@@ -39,7 +41,8 @@ class Glm45Calls(TaggedCalls):
     malformed = (
         Malformed(
             "no `</arg_value>`",
-            "the value ends before `<arg_key>…</arg_key><arg_value>` with a parameter of the function, or `</tool_call>`",
+            "the value ends before `<arg_key>…</arg_key><arg_value>` with a parameter of the "
+            "function, or `</tool_call>`",
             ParserExample(
                 "<tool_call>f<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value>2</tool_call>",
                 calls=(("f", '{"a": "1", "b": "2"}'),),

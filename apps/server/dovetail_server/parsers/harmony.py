@@ -29,7 +29,8 @@ from dovetail_server.parsers.json_call import MAX_NAME, JsonValue
 from dovetail_server.parsers.pieces import Malformed, Marks, OutputParser, after_space
 
 MAX_HEAD = 600  # characters of a message's head
-_ANALYSIS, _FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+_ANALYSIS = "<|channel|>analysis<|message|>"
+_FINAL = "<|channel|>final<|message|>"
 _CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 _MESSAGE = Marks("<|message|>")
 _BEGINS = Marks("<|start|>", "<|channel|>")
@@ -65,7 +66,8 @@ class HarmonyAnswer(OutputParser):
         ),
         ParserExample(
             f'{_ANALYSIS}a<|end|><|start|>assistant{_CALL}{{"a": "}}<"}}<|call|>'
-            f'<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{{"b": [1]}}<|call|>',
+            f'<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{{"b": '
+            f"[1]}}<|call|>",
             reasoning="a",
             calls=(("f", '{"a": "}<"}'), ("g", '{"b": [1]}')),
         ),

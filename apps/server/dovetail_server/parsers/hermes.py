@@ -17,7 +17,8 @@ class HermesCalls(ClosedCalls):
         ParserExample("Hi.", "Hi."),
         ParserExample('<tool_call>{"name":"f","arguments":{}}</tool_call>', calls=(("f", "{}"),)),
         ParserExample(
-            'A\n<tool_call>\n{"name": "f", "arguments": {"a": "}\\"<"}}\n</tool_call>\n<tool_call>{"name":"g"}</tool_call>',
+            'A\n<tool_call>\n{"name": "f", "arguments": {"a": '
+            '"}\\"<"}}\n</tool_call>\n<tool_call>{"name":"g"}</tool_call>',
             "A",
             calls=(("f", '{"a": "}\\"<"}'), ("g", "{}")),
         ),

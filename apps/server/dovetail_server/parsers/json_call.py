@@ -1,5 +1,6 @@
-"""`JsonCall`: incremental parser of a tool call as a JSON object, `{"name": …, "arguments": …}`, for all formats that use one. `JsonValue`: scanner
-for the end of a JSON value in text that arrives in pieces, with which parsers extract arguments."""
+"""`JsonCall`: incremental parser of a tool call as a JSON object, `{"name": …, "arguments": …}`,
+for all formats that use one. `JsonValue`: scanner for the end of a JSON value in text that arrives
+in pieces, with which parsers extract arguments."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ _AFTER_SCALAR = re.compile(r"[ \t\r\n,}\]]")
 
 
 class JsonValue:
-    """Scan of one value. Each character is scanned once, and none is stored. It only tracks strings, escapes and brackets: invalid literals or
-    missing commas don't stop it."""
+    """Scan of one value. Each character is scanned once, and none is stored. It only tracks
+    strings, escapes and brackets: invalid literals or missing commas don't stop it."""
 
     __slots__ = ("_depth", "_escaped", "_in_string", "_scalar", "done")
 
     def __init__(self, first: str) -> None:
-        """`first`: the value's first character, neither whitespace nor one of `,:]}`, which `feed` sees again."""
+        """`first`: the value's first character, neither whitespace nor one of `,:]}`, which `feed`
+        sees again."""
         self.done = False
         self._depth = 0  # open brackets
         self._in_string = False
@@ -35,8 +37,8 @@ class JsonValue:
         self._scalar = first not in '"{['
 
     def feed(self, text: str, pos: int) -> int:
-        """Scan from `pos`, and return the position after the value's last character. Sets `done` at its end; numbers and literals end only where
-        another character follows."""
+        """Scan from `pos`, and return the position after the value's last character. Sets `done` at
+        its end; numbers and literals end only where another character follows."""
         if self._scalar:
             match = _AFTER_SCALAR.search(text, pos)
             self.done = match is not None
@@ -103,10 +105,12 @@ class JsonCall:
     - open, not `started`: it may not be a call, so all of it is held;
     - open, `started`: the name has been emitted, and arguments are emitted as they arrive;
     - `done`: the object is complete. If it isn't `started`, it had no name and isn't a call;
-    - `bad`: the next character can't continue it. If it isn't `started`, it isn't a call; otherwise the call ends before that character.
+    - `bad`: the next character can't continue it. If it isn't `started`, it isn't a call; otherwise
+      the call ends before that character.
 
-    An object without a mark before it (`bare`) may also be an answer in JSON. It counts as a call once its arguments begin, which must be an object,
-    and it is bad at a key before them that calls don't have.
+    An object without a mark before it (`bare`) may also be an answer in JSON. It counts as a call
+    once its arguments begin, which must be an object, and it is bad at a key before them that calls
+    don't have.
     """
 
     def __init__(self, index: int, call_id: str, lead: str = "", *, bare: bool = False) -> None:
@@ -127,9 +131,8 @@ class JsonCall:
         self._string: list[str] = []  # the key or name so far
         self._string_size = 0
         self._name: str | None = None
-        self._arguments: list[str] | None = (
-            None  # pieces not emitted yet; None before the arguments
-        )
+        # pieces not emitted yet; None before the arguments
+        self._arguments: list[str] | None = None
 
     @property
     def open(self) -> bool:
@@ -144,9 +147,11 @@ class JsonCall:
         )
 
     def feed(self, text: str, pos: int, events: list[Event]) -> int:
-        """Parse from `pos` until the object or `text` ends. Appends to `events`; returns the position after the object's text."""
+        """Parse from `pos` until the object or `text` ends. Appends to `events`; returns the
+        position after the object's text."""
         while pos < len(text) and not (self.done or self.bad):
-            begin, pos = pos, self._advance(text, pos)
+            begin = pos
+            pos = self._advance(text, pos)
             if not self.started:
                 pos = self._hold(text, begin, pos)
                 waits = self._bare and self._arguments is None
@@ -160,7 +165,8 @@ class JsonCall:
         return pos
 
     def release(self) -> str:
-        """Return all held text, because it isn't a call, or the answer ended before that was certain."""
+        """Return all held text, because it isn't a call, or the answer ended before that was
+        certain."""
         return self._lead + "".join(self._held)
 
     def _hold(self, text: str, begin: int, end: int) -> int:
@@ -174,9 +180,8 @@ class JsonCall:
 
     def _start(self, events: list[Event]) -> None:
         """Emit the call's start if the held text is valid JSON so far."""
-        rest = (
-            "}" if self._reading is None else "null}"
-        )  # after the name, or at the beginning of the arguments
+        # after the name, or at the beginning of the arguments
+        rest = "}" if self._reading is None else "null}"
         try:
             json.loads("".join(self._held) + rest)
         except (ValueError, RecursionError):

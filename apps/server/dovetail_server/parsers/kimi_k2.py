@@ -47,7 +47,8 @@ class KimiK2Calls(SectionCalls):
             "no marks of a section",
             "the marks of a call suffice",
             ParserExample(
-                '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>B',
+                '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": '
+                "1}<|tool_call_end|>B",
                 "B",
                 calls=(("f", '{"a": 1}'),),
             ),

@@ -1,4 +1,5 @@
-"""Tool calls of Llama 3 models: the whole answer is `{"name": …, "parameters": {…}}`, several are separated by `;`, `,` or whitespace.
+"""Tool calls of Llama 3 models: the whole answer is `{"name": …, "parameters": {…}}`, several are
+separated by `;`, `,` or whitespace.
 
 `<|python_tag|>` may precede the first one.
 """
@@ -18,8 +19,9 @@ _SEPARATORS = ";,"
 
 
 class Llama3JsonCalls(CallParser):
-    """The mark is a special token, without which a call after text can't be distinguished from text. A call without it is recognized only at the
-    beginning of the answer or after another call, so that JSON within an answer remains content."""
+    """The mark is a special token, without which a call after text can't be distinguished from
+    text. A call without it is recognized only at the beginning of the answer or after another call,
+    so that JSON within an answer remains content."""
 
     capabilities = ParserCapabilities(
         calls=True,
@@ -43,7 +45,8 @@ class Llama3JsonCalls(CallParser):
             "another separator than `;`",
             "`,`, whitespace and nothing are accepted as well",
             ParserExample(
-                '{"name": "f", "parameters": {}}\n{"name": "g", "parameters": {}}, {"name": "h", "parameters": {}}',
+                '{"name": "f", "parameters": {}}\n{"name": "g", "parameters": {}}, {"name": "h", '
+                '"parameters": {}}',
                 calls=(("f", "{}"), ("g", "{}"), ("h", "{}")),
             ),
         ),

@@ -21,8 +21,10 @@ class MinimaxM2Calls(FunctionTagCalls):
             calls=(("f", "{}"),),
         ),
         ParserExample(
-            'A\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="s">\n</p</parameter>\n</invoke>\n'
-            '<invoke name="g">\n<parameter name="j">[1]</parameter>\n</invoke>\n</minimax:tool_call>B',
+            'A\n<minimax:tool_call>\n<invoke name="f">\n<parameter '
+            'name="s">\n</p</parameter>\n</invoke>\n'
+            '<invoke name="g">\n<parameter '
+            'name="j">[1]</parameter>\n</invoke>\n</minimax:tool_call>B',
             "AB",
             calls=(("f", '{"s": "\\n</p"}'), ("g", '{"j": [1]}')),
         ),
@@ -31,9 +33,11 @@ class MinimaxM2Calls(FunctionTagCalls):
     malformed = (
         Malformed(
             "no `</parameter>`",
-            'the value ends before `<parameter name="…">` with a parameter of the function, or `</invoke>` with `</minimax:tool_call>`',
+            'the value ends before `<parameter name="…">` with a parameter of the function, or '
+            "`</invoke>` with `</minimax:tool_call>`",
             ParserExample(
-                '<minimax:tool_call><invoke name="f"><parameter name="a">1<parameter name="b">2</invoke></minimax:tool_call>',
+                '<minimax:tool_call><invoke name="f"><parameter name="a">1<parameter '
+                'name="b">2</invoke></minimax:tool_call>',
                 calls=(("f", '{"a": "1", "b": "2"}'),),
             ),
         ),
@@ -48,7 +52,8 @@ class MinimaxM2Calls(FunctionTagCalls):
             "no `</invoke>`",
             "`</minimax:tool_call>` ends the call",
             ParserExample(
-                '<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></minimax:tool_call>',
+                '<minimax:tool_call><invoke name="f"><parameter '
+                'name="a">1</parameter></minimax:tool_call>',
                 calls=(("f", '{"a": "1"}'),),
             ),
         ),

@@ -1,7 +1,8 @@
 """Tool calls of Mistral's models, after the token `[TOOL_CALLS]`.
 
-Older models write an array, `[TOOL_CALLS][{"name": …, "arguments": …}, …]`; newer ones a name and an object, `[TOOL_CALLS]name{…}` or
-`[TOOL_CALLS]name[ARGS]{…}`, perhaps with `[CALL_ID]id` after the name, and a mark for each further call.
+Older models write an array, `[TOOL_CALLS][{"name": …, "arguments": …}, …]`; newer ones a name and
+an object, `[TOOL_CALLS]name{…}` or `[TOOL_CALLS]name[ARGS]{…}`, perhaps with `[CALL_ID]id` after
+the name, and a mark for each further call.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _NOT_IN_HEAD = re.compile(r"[^A-Za-z0-9_.\-\[\] \t\r\n]")
 
 
 class MistralCalls(ArrayCalls, NamedCalls):
-    """All marks are special tokens. Ids are nine letters and digits: the templates reject others when the call is part of a conversation."""
+    """All marks are special tokens. Ids are nine letters and digits: the templates reject others
+    when the call is part of a conversation."""
 
     capabilities = ParserCapabilities(
         calls=True, special_tokens=True, templates=(("[TOOL_CALLS]",),)

@@ -22,7 +22,8 @@ class NemotronHCalls(ArrayCalls, ClosedCalls):
             '<TOOLCALL>[{"name": "f", "arguments": {}}]</TOOLCALL>', calls=(("f", "{}"),)
         ),
         ParserExample(
-            'A\n<TOOLCALL>[{"name":"f","arguments":{"a":"]"}}, {"arguments":{"b": [1]},"name":"g"}]</TOOLCALL> B',
+            'A\n<TOOLCALL>[{"name":"f","arguments":{"a":"]"}}, {"arguments":{"b": '
+            '[1]},"name":"g"}]</TOOLCALL> B',
             "AB",
             calls=(("f", '{"a":"]"}'), ("g", '{"b": [1]}')),
         ),

@@ -1,4 +1,5 @@
-"""`OutputParser`, the base of the built-in parsers, and the search for marks in text that arrives in pieces."""
+"""`OutputParser`, the base of the built-in parsers, and the search for marks in text that arrives
+in pieces."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _SPACES = re.compile(f"[{SPACE}]*")
 
 
 class Marks:
-    """Search for a few marks in pieces of text. A mark's first character must not occur again in it."""
+    """Search for a few marks in pieces of text. A mark's first character must not occur again in
+    it."""
 
     def __init__(self, *marks: str) -> None:
         self._marks = marks
@@ -30,7 +32,8 @@ class Marks:
         return self._pattern.search(text, pos)
 
     def certain(self, text: str, pos: int) -> int:
-        """Return the position up to which `text` can't be part of a mark. There must be no whole mark after `pos`."""
+        """Return the position up to which `text` can't be part of a mark. There must be no whole
+        mark after `pos`."""
         for first in self._firsts:
             begin = text.rfind(first, max(pos, len(text) - self._longest + 1))
             if begin >= 0 and any(mark.startswith(text[begin:]) for mark in self._marks):
@@ -45,13 +48,15 @@ def after_space(text: str, pos: int) -> int:
 
 
 def without_space(text: str, pos: int, end: int) -> int:
-    """Return where the whitespace before `end` begins: not before `pos`, and at most MAX_SPACE characters earlier."""
+    """Return where the whitespace before `end` begins: not before `pos`, and at most MAX_SPACE
+    characters earlier."""
     begin = max(pos, end - MAX_SPACE)
     return begin + len(text[begin:end].rstrip(SPACE))
 
 
 class Malformed(NamedTuple):
-    """A mistake that models make in calls, and how the parser recovers. The documentation and tests are made from these."""
+    """A mistake that models make in calls, and how the parser recovers. The documentation and tests
+    are made from these."""
 
     mistake: str
     recovery: str
@@ -61,17 +66,16 @@ class Malformed(NamedTuple):
 class OutputParser(Parser):
     """A parser as a state machine.
 
-    A state is a method that reads some of a text from a position on, and returns where it stopped. Where the text was cut only determines where the
-    events' pieces are cut.
+    A state is a method that reads some of a text from a position on, and returns where it stopped.
+    Where the text was cut only determines where the events' pieces are cut.
     """
 
     malformed: ClassVar[tuple[Malformed, ...]] = ()
 
     def __init__(self, options: BaseModel, context: ParserContext) -> None:
         super().__init__(options, context)
-        self._state: Callable[[Any, str, int], int] = type(
-            self
-        ).search  # unbound: a bound method would be a reference cycle
+        # unbound: a bound method would be a reference cycle
+        self._state: Callable[[Any, str, int], int] = type(self).search
         self._held = ""  # text that the state wants to see again, with more after it
         self._events: list[Event] = []
 
@@ -82,7 +86,8 @@ class OutputParser(Parser):
             pos = 0
             while pos < len(piece):
                 pos = self._state(self, piece, pos)
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def search(self, text: str, pos: int) -> int:
@@ -95,6 +100,7 @@ class OutputParser(Parser):
             self._events.append(Content(text))
 
     def hold(self, text: str, pos: int) -> int:
-        """Hold `text` from `pos` back until more text follows. Returns the end of `text`, as a state does."""
+        """Hold `text` from `pos` back until more text follows. Returns the end of `text`, as a
+        state does."""
         self._held = text[pos:]
         return len(text)

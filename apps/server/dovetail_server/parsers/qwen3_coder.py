@@ -1,4 +1,5 @@
-"""Tool calls of Qwen3-Coder and Qwen3.5: `<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`."""
+"""Tool calls of Qwen3-Coder and Qwen3.5:
+`<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Qwen3CoderCalls(FunctionTagCalls):
     malformed = (
         Malformed(
             "no `</parameter>`",
-            "the value ends before `<parameter=…>` with a parameter of the function, or `</function>` with `</tool_call>`",
+            "the value ends before `<parameter=…>` with a parameter of the function, or "
+            "`</function>` with `</tool_call>`",
             ParserExample(
                 "<tool_call><function=f>\n<parameter=a>\n1\n<parameter=b>\n2\n</function>\n</tool_call>",
                 calls=(("f", '{"a": "1", "b": "2"}'),),

@@ -1,4 +1,5 @@
-"""`AnswerReader` parses one sample's answer and counts its reasoning tokens; `GuardedParser` protects it from the errors of parsers."""
+"""`AnswerReader` parses one sample's answer and counts its reasoning tokens; `GuardedParser`
+protects it from the errors of parsers."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ class ParserChoice:
 
 
 class GuardedParser:
-    """Wraps the parser of one answer. If it raises, or emits events that aren't allowed, the text after that of the last event and all
-    further text are content."""
+    """Wraps the parser of one answer. If it raises, or emits events that aren't allowed, the text
+    after that of the last event and all further text are content."""
 
     def __init__(self, choice: ParserChoice, context: ParserContext) -> None:
         self._choice = choice
@@ -111,14 +112,16 @@ class GuardedParser:
 
     def _give_up(self, error: BaseException) -> Sequence[Event]:
         self._choice.report(error, "and the rest of its answer is content")
-        self._was_in_call, self._parser = self._is("in_call"), None
+        self._was_in_call = self._is("in_call")
+        self._parser = None
         text = "".join(self._unread)
         self._unread.clear()
         return (Content(text),) if text else ()
 
 
 def _check(events: Sequence[Event], ids: set[str]) -> None:
-    """Add the ids of calls that begin to those before. Raises `ValueError` for an event that isn't allowed there, and for text that isn't Unicode."""
+    """Add the ids of calls that begin to those before. Raises `ValueError` for an event that isn't
+    allowed there, and for text that isn't Unicode."""
     for event in events:
         match event:
             case Content(str(text)) | Reasoning(str(text)):
@@ -137,7 +140,8 @@ def _check(events: Sequence[Event], ids: set[str]) -> None:
 
 
 def _after(text: str, events: Sequence[Event]) -> str:
-    """Return what follows the content in a text, which a parser holds back; nothing after other events, as marks may follow these."""
+    """Return what follows the content in a text, which a parser holds back; nothing after other
+    events, as marks may follow these."""
     content = "".join(event.text for event in events if isinstance(event, Content))
     if text.startswith(content) and all(isinstance(event, Content) for event in events):
         return text[len(content) :]
@@ -199,14 +203,17 @@ class AnswerReader:
     def __init__(
         self, parser: AnswerParser | None, *, single: bool = False, only_calls: bool = False
     ) -> None:
-        """`single`: the answer ends after its first tool call; what the model writes after it is dropped. `only_calls`: it has no content, so the
-        beginning of a call that was cut off is dropped."""
+        """`single`: the answer ends after its first tool call; what the model writes after it is
+        dropped. `only_calls`: it has no content, so the beginning of a call that was cut off is
+        dropped."""
         self._parser = parser
-        self._single, self._cut = single, False
+        self._single = single
+        self._cut = False
         self._only_calls = only_calls
         self._tokens = 0
         self.reasoning_tokens: int | None = None if parser is None or not parser.reasons else 0
-        """Tokens up to the end of the reasoning, including marks; None without a reasoning parser."""
+        """Tokens up to the end of the reasoning, including marks; None without a reasoning
+        parser."""
 
     @property
     def in_call(self) -> bool:

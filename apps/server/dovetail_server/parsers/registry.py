@@ -1,5 +1,6 @@
-"""`AnswerParsing` chooses the parsers of answers, for all chat APIs: those that the settings name, or those that match a chat template. `call_rule`
-is the grammar that constrains a model to valid tool calls, the counterpart of a parser."""
+"""`AnswerParsing` chooses the parsers of answers, for all chat APIs: those that the settings name,
+or those that match a chat template. `call_rule` is the grammar that constrains a model to valid
+tool calls, the counterpart of a parser."""
 
 from __future__ import annotations
 
@@ -75,8 +76,10 @@ class KnownParsers:
         self._others: list[ParserChoice] | None = None  # until a template matches no built-in
 
     def named(self, finds: Finds, choice: str) -> ParserChoice:
-        """Return the parser that a setting names, as "name" or as "{name: …, option: …}" in YAML. Raises `ConfigError` or `PluginError`."""
-        where, options = Where((_SETTINGS[finds],)), {}
+        """Return the parser that a setting names, as "name" or as "{name: …, option: …}" in YAML.
+        Raises `ConfigError` or `PluginError`."""
+        where = Where((_SETTINGS[finds],))
+        options = {}
         name: Any = choice
         if choice.lstrip().startswith("{"):
             try:
@@ -87,7 +90,8 @@ class KnownParsers:
         if not isinstance(name, str):
             raise ConfigError(
                 where.says(
-                    f"expected a parser's name, or a mapping with `name` and its options, got {shown(choice)}"
+                    f"expected a parser's name, or a mapping with `name` and its options, got "
+                    f"{shown(choice)}"
                 )
             )
         parser = _chosen(
@@ -108,7 +112,8 @@ class KnownParsers:
         return parser
 
     def _own_name(self, finds: Finds, name: str, where: Where) -> str:
-        """Return the name of the parser for one of vLLM's, any other name as it is. Raises `ConfigError` if no parser reads its format."""
+        """Return the name of the parser for one of vLLM's, any other name as it is. Raises
+        `ConfigError` if no parser reads its format."""
         if any(
             name in (one.spec.name, one.qualified_name)
             for one in self._registry.components("parser")
@@ -117,13 +122,16 @@ class KnownParsers:
             return name
         own = _VLLM_NAMES[finds].get(name, name)
         if own is None:
-            told = f"no built-in parser reads the format of vLLM's parser {name}: install a plugin that does, or `null` returns such text as content"
+            told = (
+                f"no built-in parser reads the format of vLLM's parser {name}: install a plugin "
+                f"that does, or `null` returns such text as content"
+            )
             raise ConfigError(where.says(told))
         return own
 
     def matching(self, finds: Finds, template: str) -> ParserChoice | None:
-        """Return the parser that matches a chat template: the first built-in one, otherwise a plugin's. Raises `ConfigError` if parsers of several
-        plugins match."""
+        """Return the parser that matches a chat template: the first built-in one, otherwise a
+        plugin's. Raises `ConfigError` if parsers of several plugins match."""
         if (
             built_in := next(
                 (one for one in self.built_ins if _matches(one, finds, template)), None
@@ -132,9 +140,11 @@ class KnownParsers:
             return built_in
         others = [one for one in self._of_plugins() if _matches(one, finds, template)]
         if len(others) > 1:
-            setting, names = _SETTINGS[finds], " and ".join(one.name for one in others)
+            setting = _SETTINGS[finds]
+            names = " and ".join(one.name for one in others)
             raise ConfigError(
-                f"chat_template: it matches the parsers {names}: choose one with --{setting.replace('_', '-')}, or null for none"
+                f"chat_template: it matches the parsers {names}: choose one with "
+                f"--{setting.replace('_', '-')}, or null for none"
             )
         if others and not others[0].was_found:
             others[0].was_found = True
@@ -142,7 +152,8 @@ class KnownParsers:
         return others[0] if others else None
 
     def _of_plugins(self) -> Sequence[ParserChoice]:
-        """Return the parsers of installed plugins, imported now. One that can't be imported, or has required options, is skipped and logged."""
+        """Return the parsers of installed plugins, imported now. One that can't be imported, or has
+        required options, is skipped and logged."""
         if self._others is None:
             self._others = []
             for component in self._registry.components("parser"):
@@ -170,7 +181,8 @@ def _matches(parser: ParserChoice, finds: Finds, template: str) -> bool:
 
 
 def check_names(settings: ServerSettings, registry: Registry) -> None:
-    """Raise `ConfigError` or `PluginError` if a setting names a parser that isn't in the registry."""
+    """Raise `ConfigError` or `PluginError` if a setting names a parser that isn't in the
+    registry."""
     known = KnownParsers(registry)
     for finds, name in named_parsers(settings).items():
         known.named(finds, name)
@@ -189,8 +201,9 @@ class AnswerParsing:
     """The parsers named by the settings, or detected from the chat template."""
 
     def __init__(self, engine: ServedEngine, settings: ServerSettings, registry: Registry) -> None:
-        """`registry`: that of the plugins that the engine's config admits. Raises `ConfigError` or `PluginError` for an unknown
-        name, and `ConfigError` if the parsers of several plugins match."""
+        """`registry`: that of the plugins that the engine's config admits. Raises `ConfigError` or
+        `PluginError` for an unknown name, and `ConfigError` if the parsers of several plugins
+        match."""
         self._known = KnownParsers(registry)
         self._named: dict[Finds, ParserChoice | None] = {}  # `auto` has no entry
         for finds, setting in _SETTINGS.items():
@@ -211,7 +224,8 @@ class AnswerParsing:
         return self._text if given is None or "{" not in given else given
 
     def parsers(self, template: str | None = None) -> ChosenParsers:
-        """Return the parsers of a request, with its own chat template if it has one. Raises `RequestError` if those of several plugins match it."""
+        """Return the parsers of a request, with its own chat template if it has one. Raises
+        `RequestError` if those of several plugins match it."""
         text = self.template(template)
         try:
             return self._own if text is self._text else self._chosen(text)
@@ -232,8 +246,9 @@ class AnswerParsing:
 def parser_for(
     parsers: ChosenParsers, prompt: str, tools: Sequence[Mapping[str, Any]] | None
 ) -> AnswerParser | None:
-    """Return a parser for one answer; None if all of its text is content. `prompt`: the rendered one, which may have opened the reasoning. `tools`:
-    those that the model may call; without tools nothing is parsed as a call."""
+    """Return a parser for one answer; None if all of its text is content. `prompt`: the rendered
+    one, which may have opened the reasoning. `tools`: those that the model may call; without tools
+    nothing is parsed as a call."""
     tools = tuple(tools or ())
     calls = parsers.calls if tools else None
     if parsers.reasoning is None:
@@ -270,8 +285,9 @@ def call_rule(
     single: bool,
     one_line: bool = False,
 ) -> Mapping[str, Any]:
-    """Return a structural tag for calls in the parser's format. `template`: the chat template, which determines the variant of a format.
-    `required`: the answer consists of calls only; `single`: it ends after the first call; `one_line`: it has no line breaks around arguments.
+    """Return a structural tag for calls in the parser's format. `template`: the chat template,
+    which determines the variant of a format. `required`: the answer consists of calls only;
+    `single`: it ends after the first call; `one_line`: it has no line breaks around arguments.
 
     Raises `ValueError` if the format can't be constrained that way.
     """
@@ -290,7 +306,8 @@ def call_rule(
         )
     if not form.marked and not required:
         raise ValueError(
-            f"calls in the format of tool parser {parser.name} have no mark, so they can be constrained to a schema only if a call is demanded"
+            f"calls in the format of tool parser {parser.name} have no mark, so they can be "
+            f"constrained to a schema only if a call is demanded"
         )
     tag = {
         "structures": structures,

@@ -1,5 +1,6 @@
-"""`Parameters`: how formats without quotes read a parameter's value, by the JSON Schemas of a request's tools. Schemas come from the client: anything
-that isn't a schema is ignored, and each part of one is read once, however many references lead to it."""
+"""`Parameters`: how formats without quotes read a parameter's value, by the JSON Schemas of a
+request's tools. Schemas come from the client: anything that isn't a schema is ignored, and each
+part of one is read once, however many references lead to it."""
 
 from __future__ import annotations
 

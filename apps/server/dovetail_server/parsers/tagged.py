@@ -1,4 +1,5 @@
-"""`TaggedCalls`: base of formats that write arguments between tags, without quotes. They are converted to JSON incrementally."""
+"""`TaggedCalls`: base of formats that write arguments between tags, without quotes. They are
+converted to JSON incrementally."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _UNCERTAIN = -1  # more text is needed
 
 
 class TaggedCalls(ClosedCalls):
-    """Subclasses define the tags, and parse the function's name. A call is emitted once its name is certain; from then on anything but one of its
-    tags ends it.
+    """Subclasses define the tags, and parse the function's name. A call is emitted once its name is
+    certain; from then on anything but one of its tags ends it.
 
     A value is a string if the tool's schema allows one or doesn't specify it. It is emitted as it
     arrives, unless it may still be a constant that the schema allows, too, such as `null`. Other
@@ -137,8 +138,8 @@ class TaggedCalls(ClosedCalls):
         return end + length
 
     def _find_end(self, text: str, pos: int) -> tuple[int, int]:
-        """Return the position up to which `text` certainly is the value, and the length of the end tag
-        there."""
+        """Return the position up to which `text` certainly is the value, and the length of the end
+        tag there."""
         begin = text.find("<", pos)
         while begin >= 0:
             length = self._end_at(text, begin)
@@ -148,8 +149,8 @@ class TaggedCalls(ClosedCalls):
         return len(text), _UNCERTAIN
 
     def _end_at(self, text: str, pos: int) -> int | None:
-        """Return the length of the end tag if the value ends at `pos`, 0 if it ends there without one;
-        None if it doesn't end there; _UNCERTAIN if the text ends before that is known."""
+        """Return the length of the end tag if the value ends at `pos`, 0 if it ends there without
+        one; None if it doesn't end there; _UNCERTAIN if the text ends before that is known."""
         tag = tag_at(text, pos, (self.value_end, self.key_begin, self.call_ends[0]))
         if tag == self.key_begin:
             return self._key_at(text, pos + len(tag))
@@ -158,7 +159,8 @@ class TaggedCalls(ClosedCalls):
         return len(tag) or _UNCERTAIN if tag is not None else None
 
     def _key_at(self, text: str, pos: int) -> int | None:
-        """Return 0 if the name of a parameter of the function is at `pos`, and its value follows; otherwise like `_end_at`."""
+        """Return 0 if the name of a parameter of the function is at `pos`, and its value follows;
+        otherwise like `_end_at`."""
         end = text.find(self.key_end, pos, pos + MAX_NAME + len(self.key_end))
         if end < 0:
             return _UNCERTAIN if len(text) - pos < MAX_NAME + len(self.key_end) else None
@@ -256,7 +258,8 @@ class FunctionTagCalls(TaggedCalls):
 
 
 def tag_at(text: str, pos: int, tags: tuple[str, ...]) -> str | None:
-    """Return the tag that begins at `pos`; None if none does; an empty string if the text ends before that is certain."""
+    """Return the tag that begins at `pos`; None if none does; an empty string if the text ends
+    before that is certain."""
     for tag in tags:
         if text.startswith(tag, pos):
             return tag
@@ -264,8 +267,8 @@ def tag_at(text: str, pos: int, tags: tuple[str, ...]) -> str | None:
 
 
 def _tags_at(text: str, pos: int, tags: Sequence[str]) -> int | None:
-    """Return 0 if these tags are at `pos`, one after the other; None if they aren't; _UNCERTAIN if the text ends
-    before that is known."""
+    """Return 0 if these tags are at `pos`, one after the other; None if they aren't; _UNCERTAIN if
+    the text ends before that is known."""
     for tag in tags:
         begin = after_space(text, pos)
         found = tag_at(text, begin, (tag,)) if begin < len(text) else ""

@@ -1,4 +1,5 @@
-"""Reasoning between two marks at the beginning of an answer: `<think>` and `</think>`, as written by Qwen3, DeepSeek-R1 and many other models."""
+"""Reasoning between two marks at the beginning of an answer: `<think>` and `</think>`, as written
+by Qwen3, DeepSeek-R1 and many other models."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from dovetail_server.parsers.pieces import (
 
 
 class ThinkReasoning(OutputParser):
-    """Whitespace directly inside and after the marks belongs to them. An answer that doesn't begin with the mark has no reasoning, and later marks
-    are content. An answer that ends before `</think>` is all reasoning. Both marks are ordinary added tokens.
+    """Whitespace directly inside and after the marks belongs to them. An answer that doesn't begin
+    with the mark has no reasoning, and later marks are content. An answer that ends before
+    `</think>` is all reasoning. Both marks are ordinary added tokens.
 
     If the prompt ended with `<think>` and the model repeats it, the repetition is dropped.
     """
@@ -45,7 +47,8 @@ class ThinkReasoning(OutputParser):
         return self._inside
 
     def finish(self) -> list[Event]:
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         if self._inside:
             self._reason(held)
         else:

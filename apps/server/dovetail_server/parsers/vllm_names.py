@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_JSON_TAGS, _THINK = "hermes", "think"
+_JSON_TAGS = "hermes"
+_THINK = "think"
 _NONE = None  # no built-in parser reads the format
 
 CALLS: Mapping[str, str | None] = {

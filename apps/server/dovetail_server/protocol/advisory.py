@@ -1,6 +1,8 @@
-"""Advisory fields: fields of requests that can't change what an answer means, and that the server accepts without acting on them.
+"""Advisory fields: fields of requests that can't change what an answer means, and that the server
+accepts without acting on them.
 
-This is the only list of them, for all APIs. The header `x-dovetail-ignored` of an answer names those of its request, and the log names each once.
+This is the only list of them, for all APIs. The header `x-dovetail-ignored` of an answer names
+those of its request, and the log names each once.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ class Advisory(NamedTuple):
     path: str
     reason: str  # why ignoring it is right
     neutral: tuple[Any, ...] = ()  # values besides null that ask for nothing
-    hint: bool = True  # it asks for something; False: a label of the request or its prompt, accepted even where hints are refused
-    steers: bool = (
-        False  # it steers reasoning: ignored only if the model has none that can be steered
-    )
+    # it asks for something; False: a label of the request or its prompt, accepted even where hints
+    # are refused
+    hint: bool = True
+    # it steers reasoning: ignored only if the model has none that can be steered
+    steers: bool = False
 
 
 def _label(path: str, reason: str) -> Advisory:
@@ -103,7 +106,8 @@ MESSAGES = (
 
 
 def ignored_fields(body: Any, table: Sequence[Advisory]) -> list[Advisory]:
-    """Return the fields of a body that ask for something that isn't done, apart from those that steer reasoning."""
+    """Return the fields of a body that ask for something that isn't done, apart from those that
+    steer reasoning."""
     return [
         field
         for field in table

@@ -1,6 +1,8 @@
-"""`AnswerParts`: an answer as a sequence of reasoning, text and tool calls, built from the parser's events.
+"""`AnswerParts`: an answer as a sequence of reasoning, text and tool calls, built from the parser's
+events.
 
-The event encoders of `/v1/responses` and `/v1/messages` are `PartWriter`s; whole answers need none.
+The event encoders of `/v1/responses` and `/v1/messages` are `PartWriter`s; whole answers need
+none.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class PartWriter(Protocol):
         """`logprobs`: of the text's tokens in this piece."""
 
     def closed(self, part: AnswerPart, *, cut: bool) -> None:
-        """`cut`: the answer ended within the part: at its length limit, or by a stop string within a call."""
+        """`cut`: the answer ended within the part: at its length limit, or by a stop string within
+        a call."""
 
 
 class AnswerParts:
@@ -64,8 +67,9 @@ class AnswerParts:
         return any(part.kind is PartKind.CALL for part in self.parts)
 
     def add(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] = ()) -> None:
-        """Add a parser's events for some tokens, and the log-probabilities of these. They belong to the text emitted with them or, if the parser held
-        it back, next; those of reasoning, calls and marks are dropped."""
+        """Add a parser's events for some tokens, and the log-probabilities of these. They belong to
+        the text emitted with them or, if the parser held it back, next; those of reasoning, calls
+        and marks are dropped."""
         self._logprobs += logprobs
         for event in events:
             match event:
@@ -89,9 +93,10 @@ class AnswerParts:
             self._open = None
 
     def _logprobs_of(self, text: str) -> list[dict[str, Any]]:
-        """Take the log-probabilities of the last tokens, which make up `text`, and drop earlier ones, of marks. Tokens that are parts of a character
-        only have a text together."""
-        waiting, self._logprobs = self._logprobs, []
+        """Take the log-probabilities of the last tokens, which make up `text`, and drop earlier
+        ones, of marks. Tokens that are parts of a character only have a text together."""
+        waiting = self._logprobs
+        self._logprobs = []
         begin = len(waiting)
         while begin and (_length(waiting[begin:]) < len(text) or _begins_within(waiting[begin])):
             begin -= 1
@@ -121,7 +126,8 @@ class AnswerParts:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """Return a call's arguments as an object. Those that aren't one (because the answer was cut off, say) become `{"INVALID_JSON": "…"}`."""
+    """Return a call's arguments as an object. Those that aren't one (because the answer was cut
+    off, say) become `{"INVALID_JSON": "…"}`."""
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):

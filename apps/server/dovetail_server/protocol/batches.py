@@ -1,4 +1,5 @@
-"""Files and batches of OpenAI's API (https://platform.openai.com/docs/api-reference/batch). `BatchStore` stores the same structs."""
+"""Files and batches of OpenAI's API (https://platform.openai.com/docs/api-reference/batch).
+`BatchStore` stores the same structs."""
 
 from __future__ import annotations
 

@@ -60,7 +60,8 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         return names | ({"max_tokens": "max_completion_tokens"} if self.max_tokens is None else {})
 
     def to_conversation(self) -> Conversation:
-        """Return the request in canonical form. Raises `HttpError` for unsupported parameters, `RequestError` for invalid ones."""
+        """Return the request in canonical form. Raises `HttpError` for unsupported parameters,
+        `RequestError` for invalid ones."""
         refuse_unsupported(self, ONLY)
         self.check_stream()
         if self.max_tokens is not None and self.max_completion_tokens not in (
@@ -123,7 +124,8 @@ ONLY = (
     Only(
         "prediction",
         (),
-        "it would only be drafts, which the engine takes from the prompt (speculation in its config): leave it out",
+        "it would only be drafts, which the engine takes from the prompt (speculation in its "
+        "config): leave it out",
     ),
     Only("functions", (), "use tools, which replaced it"),
     Only("function_call", (), "use tool_choice, which replaced it"),

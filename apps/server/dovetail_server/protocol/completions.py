@@ -29,17 +29,20 @@ class CompletionRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def scores_only(self) -> bool:
-        """True if nothing is generated: the prompt is echoed, with its log-probabilities if requested."""
+        """True if nothing is generated: the prompt is echoed, with its log-probabilities if
+        requested."""
         return self.max_tokens == 0
 
     def params(self) -> SamplingParams:
-        """Return the parameters of each answer. Raises `HttpError` for unsupported parameters, `RequestError` for invalid ones."""
+        """Return the parameters of each answer. Raises `HttpError` for unsupported parameters,
+        `RequestError` for invalid ones."""
         refuse_unsupported(self, ONLY)
         self.check_stream()
         if self.best_of not in (None, self.n or 1):
             raise HttpError(
                 400,
-                f"best_of: it must equal n ({self.n or 1}): all samples are returned, got {self.best_of}",
+                f"best_of: it must equal n ({self.n or 1}): all samples are returned, got "
+                f"{self.best_of}",
                 param="best_of",
             )
         if self.echo and self.prompt_logprobs is not None:
@@ -51,7 +54,8 @@ class CompletionRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
             if not self.echo:
                 raise HttpError(
                     400,
-                    "max_tokens: 0 is only for echo, which returns the prompt; otherwise it must be >= 1",
+                    "max_tokens: 0 is only for echo, which returns the prompt; otherwise it must "
+                    "be >= 1",
                     param="max_tokens",
                 )
             if self.min_tokens:

@@ -32,7 +32,9 @@ _MEDIA = (
     "file",
 )
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)(?:\[\.\.\.\])?`$", re.DOTALL)
-_LONGEST_PLACE, _LONGEST_REASON = 1_000, 300  # characters
+# characters
+_LONGEST_PLACE = 1_000
+_LONGEST_REASON = 300
 
 
 @lru_cache(maxsize=64)
@@ -41,7 +43,8 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def decode(data: bytes, kind: type[T], bounds: JsonBounds) -> T:
-    """Return a body as a struct. Raises `HttpError` 400 naming the field that is wrong, or what there is too much of."""
+    """Return a body as a struct. Raises `HttpError` 400 naming the field that is wrong, or what
+    there is too much of."""
     if (excess := excess_of(data, bounds)) is not None:
         raise HttpError(
             400,
@@ -58,7 +61,8 @@ def decode(data: bytes, kind: type[T], bounds: JsonBounds) -> T:
 
 
 def converted(value: Any, kind: type[T], place: str) -> T:
-    """Return a part of a body as a struct. Raises `HttpError` 400 naming the field that is wrong, at this place."""
+    """Return a part of a body as a struct. Raises `HttpError` 400 naming the field that is wrong,
+    at this place."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -66,15 +70,15 @@ def converted(value: Any, kind: type[T], place: str) -> T:
 
 
 def _explained(text: str, kind: Any, within: str = "") -> HttpError:
-    found = _PLACE.search(
-        text, max(0, len(text) - _LONGEST_PLACE)
-    )  # at its end: it may quote the largest value
+    # at its end: it may quote the largest value
+    found = _PLACE.search(text, max(0, len(text) - _LONGEST_PLACE))
     place = ".".join(one for one in (within, found[1][:200] if found else "") if one)
     reason = text if found is None else text[: found.start()]
     if found is not None and found[0].startswith(" - at `key` in "):
         reason = f"a key: {reason}"
     if unknown := _UNKNOWN.match(reason):
-        name, known = unknown[1], getattr(kind, "__struct_encode_fields__", ())
+        name = unknown[1]
+        known = getattr(kind, "__struct_encode_fields__", ())
         meant = did_you_mean(name, known) if not place else ""
         param = f"{place}.{name}" if place else name
         return HttpError(

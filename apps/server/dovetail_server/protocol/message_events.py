@@ -40,7 +40,8 @@ class MessageWriter:
 
     def __init__(self, head: MessageAnswer, max_tokens: int) -> None:
         """`head`: the answer without content. `max_tokens`: the request's limit."""
-        self._head, self._max_tokens = head, max_tokens
+        self._head = head
+        self._max_tokens = max_tokens
         self._chunks: list[bytes] = []
         self._before_text = b""  # of a delta event
 
@@ -52,7 +53,10 @@ class MessageWriter:
 
     def opened(self, part: AnswerPart) -> None:
         delta, field = _DELTAS[part.kind]
-        head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
+        head = (
+            b"event: content_block_delta\ndata: "
+            b'{"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
+        )
         self._before_text = head % (part.index, delta.encode(), field.encode())
         empty = _block(AnswerPart(part.kind, part.index, part.id, part.name))
         self._chunks.append(sse("content_block_start", index=part.index, content_block=empty))

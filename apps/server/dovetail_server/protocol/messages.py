@@ -1,4 +1,5 @@
-"""Bodies of `/v1/messages` and `/v1/messages/count_tokens` (Anthropic's Messages API), and their conversion to a `Conversation`."""
+"""Bodies of `/v1/messages` and `/v1/messages/count_tokens` (Anthropic's Messages API), and their
+conversion to a `Conversation`."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class TextBlock(_Block, tag="text"):
 
 
 class OnlyText(Struct, forbid_unknown_fields=True):
-    """Text where no other block type is allowed: msgspec doesn't require the tag of a single tagged struct."""
+    """Text where no other block type is allowed: msgspec doesn't require the tag of a single tagged
+    struct."""
 
     type: Literal["text"]
     text: str
@@ -83,7 +85,8 @@ class ResultText(_Block, tag="text"):
 
 
 class ToolReference(_Block, tag="tool_reference"):
-    """A tool that a client's search has found. The model sees its name, and all tools in any case."""
+    """A tool that a client's search has found. The model sees its name, and all tools in any
+    case."""
 
     tool_name: str
     cache_control: CacheControl | None = None
@@ -152,7 +155,8 @@ class Tool(Struct, forbid_unknown_fields=True):
 
 
 class ToolChoice(Struct, forbid_unknown_fields=True):
-    """`auto`: the model decides. `none`: it doesn't see the tools. `any`: it must call one. `tool`: it must call the named one."""
+    """`auto`: the model decides. `none`: it doesn't see the tools. `any`: it must call one. `tool`:
+    it must call the named one."""
 
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
@@ -160,7 +164,8 @@ class ToolChoice(Struct, forbid_unknown_fields=True):
 
 
 class Thinking(Struct, forbid_unknown_fields=True):
-    """`disabled` turns the model's reasoning off, `enabled` on, with at most `budget_tokens` tokens; `adaptive` leaves it to the model."""
+    """`disabled` turns the model's reasoning off, `enabled` on, with at most `budget_tokens`
+    tokens; `adaptive` leaves it to the model."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -236,7 +241,8 @@ class MessagesFields(GenerationFields, forbid_unknown_fields=True, kw_only=True)
         }
 
     def function_tools(self) -> list[ToolFunction]:
-        """Return the tools that the model may call. Raises `HttpError` and `RequestError` for invalid ones."""
+        """Return the tools that the model may call. Raises `HttpError` and `RequestError` for
+        invalid ones."""
         tools = read_tools(self.tools or (), Tool)
         if self.tool_choice is not None and self.tool_choice.type == "none":
             return []
@@ -246,8 +252,8 @@ class MessagesFields(GenerationFields, forbid_unknown_fields=True, kw_only=True)
         ]
 
     def chat_options(self, tools: Sequence[ToolFunction]) -> ChatOptions:
-        """Return the options for rendering the conversation. Raises `RequestError`, and `HttpError` naming an option that this server can't
-        honour."""
+        """Return the options for rendering the conversation. Raises `RequestError`, and `HttpError`
+        naming an option that this server can't honour."""
         refuse_unsupported(self, ONLY)
         return ChatOptions(
             tools=[tool.template for tool in tools] or None,
@@ -258,11 +264,10 @@ class MessagesFields(GenerationFields, forbid_unknown_fields=True, kw_only=True)
 
     @property
     def reasoning(self) -> AskedReasoning:
-        """The `thinking` and `output_config.effort` of the request, in the form that all APIs share."""
-        thinking, effort = (
-            self.thinking or Thinking("adaptive"),
-            None if self.output_config is None else self.output_config.effort,
-        )
+        """The `thinking` and `output_config.effort` of the request, in the form that all APIs
+        share."""
+        thinking = self.thinking or Thinking("adaptive")
+        effort = None if self.output_config is None else self.output_config.effort
         on = {"enabled": True, "disabled": False}.get(thinking.type)
         off = on is None and effort == "none"
         return AskedReasoning(
@@ -280,7 +285,8 @@ class MessagesRequest(MessagesFields, forbid_unknown_fields=True, kw_only=True):
     max_tokens: int
 
     def to_conversation(self) -> Conversation:
-        """Return the request in canonical form. Raises `HttpError` for unsupported parameters, `RequestError` for invalid ones."""
+        """Return the request in canonical form. Raises `HttpError` for unsupported parameters,
+        `RequestError` for invalid ones."""
         choice = self.tool_choice or ToolChoice("auto")
         if choice.type == "tool" and choice.name is None:
             raise HttpError(
@@ -306,7 +312,8 @@ class MessagesRequest(MessagesFields, forbid_unknown_fields=True, kw_only=True):
 
 
 class CountTokensRequest(MessagesFields, forbid_unknown_fields=True, kw_only=True):
-    """A conversation whose tokens are counted: a body of `/v1/messages`, where `max_tokens` is optional."""
+    """A conversation whose tokens are counted: a body of `/v1/messages`, where `max_tokens` is
+    optional."""
 
     max_tokens: int | None = None
 
@@ -327,7 +334,8 @@ ONLY = (
 
 
 def chat_messages(body: MessagesFields) -> list[dict[str, Any]]:
-    """Convert the messages to OpenAI's chat format. One message may become several, since each tool result is a message of its own."""
+    """Convert the messages to OpenAI's chat format. One message may become several, since each tool
+    result is a message of its own."""
     messages: list[dict[str, Any]] = []
     if body.system:
         system = (
@@ -354,7 +362,8 @@ def _assistant(blocks: list[Any], place: str) -> dict[str, Any]:
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     if any(isinstance(block, ToolResultBlock) for block in blocks):
         raise RequestError(
-            f"{place}: an assistant's message has no blocks of type 'tool_result'; they belong to the user's next message"
+            f"{place}: an assistant's message has no blocks of type 'tool_result'; they belong to "
+            f"the user's next message"
         )
     if texts or not calls:
         message["content"] = "".join(texts)
@@ -373,7 +382,8 @@ def _assistant(blocks: list[Any], place: str) -> dict[str, Any]:
 
 
 def _others(role: str, blocks: list[Any], place: str) -> list[dict[str, Any]]:
-    """Convert a user or system message: each tool result becomes a message, and so does the text between them."""
+    """Convert a user or system message: each tool result becomes a message, and so does the text
+    between them."""
     messages: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         if isinstance(block, ToolResultBlock) and role == "user":
@@ -391,7 +401,8 @@ def _others(role: str, blocks: list[Any], place: str) -> list[dict[str, Any]]:
             )
         elif not isinstance(block, TextBlock):
             raise RequestError(
-                f"{place}[{index}]: blocks of this type aren't allowed in a message of role {role!r}"
+                f"{place}[{index}]: blocks of this type aren't allowed in a message of role "
+                f"{role!r}"
             )
         elif messages and messages[-1]["role"] == role:
             messages[-1]["content"].append({"type": "text", "text": block.text})
@@ -417,7 +428,8 @@ class ThinkingAnswer(Struct, tag="thinking", tag_field="type"):
 
 
 class ToolUseAnswer(Struct, tag="tool_use", tag_field="type"):
-    """A tool call. Arguments that aren't a JSON object (because the answer was cut off, say) become `{"INVALID_JSON": "…"}`."""
+    """A tool call. Arguments that aren't a JSON object (because the answer was cut off, say) become
+    `{"INVALID_JSON": "…"}`."""
 
     id: str
     name: str

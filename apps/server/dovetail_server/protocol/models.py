@@ -1,4 +1,5 @@
-"""Answers of `/v1/models`: the served models and adapters, in OpenAI's shape, or in Anthropic's for clients of its API."""
+"""Answers of `/v1/models`: the served models and adapters, in OpenAI's shape, or in Anthropic's for
+clients of its API."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from typing import Any, NamedTuple
 
 from dovetail_server.errors import HttpError
 
-_MOST, _DEFAULT = 1000, 20  # models of one page in Anthropic's API
+# models of one page in Anthropic's API
+_MOST = 1000
+_DEFAULT = 20
 
 
 class ServedModel(NamedTuple):
@@ -53,7 +56,8 @@ def anthropic_model(model: ServedModel) -> dict[str, Any]:
 
 
 def anthropic_list(models: Sequence[ServedModel], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return a page of models in Anthropic's shape. `query`: `limit`, `after_id` or `before_id`. Raises `HttpError`."""
+    """Return a page of models in Anthropic's shape. `query`: `limit`, `after_id` or `before_id`.
+    Raises `HttpError`."""
     for name in query:
         if name not in ("limit", "after_id", "before_id"):
             raise HttpError(
@@ -63,8 +67,10 @@ def anthropic_list(models: Sequence[ServedModel], query: Mapping[str, str]) -> d
         raise HttpError(
             400, "after_id and before_id contradict each other: give one of them", param="after_id"
         )
-    limit, ids = _limit(query.get("limit", str(_DEFAULT))), [model.id for model in models]
-    begin, end = 0, len(models)
+    limit = _limit(query.get("limit", str(_DEFAULT)))
+    ids = [model.id for model in models]
+    begin = 0
+    end = len(models)
     if "after_id" in query:
         begin = _index(ids, "after_id", query) + 1
     elif "before_id" in query:

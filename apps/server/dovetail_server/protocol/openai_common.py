@@ -1,5 +1,6 @@
-"""Parts that several APIs share: parameters and their conversion for the engine, token counts, log-probabilities. `Conversation` is a chat request in
-the one form that the server answers: the bodies of all chat APIs convert themselves (`to_conversation`)."""
+"""Parts that several APIs share: parameters and their conversion for the engine, token counts,
+log-probabilities. `Conversation` is a chat request in the one form that the server answers: the
+bodies of all chat APIs convert themselves (`to_conversation`)."""
 
 from __future__ import annotations
 
@@ -140,14 +141,16 @@ _SAMPLING = tuple(
 
 
 def sampling_params(body: GenerationFields, **own: Any) -> SamplingParams:
-    """Return the parameters of a request. `own`: fields of `SamplingParams` that the API names or encodes differently; None keeps a field's default,
-    except for `max_tokens`. Raises `RequestError`."""
+    """Return the parameters of a request. `own`: fields of `SamplingParams` that the API names or
+    encodes differently; None keeps a field's default, except for `max_tokens`. Raises
+    `RequestError`."""
     fields = {name: getattr(body, name, None) for name in _SAMPLING} | own
     if body.vllm_xargs is not None:
         if body.extra_args is not None:
             raise HttpError(
                 400,
-                "vllm_xargs: another name of extra_args, which is also given: leave one of them out",
+                "vllm_xargs: another name of extra_args, which is also given: leave one of them "
+                "out",
                 param="vllm_xargs",
             )
         fields["extra_args"] = body.vllm_xargs
@@ -210,12 +213,14 @@ def at_least(logprob: float) -> float:
 
 
 def likeliest(position: TokenLogprobMap, top: int) -> list[tuple[int, Logprob]]:
-    """Return the `top` likeliest tokens of a position; the sampled token is included only if it is one of them."""
+    """Return the `top` likeliest tokens of a position; the sampled token is included only if it is
+    one of them."""
     return sorted(position.items(), key=lambda item: item[1].rank or 0)[:top]
 
 
 def logprobs_json(sample: CompletionOutput, top: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return a sample's log-probabilities, one item per token, each with the `top` likeliest alternatives."""
+    """Return a sample's log-probabilities, one item per token, each with the `top` likeliest
+    alternatives."""
     items = []
     for token, position in zip(sample.token_ids, sample.logprobs or (), strict=False):
         item = _logprob_json(token, position[token], tokenizer)
@@ -227,7 +232,8 @@ def logprobs_json(sample: CompletionOutput, top: int, tokenizer: Tokenizer) -> l
 
 
 def _logprob_json(token: int, one: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
-    """`bytes` are the token's own. Those of a part of a character, which has no text, are its `token` as well, as OpenAI writes them."""
+    """`bytes` are the token's own. Those of a part of a character, which has no text, are its
+    `token` as well, as OpenAI writes them."""
     text, spelled = token_bytes(token, one.decoded_token or "", tokenizer)
     return {
         "token": escaped(spelled) if text is None else text,
@@ -237,7 +243,8 @@ def _logprob_json(token: int, one: Logprob, tokenizer: Tokenizer) -> dict[str, A
 
 
 def token_bytes(token: int, text: str, tokenizer: Tokenizer) -> tuple[str | None, bytes]:
-    """Return a token's own text, None for a part of a character, and its bytes. `text`: what it adds to the text before it."""
+    """Return a token's own text, None for a part of a character, and its bytes. `text`: what it
+    adds to the text before it."""
     spell = speller(tokenizer)
     spelled = text.encode(errors="replace") if spell is None else spell(token)
     try:
@@ -254,7 +261,8 @@ def escaped(spelled: bytes) -> str:
 
 
 def prompt_logprobs_json(prompt_logprobs: list[TokenLogprobMap | None] | None) -> Items | None:
-    """Return the log-probabilities of a prompt's tokens, by token id; null for the first. They are made one by one."""
+    """Return the log-probabilities of a prompt's tokens, by token id; null for the first. They are
+    made one by one."""
     if prompt_logprobs is None:
         return None
     return Items(

@@ -43,7 +43,8 @@ _REASONS = {
     200: "The answer",
     400: "The request is invalid; the message says why",
     401: "The API key is missing or invalid",
-    403: "Not allowed: sent by a page of another site, or to an unknown host name: for servers without API keys",
+    403: "Not allowed: sent by a page of another site, or to an unknown host name: for servers "
+    "without API keys",
     404: "The model isn't served here",
     408: "The body took too long",
     409: "The object is in use, or has ended",
@@ -88,7 +89,8 @@ class OpenAIError(Struct):
 
 @dataclass(frozen=True)
 class Operation:
-    """One endpoint. `answer` None: an object without schema; `errors`: statuses besides 200, 401 and 403."""
+    """One endpoint. `answer` None: an object without schema; `errors`: statuses besides 200, 401
+    and 403."""
 
     method: str
     path: str
@@ -308,10 +310,8 @@ def document(*, paths: frozenset[str], version: str, root_path: str, has_keys: b
         "components": {"schemas": components},
     }
     if has_keys:
-        bearer, header = (
-            {"type": "http", "scheme": "bearer"},
-            {"type": "apiKey", "in": "header", "name": "x-api-key"},
-        )
+        bearer = {"type": "http", "scheme": "bearer"}
+        header = {"type": "apiKey", "in": "header", "name": "x-api-key"}
         made["components"]["securitySchemes"] = {"bearer": bearer, "x_api_key": header}
     return orjson.dumps(made)
 
@@ -320,9 +320,8 @@ def _schemas(
     operations: Sequence[Operation],
 ) -> tuple[Mapping[type[Struct], Any], Mapping[str, Any]]:
     """Return references to the operations' structs, and the components that they refer to."""
-    structs: dict[type[Struct], None] = dict.fromkeys(
-        (*ITEMS.values(), *KINDS.values(), Tool)
-    )  # which requests reference by name
+    # which requests reference by name
+    structs: dict[type[Struct], None] = dict.fromkeys((*ITEMS.values(), *KINDS.values(), Tool))
     for operation in operations:
         used = (operation.request, operation.answer, operation.error_shape)
         structs |= dict.fromkeys(kind for kind in used if isinstance(kind, type))

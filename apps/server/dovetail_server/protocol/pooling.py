@@ -1,4 +1,5 @@
-"""Bodies of the endpoints that embed, classify and score: OpenAI's, vLLM's, and those of Jina and Cohere to rank documents."""
+"""Bodies of the endpoints that embed, classify and score: OpenAI's, vLLM's, and those of Jina and
+Cohere to rank documents."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class PoolingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
 
     def params(self, **own: Any) -> PoolingParams:
-        """Return the parameters of each request. `own`: those of one endpoint. Raises `RequestError`."""
+        """Return the parameters of each request. `own`: those of one endpoint. Raises
+        `RequestError`."""
         return PoolingParams(
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             use_activation=self.use_activation,
@@ -120,7 +122,8 @@ class ScoreRequest(PoolingFields, kw_only=True, forbid_unknown_fields=True):
         if len(named) != 1 or any(getattr(self, name) is None for name in named[0]):
             raise HttpError(
                 400,
-                "text_1: give text_1 and text_2, or queries and documents: a text, or a list of texts",
+                "text_1: give text_1 and text_2, or queries and documents: a text, or a list of "
+                "texts",
                 param="text_1",
             )
         first, second = (getattr(self, name) for name in named[0])

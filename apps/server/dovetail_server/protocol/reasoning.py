@@ -1,5 +1,5 @@
-"""Control of the model's reasoning, for all APIs: the request fields `thinking` and `effort` set variables of the chat template, or limit how many
-tokens the reasoning takes."""
+"""Control of the model's reasoning, for all APIs: the request fields `thinking` and `effort` set
+variables of the chat template, or limit how many tokens the reasoning takes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn r
 EFFORT = "reasoning_effort"  # the variable of templates that know an effort: low, medium or high
 _LEVELS = {"minimal": "low", "xhigh": "high", "max": "high"}
 
-_OPENED, _CLOSED = re.compile(r"{[{%]"), re.compile(r"[%}]}")  # code in a template
+# code in a template
+_OPENED = re.compile(r"{[{%]")
+_CLOSED = re.compile(r"[%}]}")
 _TEXT = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 
@@ -44,8 +46,8 @@ class AskedReasoning(NamedTuple):
         return self.on_field or self.effort_field
 
     def variables(self, template: str, *, reasons: bool) -> Mapping[str, object]:
-        """Return variables of a chat template that do what is asked, as far as it has any. `reasons`: the model may reason. Raises `HttpError` if
-        reasoning can't be turned off."""
+        """Return variables of a chat template that do what is asked, as far as it has any.
+        `reasons`: the model may reason. Raises `HttpError` if reasoning can't be turned off."""
         switches = [name for name in SWITCHES if reads(template, name)]
         knows_effort = reads(template, EFFORT)
         if self.on is False:
@@ -54,7 +56,8 @@ class AskedReasoning(NamedTuple):
             if not switches and (reasons or knows_effort):
                 raise unsupported(
                     self.field,
-                    "the model's chat template has no variable that turns its reasoning off: leave it out",
+                    "the model's chat template has no variable that turns its reasoning off: leave "
+                    "it out",
                 )
             return dict.fromkeys(switches, False)
         effort = (
@@ -65,14 +68,16 @@ class AskedReasoning(NamedTuple):
         return {**effort, **(dict.fromkeys(switches, True) if self.on else {})}
 
     def limit(self, variables: Mapping[str, object]) -> int | None:
-        """Return the most tokens of reasoning; None: no limit. `variables`: those of the template, which may know the effort."""
+        """Return the most tokens of reasoning; None: no limit. `variables`: those of the template,
+        which may know the effort."""
         by_effort = (
             None if self.effort is None or EFFORT in variables else EFFORT_TOKENS.get(self.effort)
         )
         return min((limit for limit in (self.tokens, by_effort) if limit is not None), default=None)
 
     def unmet(self, variables: Mapping[str, object]) -> Collection[str]:
-        """Return the fields that only variables of the template could honour, since there is no reasoning to limit, and don't."""
+        """Return the fields that only variables of the template could honour, since there is no
+        reasoning to limit, and don't."""
         if self.on is False:
             return ()
         switched = any(variables.get(name) is True for name in SWITCHES)

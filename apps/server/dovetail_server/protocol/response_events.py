@@ -48,12 +48,12 @@ class ResponseWriter:
 
     def __init__(self, head: ResponseAnswer, tools: ResponseTools) -> None:
         """`head`: the answer without output, which the first events contain."""
-        self._head, self._tools = head, tools
+        self._head = head
+        self._tools = tools
         self._chunks: list[bytes] = []
         self._events = 0  # sequence_number of the next one
-        self._before_text: bytes | None = (
-            None  # of a delta event; None: the part has none before its end
-        )
+        # of a delta event; None: the part has none before its end
+        self._before_text: bytes | None = None
 
     def start(self, counts: TokenCounts) -> None:
         self._event("response.created", response=self._head)
@@ -111,7 +111,8 @@ class ResponseWriter:
 
     def error(self, error: HttpError) -> dict[str, Any]:
         """`ErrorShape` of the stream's last event."""
-        number, self._events = self._events, self._events + 1
+        number = self._events
+        self._events += 1
         return {
             "type": "error",
             "code": error.code,
@@ -128,7 +129,8 @@ class ResponseWriter:
     def whole(
         self, last: CompletionOutput, parts: AnswerParts, counts: TokenCounts
     ) -> ResponseAnswer:
-        cut, final = parts.cut, len(parts.parts) - 1
+        cut = parts.cut
+        final = len(parts.parts) - 1
         return msgspec.structs.replace(
             self._head,
             status="incomplete" if cut else "completed",

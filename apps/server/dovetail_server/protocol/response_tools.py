@@ -1,5 +1,6 @@
-"""Tools of `/v1/responses`. The model sees functions only: the tools of a namespace one by one, and the kinds of tools that Codex brings as functions
-that take their input. `ResponseTools` says how a call of each is returned."""
+"""Tools of `/v1/responses`. The model sees functions only: the tools of a namespace one by one, and
+the kinds of tools that Codex brings as functions that take their input. `ResponseTools` says how a
+call of each is returned."""
 
 from __future__ import annotations
 
@@ -123,8 +124,8 @@ class ResponseTools:
         tools: Sequence[Mapping[str, Any]],
         found: Sequence[tuple[str, Mapping[str, Any]]] = (),
     ) -> None:
-        """`found`: further ones, each with its place in the request. Raises `HttpError` naming the place of a tool that is wrong or of
-        another kind."""
+        """`found`: further ones, each with its place in the request. Raises `HttpError` naming the
+        place of a tool that is wrong or of another kind."""
         self._functions: dict[str, ToolFunction] = {}
         self._callees: dict[str, Callee] = {}
         for index, tool in enumerate(tools):
@@ -163,8 +164,9 @@ def _read(tool: Mapping[str, Any], place: str, kinds: Mapping[str, type[Tool]]) 
 def _functions_of(
     tool: Tool, place: str, within: str | None = None, about: str | None = None
 ) -> Iterator[tuple[Callee, ToolFunction]]:
-    """Yield the functions that the model sees of a tool. `within`: its namespace's name; `about`: that namespace's description, for
-    the first of its tools only, since it may be long and they may be many."""
+    """Yield the functions that the model sees of a tool. `within`: its namespace's name; `about`:
+    that namespace's description, for the first of its tools only, since it may be long and they may
+    be many."""
     match tool:
         case NamespaceTool():
             kinds = {kind: KINDS[kind] for kind in _WITHIN}
@@ -178,20 +180,25 @@ def _functions_of(
                 )
             return
         case FunctionTool():
-            callee, schema = Callee("function", tool.name, within), tool.parameters
-            description, strict = tool.description, tool.strict
+            callee = Callee("function", tool.name, within)
+            schema = tool.parameters
+            description = tool.description
+            strict = tool.strict
         case CustomTool():
-            callee, schema = Callee("custom", tool.name, within), _INPUT
-            description, strict = (
-                _joined(tool.description, _told(tool.format, f"{place}.format")),
-                False,
-            )
+            callee = Callee("custom", tool.name, within)
+            schema = _INPUT
+            description = _joined(tool.description, _told(tool.format, f"{place}.format"))
+            strict = False
         case LocalShellTool():
-            callee, schema = Callee("local_shell", "local_shell"), _SHELL
-            description, strict = "Run a command.", False
+            callee = Callee("local_shell", "local_shell")
+            schema = _SHELL
+            description = "Run a command."
+            strict = False
         case ToolSearchTool():
-            callee, schema = Callee("tool_search", "tool_search"), tool.parameters or _QUERY
-            description, strict = tool.description, False
+            callee = Callee("tool_search", "tool_search")
+            schema = tool.parameters or _QUERY
+            description = tool.description
+            strict = False
     yield (
         callee,
         ToolFunction.of(

@@ -1,4 +1,5 @@
-"""Bodies of `/v1/responses` (OpenAI's Responses API), and their conversion to a `Conversation`. The server stores nothing between requests."""
+"""Bodies of `/v1/responses` (OpenAI's Responses API), and their conversion to a `Conversation`. The
+server stores nothing between requests."""
 
 from __future__ import annotations
 
@@ -44,9 +45,8 @@ class InputText(_Content, tag="input_text"):
     """Text of a user or developer."""
 
     text: str
-    prompt_cache_breakpoint: dict[str, Any] | None = (
-        None  # no-op: the prefix cache always keeps prompts
-    )
+    # no-op: the prefix cache always keeps prompts
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class ResultImage(_Content, tag="input_image"):
@@ -297,8 +297,9 @@ class ResponsesRequest(GenerationFields, forbid_unknown_fields=True, kw_only=Tru
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    # reasoning is never encrypted
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
-        None  # reasoning is never encrypted
+        None
     )
     top_logprobs: int | None = None
 
@@ -337,7 +338,8 @@ class ResponsesRequest(GenerationFields, forbid_unknown_fields=True, kw_only=Tru
         check_stream_options(self)
 
     def to_conversation(self) -> Conversation:
-        """Return the request in canonical form. Raises `HttpError` for unsupported parameters, `RequestError` for invalid ones."""
+        """Return the request in canonical form. Raises `HttpError` for unsupported parameters,
+        `RequestError` for invalid ones."""
         self.check_supported()
         items = read_items(self.input)
         known = self.known_tools(items).functions
@@ -366,7 +368,8 @@ class ResponsesRequest(GenerationFields, forbid_unknown_fields=True, kw_only=Tru
         )
 
     def known_tools(self, items: Sequence[Item] | None = None) -> ResponseTools:
-        """Return the tools that the model may call. `items`: the input's, if they have been read. Raises `HttpError` and `RequestError`."""
+        """Return the tools that the model may call. `items`: the input's, if they have been read.
+        Raises `HttpError` and `RequestError`."""
         found = []
         for index, item in enumerate(read_items(self.input) if items is None else items):
             if isinstance(item, ToolSearchOutputItem | AdditionalToolsItem):
@@ -423,7 +426,8 @@ def _read_item(item: dict[str, Any], place: str) -> Item:
 
 
 def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Convert the items to OpenAI's chat format. Consecutive reasoning, text and calls of the assistant become one message."""
+    """Convert the items to OpenAI's chat format. Consecutive reasoning, text and calls of the
+    assistant become one message."""
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
@@ -624,7 +628,8 @@ class OutputTokensDetails(Struct):
 
 
 class ResponseUsage(Struct, kw_only=True):
-    """Token counts. `reasoning_tokens` counts tokens up to the end of the reasoning; 0 without a reasoning parser."""
+    """Token counts. `reasoning_tokens` counts tokens up to the end of the reasoning; 0 without a
+    reasoning parser."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails

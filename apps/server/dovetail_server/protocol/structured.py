@@ -1,4 +1,5 @@
-"""Structured-output options of all HTTP APIs: formats, guided decoding, and demanded tool calls. `routes.answering` turns them into parameters."""
+"""Structured-output options of all HTTP APIs: formats, guided decoding, and demanded tool calls.
+`routes.answering` turns them into parameters."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class JsonSchemaFormat(_Format, tag="json_schema"):
 
 
 class StructuralTagFormat(_Format, tag="structural_tag"):
-    """Free text with constrained segments: wherever a trigger appears, one of the structures must follow."""
+    """Free text with constrained segments: wherever a trigger appears, one of the structures must
+    follow."""
 
     structures: list[dict[str, Any]]
     triggers: list[str]
@@ -58,7 +60,8 @@ class StructuralTagFormat(_Format, tag="structural_tag"):
 
 
 class FlatJsonSchemaFormat(_Format, tag="json_schema", kw_only=True):
-    """JSON that follows a schema, in the form of `/v1/responses`. Enforced whatever `strict` says."""
+    """JSON that follows a schema, in the form of `/v1/responses`. Enforced whatever `strict`
+    says."""
 
     name: str
     schema: dict[str, Any]
@@ -77,7 +80,8 @@ ResponsesFormat = TextFormat | JsonObjectFormat | FlatJsonSchemaFormat
 
 
 class RuleFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's structured-output parameters, accepted by every API: `structured_outputs` and its older `guided_*` names."""
+    """vLLM's structured-output parameters, accepted by every API: `structured_outputs` and its
+    older `guided_*` names."""
 
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -119,7 +123,8 @@ class ToolFunction:
         strict: bool | None,
         default: Any = None,
     ) -> ToolFunction:
-        """Build a tool from its fields. `default`: the schema shown to the template if `schema` is empty."""
+        """Build a tool from its fields. `default`: the schema shown to the template if `schema` is
+        empty."""
         described = {} if description is None else {"description": description}
         function = {"name": name, **described, "parameters": schema or default or {}}
         return cls(name, schema, bool(strict), {"type": "function", "function": function})
@@ -152,7 +157,8 @@ def read_tool_choice(choice: Any, parallel: bool | None) -> CallChoice:
             return CallChoice(True, function["name"], parallel)
     raise HttpError(
         400,
-        f'tool_choice: "none", "auto", "required" and {{"type": "function", …}} with the name of a tool are supported, got {shown(choice)}',
+        f'tool_choice: "none", "auto", "required" and {{"type": "function", …}} with the name of a '
+        f"tool are supported, got {shown(choice)}",
         param="tool_choice",
         code="unsupported_parameter",
     )
@@ -168,9 +174,8 @@ class CallDemand:
     tools: Sequence[tuple[str, Mapping[str, Any]]]  # name, JSON Schema of the arguments
     required: bool  # the answer is calls, with no text
     single: bool  # the answer ends after the first call
-    cut: bool = (
-        False  # if the model's format can't be constrained, dropping further calls is enough
-    )
+    # if the model's format can't be constrained, dropping further calls is enough
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +195,8 @@ class ParamNames(NamedTuple):
     strict: str = "tools[{}].strict"  # of the tool at an index
 
 
-_FREE, _NAMES = CallChoice(), ParamNames()
+_FREE = CallChoice()
+_NAMES = ParamNames()
 
 
 def read_demand(
@@ -200,8 +206,9 @@ def read_demand(
     choice: CallChoice = _FREE,
     names: ParamNames = _NAMES,
 ) -> Demand:
-    """Return what a request demands of its answer. `form`: the value of the API's own format parameter. Raises `HttpError` for parameters that
-    contradict each other, and `RequestError` that begins with the parameter's name."""
+    """Return what a request demands of its answer. `form`: the value of the API's own format
+    parameter. Raises `HttpError` for parameters that contradict each other, and `RequestError` that
+    begins with the parameter's name."""
     calls = _call_demand(tools, choice, names)
     rules: dict[str, Structured] = {}
     if (rule := _named(names.form, partial(_rule_of_format, form))) is not None:
@@ -222,7 +229,8 @@ def read_demand(
     if tools:
         raise HttpError(
             400,
-            f'{name} and tools: an answer that follows the rule can\'t call a tool; set tool_choice to "none", or demand a call with it',
+            f"{name} and tools: an answer that follows the rule can't call a tool; set "
+            f'tool_choice to "none", or demand a call with it',
             param=name,
             code="unsupported_parameter",
         )

@@ -1,4 +1,5 @@
-"""Endpoints that change which LoRA adapters are served: /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's form."""
+"""Endpoints that change which LoRA adapters are served: /v1/load_lora_adapter and
+/v1/unload_lora_adapter, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from dovetail_server.protocol.adapters import LoadBody, UnloadBody
 
 
 async def load(exchange: Exchange) -> None:
-    """Serve an adapter, whose name requests then give as their model; answered once it is loaded."""
+    """Serve an adapter, whose name requests then give as their model; answered once it is
+    loaded."""
     folder = _folder(exchange)
     body = await exchange.body(LoadBody)
     if not body.lora_name:
@@ -22,7 +24,10 @@ async def load(exchange: Exchange) -> None:
             400, f"lora_name: {body.lora_name[:200]!r} is the model's own name", param="lora_name"
         )
     if body.lora_name in exchange.engine.adapters and not body.load_inplace:
-        message = f"the adapter {body.lora_name[:200]!r} is served already: unload it first, or set load_inplace"
+        message = (
+            f"the adapter {body.lora_name[:200]!r} is served already: unload it first, or "
+            f"set load_inplace"
+        )
         raise HttpError(400, message, param="lora_name", code="adapter_exists")
     await exchange.engine.load_adapter(body.lora_name, str(Path(folder) / body.lora_path), folder)
     await exchange.reply({"status": "ok", "lora_name": body.lora_name})
@@ -45,7 +50,10 @@ async def unload(exchange: Exchange) -> None:
 
 def _folder(exchange: Exchange) -> str:
     if (folder := exchange.server.settings.adapter_directory) is None:
-        message = "clients may not load adapters on this server: it needs the option --adapter-directory, a folder in which they are"
+        message = (
+            "clients may not load adapters on this server: it needs the option "
+            "--adapter-directory, a folder in which they are"
+        )
         raise HttpError(403, message, code="not_allowed")
     return str(Path(folder).resolve())
 

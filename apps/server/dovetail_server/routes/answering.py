@@ -1,5 +1,6 @@
-"""`prepare_chat`: submits a chat request to the engine, the same way for all APIs: steers the model's reasoning, renders the conversation, and
-constrains the answer to a rule. `Answer`: the listener of APIs whose answers consist of parts."""
+"""`prepare_chat`: submits a chat request to the engine, the same way for all APIs: steers the
+model's reasoning, renders the conversation, and constrains the answer to a rule. `Answer`: the
+listener of APIs whose answers consist of parts."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ class PreparedChat(Generic[B]):
 
 
 async def prepare_chat(exchange: Exchange, kind: type[B]) -> PreparedChat[B]:
-    """Read a chat request, render and tokenize its conversation, and resolve its constraints. Raises `HttpError` and `RequestError`."""
+    """Read a chat request, render and tokenize its conversation, and resolve its constraints.
+    Raises `HttpError` and `RequestError`."""
     body, model = await exchange.generation_body(kind)
     messages, options, params, demand, asked = await exchange.beside(body.to_conversation)
     exchange.check_samples(1, params.n)
@@ -101,16 +103,17 @@ async def rendered(
     *,
     cut: bool = False,
 ) -> TokenizedText:
-    """Admit a conversation, and return its prompt. `cut`: the request's parameters truncate it. Raises what
-    `Exchange.prepared` does, and `RequestError`."""
+    """Admit a conversation, and return its prompt. `cut`: the request's parameters truncate it.
+    Raises what `Exchange.prepared` does, and `RequestError`."""
     render = partial(exchange.engine.chat.prompt, messages, options, cut=cut)
     return await exchange.prepared(render, given_template=options.chat_template is not None)
 
 
 def steered(exchange: Exchange, options: ChatOptions, asked: AskedReasoning) -> ChatOptions:
-    """Return the options with variables of the chat template that do what is asked of the model's reasoning; the request's own come first. Raises
-    `HttpError` if it can't be turned off."""
-    parsing, own = exchange.server.parsing, options.chat_template_kwargs or {}
+    """Return the options with variables of the chat template that do what is asked of the model's
+    reasoning; the request's own come first. Raises `HttpError` if it can't be turned off."""
+    parsing = exchange.server.parsing
+    own = options.chat_template_kwargs or {}
     if options.chat_template is not None:
         check_template_chars(options.chat_template, exchange.engine.info.intake.limits)
     reasons = parsing.parsers(options.chat_template).reasoning is not None
@@ -125,8 +128,8 @@ def limited(
     options: ChatOptions,
     prompt: TokenizedText,
 ) -> int | None:
-    """Return the most tokens of reasoning, None for no limit. Fields of the body that have no effect on this model are ignored. Raises what
-    `Exchange.ignore` raises."""
+    """Return the most tokens of reasoning, None for no limit. Fields of the body that have no
+    effect on this model are ignored. Raises what `Exchange.ignore` raises."""
     steered_by = options.chat_template_kwargs or {}
     limit = asked.limit(steered_by)
     can_limit = (
@@ -172,13 +175,12 @@ class Answer(OutputListener):
         error_shape: ErrorShape | None = None,
         top_logprobs: int | None = None,
     ) -> None:
-        """`error_shape`: the form of an error event, if it isn't that of the API's other errors. `top_logprobs`: see `told_logprobs`."""
+        """`error_shape`: the form of an error event, if it isn't that of the API's other errors.
+        `top_logprobs`: see `told_logprobs`."""
         super().__init__(chat.exchange)
-        self._reader, self._writer, self._top_logprobs = (
-            chat.reader(chat.parsers[0]),
-            writer,
-            top_logprobs,
-        )
+        self._reader = chat.reader(chat.parsers[0])
+        self._writer = writer
+        self._top_logprobs = top_logprobs
         self._stream: EventStream | None = (
             chat.exchange.begin_stream("error", error_shape) if chat.body.stream else None
         )
@@ -196,7 +198,8 @@ class Answer(OutputListener):
                 self._stream.ping(self._writer.ping)
             self._writer.start(self.counts)
         sample = output.outputs[0]
-        tokenizer, top = self.exchange.engine.tokenizer, self._top_logprobs
+        tokenizer = self.exchange.engine.tokenizer
+        top = self._top_logprobs
         self._parts.add(
             self._reader.read(sample), () if top is None else logprobs_json(sample, top, tokenizer)
         )
@@ -219,9 +222,10 @@ def constrained_chat(
     options: ChatOptions,
     prompt: TokenizedText,
 ) -> tuple[SamplingParams, TokenizedText]:
-    """Return the parameters with the rule of a chat answer, demanded by `param`, and its prompt. Reasoning stays unconstrained, up to `limit` tokens
-    of it: the rule begins after it. If the prompt leaves it open whether the model reasons first, the mark that begins reasoning is appended. Raises
-    `RequestError`."""
+    """Return the parameters with the rule of a chat answer, demanded by `param`, and its prompt.
+    Reasoning stays unconstrained, up to `limit` tokens of it: the rule begins after it. If the
+    prompt leaves it open whether the model reasons first, the mark that begins reasoning is
+    appended. Raises `RequestError`."""
     marks = exchange.server.parsing.parsers(options.chat_template).marks
     if marks is not None and (
         limit is not None
@@ -243,14 +247,17 @@ def constrained_chat(
 def _rule_of_calls(
     exchange: Exchange, param: str, calls: CallDemand, options: ChatOptions, params: SamplingParams
 ) -> tuple[Structured | None, bool]:
-    """Return the rule of demanded calls; or None and True if dropping all calls but the first does what is demanded. Raises `HttpError` if the
-    model's format of calls can't be constrained."""
+    """Return the rule of demanded calls; or None and True if dropping all calls but the first does
+    what is demanded. Raises `HttpError` if the model's format of calls can't be constrained."""
     parsing = exchange.server.parsing
     parser = parsing.parsers(options.chat_template).calls
     if parser is None:
         if calls.cut:
             return None, True
-        reason = "no tool parser fits the model's chat template, so the format of its calls is unknown (set one with --tool-parser)"
+        reason = (
+            "no tool parser fits the model's chat template, so the format of its calls is "
+            "unknown (set one with --tool-parser)"
+        )
         raise unsupported(param, reason)
     template = parsing.template(options.chat_template)
     one_line = _ends_at_line_break(exchange, params)
@@ -271,7 +278,8 @@ def _rule_of_calls(
 
 
 def _ends_at_line_break(exchange: Exchange, params: SamplingParams) -> bool:
-    """Return True if a line break ends the answer, as an end token of the model or a stop of the request."""
+    """Return True if a line break ends the answer, as an end token of the model or a stop of the
+    request."""
     if any("\n" in stop for stop in params.stop or ()):
         return True
     spell = speller(exchange.engine.tokenizer)
@@ -280,8 +288,8 @@ def _ends_at_line_break(exchange: Exchange, params: SamplingParams) -> bool:
 
 
 def _reasons_first(exchange: Exchange, options: ChatOptions, prompt: TokenizedText) -> bool:
-    """Return True if the answer begins with reasoning: the prompt has opened it; or the template could disable it, and wasn't asked to; or the
-    server's settings name a reasoning parser."""
+    """Return True if the answer begins with reasoning: the prompt has opened it; or the template
+    could disable it, and wasn't asked to; or the server's settings name a reasoning parser."""
     parsing = exchange.server.parsing
     marks = parsing.parsers(options.chat_template).marks
     if marks is None or options.continue_final_message:

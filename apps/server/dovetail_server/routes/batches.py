@@ -29,11 +29,13 @@ from dovetail_server.protocol.batches import (
 )
 
 MOST_FILES_LISTED = 10_000  # per page, and the default, like OpenAI's
-BATCHES_LISTED, MOST_BATCHES_LISTED = 20, 100
-FIELDS, FORM_BYTES = 8, 65_536  # form fields besides the file
-HELD_BYTES = (
-    MultiPartParser.spool_max_size + FIELDS * FORM_BYTES
-)  # of a form in memory; the rest is on disk
+BATCHES_LISTED = 20
+MOST_BATCHES_LISTED = 100
+# form fields besides the file
+FIELDS = 8
+FORM_BYTES = 65_536
+# of a form in memory; the rest is on disk
+HELD_BYTES = MultiPartParser.spool_max_size + FIELDS * FORM_BYTES
 PIECE_BYTES = 2**18  # chunk size of downloads
 
 
@@ -67,7 +69,8 @@ async def upload(exchange: Exchange) -> None:
             400, f"the body isn't a form: {getattr(error, 'message', error)}", code="invalid_form"
         ) from None
     try:
-        file, purpose = form.get("file"), form.get("purpose")
+        file = form.get("file")
+        purpose = form.get("purpose")
         if not isinstance(file, UploadFile):
             raise HttpError(400, "file: it is required", param="file", code="missing_parameter")
         if purpose != "batch":
@@ -76,9 +79,8 @@ async def upload(exchange: Exchange) -> None:
             raise _too_large(largest)
         content = file.file
         expires = _expires_after(form)
-        name = (
-            (file.filename or "file.jsonl")[:200].encode(errors="replace").decode()
-        )  # the form's charset may produce lone surrogates
+        # the form's charset may produce lone surrogates
+        name = (file.filename or "file.jsonl")[:200].encode(errors="replace").decode()
         kept = await asyncio.to_thread(
             store.add_file, name, lambda to: shutil.copyfileobj(content, to), expires
         )
@@ -92,7 +94,8 @@ async def files(exchange: Exchange) -> None:
     query = Request(exchange.scope).query_params
     if (order := query.get("order", "desc")) not in ("asc", "desc"):
         raise HttpError(400, f"order must be asc or desc, got {shown(order)}", param="order")
-    limit, store = _limit(query, MOST_FILES_LISTED, MOST_FILES_LISTED), _store(exchange)
+    limit = _limit(query, MOST_FILES_LISTED, MOST_FILES_LISTED)
+    store = _store(exchange)
     page = await asyncio.to_thread(
         store.files,
         query.get("after"),
@@ -155,7 +158,8 @@ async def create(exchange: Exchange) -> None:
         )
     now = int(time.time())
     batch = Batch(new_id("batch_"), body.endpoint, body.input_file_id, now, now + WINDOW_S)
-    batch.metadata, batch.output_expires_after = body.metadata, body.output_expires_after
+    batch.metadata = body.metadata
+    batch.output_expires_after = body.output_expires_after
     await asyncio.to_thread(store.add_batch, batch)
     await exchange.reply(msgspec.json.encode(batch))
 
@@ -163,7 +167,8 @@ async def create(exchange: Exchange) -> None:
 async def batches(exchange: Exchange) -> None:
     """List batches, with OpenAI's `limit` and `after`."""
     query = Request(exchange.scope).query_params
-    limit, store = _limit(query, BATCHES_LISTED, MOST_BATCHES_LISTED), _store(exchange)
+    limit = _limit(query, BATCHES_LISTED, MOST_BATCHES_LISTED)
+    store = _store(exchange)
     await exchange.reply(
         _as_list(await asyncio.to_thread(store.batches, query.get("after"), limit))
     )

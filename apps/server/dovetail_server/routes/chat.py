@@ -71,7 +71,8 @@ class ChatChoices(Choices):
     text_field: ClassVar = {"delta": {"content": "@"}}
 
     def __init__(self, ready: PreparedChat[ChatRequest], stream: ChunkStream | None) -> None:
-        body, self._top = ready.body, ready.body.told_logprobs
+        body = ready.body
+        self._top = ready.body.told_logprobs
         super().__init__(
             ready.exchange,
             body,
@@ -90,15 +91,18 @@ class ChatChoices(Choices):
     def choices_of(
         self, sample: CompletionOutput, output: RequestOutput, *, is_first: bool
     ) -> list[dict[str, Any]]:
-        index, state, choices = sample.index, self._samples[sample.index], []
+        index = sample.index
+        state = self._samples[sample.index]
+        choices = []
         if is_first:
             choices.append(self._choice(index, delta={"role": "assistant", "content": ""}))
             if self._token_ids:
                 choices[0]["prompt_token_ids"] = token_ids_of_prompt(output)
         deltas = [delta_json(one) for one in self._read(state, sample)]
+        # even without text
         tells_tokens = bool(sample.token_ids) and (
             self._top is not None or self._token_ids or self._counts
-        )  # even without text
+        )
         if deltas or tells_tokens:
             new = [self._choice(index, delta=delta) for delta in deltas or [{"content": ""}]]
             if self._top is not None:
@@ -122,7 +126,8 @@ class ChatChoices(Choices):
         state.token_ids += sample.token_ids
         if self._top is not None:
             state.logprobs += self._logprobs_of(sample)["content"]
-        state.last, self._last = sample, output
+        state.last = sample
+        self._last = output
 
     def whole(self) -> dict[str, Any]:
         """Return the finished choices, and what belongs to the prompt."""
@@ -168,7 +173,8 @@ def message_json(parts: AnswerParts) -> dict[str, Any]:
         for part in parts.parts
         if part.kind is PartKind.CALL
     ]
-    content, reasoning = texts[PartKind.TEXT], texts[PartKind.REASONING]
+    content = texts[PartKind.TEXT]
+    reasoning = texts[PartKind.REASONING]
     message: dict[str, Any] = {
         "role": "assistant",
         "content": content or None if calls else content,

@@ -1,4 +1,5 @@
-"""`Choices`: the listener of OpenAI's completions and chat, whose answers are choices. It collects them whole, or streams them as chunks."""
+"""`Choices`: the listener of OpenAI's completions and chat, whose answers are choices. It collects
+them whole, or streams them as chunks."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class ChunkStream:
 class Choices(OutputListener):
     """Choices of one prompt's samples, numbered from `first`.
 
-    Plain text of a stream goes out between two ready-made pieces of JSON; everything else is built from dicts.
+    Plain text of a stream goes out between two ready-made pieces of JSON; everything else is built
+    from dicts.
     """
 
     text_field: ClassVar[dict[str, Any]]  # a choice's field for text, with "@" in place of the text
@@ -51,13 +53,15 @@ class Choices(OutputListener):
         first: int = 0,
         is_plain: bool,
     ) -> None:
-        """`stream` None: the choices are returned whole. `is_plain`: a token adds nothing but its text."""
+        """`stream` None: the choices are returned whole. `is_plain`: a token adds nothing but its
+        text."""
         super().__init__(exchange)
         self._first, self._stream, self._token_ids = first, stream, bool(body.return_token_ids)
         self._counts = stream is not None and stream.options.continuous_usage_stats
         self._plain = stream is not None and is_plain and not self._token_ids and not self._counts
         self._begun = [False] * n
-        self._prefixes, self._suffix = [], b""
+        self._prefixes = []
+        self._suffix = b""
         if stream is not None and self._plain:
             for index in range(n):
                 prefix, _, self._suffix = stream.chunk(

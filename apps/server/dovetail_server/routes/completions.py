@@ -59,17 +59,20 @@ async def completions(exchange: Exchange) -> None:
 
 
 class Logprobs:
-    """Log-probabilities of one choice's tokens in this API's format. A part of a character is written as "bytes:\\xc3". Offsets count characters of
-    the choice's text before a token: a token that the text leaves out, or that only begins a character, takes none."""
+    """Log-probabilities of one choice's tokens in this API's format. A part of a character is
+    written as "bytes:\\xc3". Offsets count characters of the choice's text before a token: a token
+    that the text leaves out, or that only begins a character, takes none."""
 
     def __init__(self, top: int, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._top, self._tokenizer = top, tokenizer
+        self._top = top
+        self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._offset = 0
 
     def of_prompt(self, output: RequestOutput, text: str) -> dict[str, list[Any]]:
         """`text`: the prompt's, of which a cut prompt's tokens are the end."""
-        made, ids = _no_logprobs(), output.prompt_token_ids
+        made = _no_logprobs()
+        ids = output.prompt_token_ids
         left_out = unwritten(self._tokenizer, output.prompt, ids)
         source = texts_of_prompt(self._tokenizer, output.prompt, ids)
         texts = source.append(ids).own
@@ -110,7 +113,8 @@ class Logprobs:
         self._offset += length
 
     def _likeliest(self, position: TokenLogprobMap) -> dict[str, float]:
-        """Return the likeliest tokens by name. Of tokens with one name, only the likeliest has it."""
+        """Return the likeliest tokens by name. Of tokens with one name, only the likeliest has
+        it."""
         named: dict[str, float] = {}
         for token, one in likeliest(position, self._top):
             name = self._name(token, one.decoded_token or "")
@@ -158,7 +162,9 @@ class CompletionChoices(Choices):
     def choices_of(
         self, sample: CompletionOutput, output: RequestOutput, *, is_first: bool
     ) -> list[dict[str, Any]]:
-        index, log, choices = sample.index, self._logprobs[sample.index], []
+        index = sample.index
+        log = self._logprobs[sample.index]
+        choices = []
         if is_first and self._body.echo:
             text, logprobs = self._echo(output, log)
             choices.append({**self._choice(index, text=text), "logprobs": logprobs})
@@ -201,7 +207,8 @@ class CompletionChoices(Choices):
         self, output: RequestOutput, log: Logprobs | None
     ) -> tuple[str, dict[str, list[Any]] | None]:
         """Return the prompt's text, and its log-probabilities."""
-        tokenizer, ids = self.exchange.engine.tokenizer, token_ids_of_prompt(output)
+        tokenizer = self.exchange.engine.tokenizer
+        ids = token_ids_of_prompt(output)
         text = output.prompt if output.prompt is not None else tokenizer.decode(ids)
         return text, None if log is None else log.of_prompt(output, text)
 

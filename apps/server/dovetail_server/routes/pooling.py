@@ -1,4 +1,5 @@
-"""`/v1/embeddings`, `/v1/score`, `/v1/rerank` and their other names, `/classify` and `/pooling`: requests that end with their prompts."""
+"""`/v1/embeddings`, `/v1/score`, `/v1/rerank` and their other names, `/classify` and `/pooling`:
+requests that end with their prompts."""
 
 from __future__ import annotations
 
@@ -89,8 +90,8 @@ async def score(exchange: Exchange) -> None:
 
 
 async def rerank(exchange: Exchange, version: int = 1) -> None:
-    """Rank documents by their relevance to a query: in Jina's form, or in that of version 2 of Cohere's API, which returns documents only if asked
-    to."""
+    """Rank documents by their relevance to a query: in Jina's form, or in that of version 2 of
+    Cohere's API, which returns documents only if asked to."""
     body, model = await _read(exchange, RerankRequest)
     refuse_unsupported(body, protocol.ONLY)
     texts = body.texts(exchange.engine.info.intake.limits)
@@ -114,7 +115,8 @@ async def rerank(exchange: Exchange, version: int = 1) -> None:
 
 
 async def _read(exchange: Exchange, kind: type[B]) -> tuple[B, str]:
-    """Decode a body; return it and the model name for the answer. Raises what `Exchange.body`, `ignore` and `model_named` do."""
+    """Decode a body; return it and the model name for the answer. Raises what `Exchange.body`,
+    `ignore` and `model_named` do."""
     body = await exchange.body(kind)
     exchange.renamed = {
         "id": "request_id",
@@ -179,7 +181,10 @@ def _check_answer(
     numbers = exchange.engine.pooling.numbers(prompts, params)
     size = BASE64_BYTES if getattr(body, "encoding_format", None) == "base64" else NUMBER_BYTES
     limits = exchange.engine.info.intake.limits
-    what = "input: the bytes of the answer (fewer texts, smaller truncate_prompt_tokens or dimensions, or base64 take less)"
+    what = (
+        "input: the bytes of the answer (fewer texts, smaller truncate_prompt_tokens or "
+        "dimensions, or base64 take less)"
+    )
     at_most(what, math.ceil(numbers * size), limits, "max_answer_bytes")
 
 

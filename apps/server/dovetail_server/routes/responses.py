@@ -31,10 +31,12 @@ async def responses(exchange: Exchange) -> None:
 
 
 async def compact(exchange: Exchange) -> None:
-    """Refuse to compact a conversation: what the API returns is encrypted, and its format is OpenAI's own."""
+    """Refuse to compact a conversation: what the API returns is encrypted, and its format is
+    OpenAI's own."""
     raise HttpError(
         400,
-        "/v1/responses/compact: the server compacts no conversations: ask for a summary in /v1/responses, as Codex does of most providers",
+        "/v1/responses/compact: the server compacts no conversations: ask for a summary in "
+        "/v1/responses, as Codex does of most providers",
         code="unsupported_endpoint",
     )
 

@@ -1,4 +1,5 @@
-"""Endpoints about the server itself: /v1/models, /health, /ping, /ready, /load, /version, /openapi.json."""
+"""Endpoints about the server itself: /v1/models, /health, /ping, /ready, /load, /version,
+/openapi.json."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from dovetail_server.protocol.openapi import document
 
 
 async def health(exchange: Exchange) -> None:
-    """200 while the server works; 503 with the reason if the engine, this front end or the supervisor is dead or hangs. `batches`: the state of
-    /v1/batches."""
+    """200 while the server works; 503 with the reason if the engine, this front end or the
+    supervisor is dead or hangs. `batches`: the state of /v1/batches."""
     _check_health(exchange)
     worker: BatchWorker | None = exchange.scope["app"].state.batch_worker
     await exchange.reply(
@@ -39,7 +40,8 @@ async def ready(exchange: Exchange) -> None:
 
 
 async def load(exchange: Exchange) -> None:
-    """The number of requests that run or wait, over all front ends; samples of n > 1 count one by one."""
+    """The number of requests that run or wait, over all front ends; samples of n > 1 count one by
+    one."""
     told = exchange.engine.load
     await exchange.reply({"server_load": told.running + told.waiting})
 
@@ -49,7 +51,8 @@ async def reset_prefix_cache(exchange: Exchange) -> None:
     if not exchange.server.settings.prefix_cache_reset:
         raise HttpError(
             403,
-            "clients may not reset the prefix cache of this server: it needs the option --prefix-cache-reset",
+            "clients may not reset the prefix cache of this server: it needs the option "
+            "--prefix-cache-reset",
             code="not_allowed",
         )
     if exchange.scope["query_string"]:
@@ -104,7 +107,8 @@ def _speaks_anthropic(exchange: Exchange) -> bool:
 
 
 def _served(exchange: Exchange, name: str) -> ServedModel:
-    info, adapter = exchange.engine.info, exchange.engine.adapters.get(name)
+    info = exchange.engine.info
+    adapter = exchange.engine.adapters.get(name)
     return ServedModel(
         id=name,
         root=info.model if adapter is None else adapter,

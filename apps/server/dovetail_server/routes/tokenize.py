@@ -78,7 +78,8 @@ async def detokenize(exchange: Exchange) -> None:
 
 
 async def tokenizer_info(exchange: Exchange) -> None:
-    """Describe the tokenizer as tokenizer_config.json does. Unlike vLLM's, the answer has no names of files or directories."""
+    """Describe the tokenizer as tokenizer_config.json does. Unlike vLLM's, the answer has no names
+    of files or directories."""
     await exchange.reply(exchange.engine.tokenizer.described())
 
 
