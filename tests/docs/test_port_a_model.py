@@ -69,8 +69,8 @@ MISTAKES = (
     Mistake(
         "attention without biases",
         "model.config_fields",
-        "config.hidden_size, config.attention_bias",
-        "config.hidden_size, False",
+        "bias = config.attention_bias",
+        "bias = False",
     ),
     Mistake(
         "`hidden_act` ignored", "model.config_fields", 'if config.hidden_act != "silu"', "if False"
@@ -159,8 +159,8 @@ def test_the_page_shows_how_the_package_is_declared_and_compared(page: str) -> N
 
 
 def test_the_model_is_as_short_as_the_page_says(page: str) -> None:
-    assert "one file of less than 200 lines" in " ".join(page.split())
-    assert len((ROOT / MODEL).read_text().splitlines()) < 200
+    assert "one file of less than 220 lines" in " ".join(page.split())
+    assert len((ROOT / MODEL).read_text().splitlines()) < 220
 
 
 def test_a_definition_that_is_gone_is_an_error() -> None:

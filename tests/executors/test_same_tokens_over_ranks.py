@@ -51,12 +51,14 @@ def what_one_rank_generates() -> None:
 
 
 PROCESSES = pytest.mark.slow("starts ranks: processes that import torch")
+# 0.7 to 1.6 CPU s, as the threads that spin get processors
+SPINNING = pytest.mark.slow("ranks that spin for each other while few processors are free")
 
 
 @pytest.mark.parametrize(
     ("size", "around", "order"),
     [
-        (2, ranks_as_threads, (3, 4, 5, 6)),
+        pytest.param(2, ranks_as_threads, (3, 4, 5, 6), marks=SPINNING),
         pytest.param(2, nullcontext, ORDER, marks=PROCESSES),
         pytest.param(4, nullcontext, ORDER, marks=pytest.mark.full),
     ],
