@@ -26,30 +26,33 @@ RELU2 = "relu2"  # relu(up)², without a gate
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGLU:
-    """gate * sigmoid(alpha * gate) * (up + 1), with gate clamped to at most `limit`, and up to +-`limit`. Used by gpt-oss."""
+    """gate * sigmoid(alpha * gate) * (up + 1), with gate clamped to at most `limit`, and up to
+    +-`limit`. Used by gpt-oss."""
 
     alpha: float
     limit: float
 
 
-Activation = (
-    str | ClampedSwiGLU
-)  # a key of `ACTIVATIONS`, multiplied by up; another function of both; or `RELU2` of up alone
+# a key of `ACTIVATIONS`, multiplied by up; another function of both; or `RELU2` of up alone
+Activation = str | ClampedSwiGLU
 
 
 def activate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Apply the activation to gate_up [tokens, 2 * size], gate first -> [tokens, size]. For `RELU2` it is up alone, [tokens, size]."""
+    """Apply the activation to gate_up [tokens, 2 * size], gate first -> [tokens, size]. For `RELU2`
+    it is up alone, [tokens, size]."""
     if activation == RELU2:
         return F.relu(gate_up).square()
     if isinstance(activation, str):
         return act_mul(gate_up, activation)
     gate, up = gate_up.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    gate = gate.clamp(max=activation.limit)
+    up = up.clamp(-activation.limit, activation.limit)
     return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
 
 
 def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return activation(gate) * up [tokens, size] for gate_up [tokens, 2 * size]. `activation`: a key of `ACTIVATIONS`."""
+    """Return activation(gate) * up [tokens, size] for gate_up [tokens, 2 * size]. `activation`: a
+    key of `ACTIVATIONS`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate).mul_(up)
 
@@ -66,7 +69,8 @@ def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up [tokens, size] for gate_up [tokens, 2 * size] (SwiGLU, arXiv:2002.05202): `act_mul` with a kernel."""
+    """Return silu(gate) * up [tokens, size] for gate_up [tokens, 2 * size] (SwiGLU,
+    arXiv:2002.05202): `act_mul` with a kernel."""
     if use_kernels(gate_up):
         from dovetail.nn.kernels import gate as kernels
 

@@ -1,7 +1,9 @@
-"""LoRA adapters (arXiv:2106.09685) of linear layers: y + (x A^T) B^T, with another A and B for each token.
+"""LoRA adapters (arXiv:2106.09685) of linear layers: y + (x A^T) B^T, with another A and B for each
+token.
 
-A bank has a fixed number of slots for adapters; `LayerAdapters` are one layer's weights in it. Slot 0 is for no adapter. A step in which any token
-has one runs within `StepAdapters.of_tokens`: then all layers with a bank compute the plain sequence of norm, product, adapters and gate, instead of
+A bank has a fixed number of slots for adapters; `LayerAdapters` are one layer's weights in it. Slot
+0 is for no adapter. A step in which any token has one runs within `StepAdapters.of_tokens`: then
+all layers with a bank compute the plain sequence of norm, product, adapters and gate, instead of
 kernels that fuse these. Other steps don't notice the bank.
 """
 
@@ -23,9 +25,8 @@ if TYPE_CHECKING:
     from dovetail.nn.kernels.adapters import SortedTokens
 
 MOST_OUTPUTS = 128  # of a piece
-Summed = Callable[
-    [torch.Tensor, torch.Tensor, int], torch.Tensor
-]  # y, x, slot -> y with what that adapter adds
+# y, x, slot -> y with what that adapter adds
+Summed = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
@@ -41,7 +42,8 @@ class TokenSlots:
         self._sorted: SortedTokens | None = None
 
     def sorted(self, count: int) -> SortedTokens:
-        """Return the tokens by slot, for kernels: sorted once for all layers. `count`: slots, including slot 0."""
+        """Return the tokens by slot, for kernels: sorted once for all layers. `count`: slots,
+        including slot 0."""
         if self._sorted is None:
             from dovetail.nn.kernels import adapters as kernels
 
@@ -62,7 +64,8 @@ class StepAdapters:
 
     @contextmanager
     def of_tokens(self, slots: torch.Tensor, wanted: torch.Tensor | None = None) -> Iterator[None]:
-        """Context of a step whose tokens have the adapters `slots` [tokens] int32. `wanted` [n] int64: as of `CausalLM.forward`, fewer than all."""
+        """Context of a step whose tokens have the adapters `slots` [tokens] int32. `wanted` [n]
+        int64: as of `CausalLM.forward`, fewer than all."""
         self._of = {len(slots): TokenSlots(slots)}
         if wanted is not None and len(wanted) != len(slots):
             self._of[len(wanted)] = TokenSlots(slots.index_select(0, wanted))
@@ -72,24 +75,28 @@ class StepAdapters:
             self._of = {}
 
     def of(self, count: int) -> TokenSlots:
-        """Return the slots of the `count` tokens of a layer's input: all of the step, or those wanted. Raises `DovetailError` for another number."""
+        """Return the slots of the `count` tokens of a layer's input: all of the step, or those
+        wanted. Raises `DovetailError` for another number."""
         if count not in self._of:
             raise DovetailError(
-                f"a layer with adapters was given {count} tokens in a step of {' or '.join(map(str, self._of))}"
+                f"a layer with adapters was given {count} tokens in a step of "
+                f"{' or '.join(map(str, self._of))}"
             )
         return self._of[count]
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Outputs [start, end) of a layer that belong to one module of the checkpoint, the layer's `module`-th."""
+    """Outputs [start, end) of a layer that belong to one module of the checkpoint, the layer's
+    `module`-th."""
 
     start: int
     end: int
     module: int
 
     def pieces(self) -> list[tuple[int, int, int]]:
-        """Return (start, end, module) of pieces of at most `MOST_OUTPUTS`, one for each program of a kernel."""
+        """Return (start, end, module) of pieces of at most `MOST_OUTPUTS`, one for each program of
+        a kernel."""
         return [
             (at, min(at + MOST_OUTPUTS, self.end), self.module)
             for at in range(self.start, self.end, MOST_OUTPUTS)
@@ -98,12 +105,12 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class LayerAdapters:
-    """The adapters of one layer, which may merge several modules of a checkpoint (q, k and v). Ranks hold their shares, as of the weight."""
+    """The adapters of one layer, which may merge several modules of a checkpoint (q, k and v).
+    Ranks hold their shares, as of the weight."""
 
     step: StepAdapters
-    a: (
-        torch.Tensor
-    )  # [slots + 1, modules * rank, in]; 0 beyond an adapter's own rank, and in slot 0
+    # [slots + 1, modules * rank, in]; 0 beyond an adapter's own rank, and in slot 0
+    a: torch.Tensor
     b: torch.Tensor  # [slots + 1, out, rank]; likewise
     outputs: tuple[Outputs, ...]  # ascending, of all outputs of the layer
     pieces: torch.Tensor  # the same in pieces [any, 3], for kernels
@@ -113,8 +120,8 @@ class LayerAdapters:
         return self.step.active
 
     def added_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Add to y [tokens, out], in place, what the tokens' adapters compute of x [tokens, in]; return y. Sums are float32; x A^T is rounded to x's
-        dtype."""
+        """Add to y [tokens, out], in place, what the tokens' adapters compute of x [tokens, in];
+        return y. Sums are float32; x A^T is rounded to x's dtype."""
         tokens = self.step.of(len(x))
         if use_kernels(x, y):
             from dovetail.nn.kernels import adapters as kernels
@@ -129,17 +136,16 @@ class LayerAdapters:
     def added_by_heads(
         self, y: torch.Tensor, x: torch.Tensor, outputs: slice, *, from_left: bool
     ) -> torch.Tensor:
-        """Add to y in place, and return it, what the tokens' adapters compute of x head by head, where
-        the layer has the same number of outputs for each head, of which `outputs` are used.
+        """Add to y in place, and return it, what the tokens' adapters compute of x head by head,
+        where the layer has the same number of outputs for each head, of which `outputs` are used.
 
-        x [tokens, heads, in] -> y [tokens, heads, outputs]; or, `from_left`, x [tokens, heads, outputs]
-        is multiplied by the transposed matrices -> y [tokens, heads, in]."""
+        x [tokens, heads, in] -> y [tokens, heads, outputs]; or, `from_left`, x [tokens, heads,
+        outputs] is multiplied by the transposed matrices -> y [tokens, heads, in]."""
 
         def summed(y: torch.Tensor, x: torch.Tensor, slot: int) -> torch.Tensor:
             a = self.a[slot].float()  # [rank, in]
-            b = (
-                self.b[slot].float().view(x.shape[1], -1, a.shape[0])[:, outputs]
-            )  # [heads, outputs, rank]
+            # [heads, outputs, rank]
+            b = self.b[slot].float().view(x.shape[1], -1, a.shape[0])[:, outputs]
             if from_left:
                 added = torch.einsum("thp,hpr->thr", x.float(), b) @ a
             else:
@@ -165,9 +171,8 @@ class LayerAdapters:
     def _sum(self, y: torch.Tensor, x: torch.Tensor, slot: int) -> torch.Tensor:
         """Return y plus what the adapter in a slot computes for all tokens."""
         rank = self.b.shape[2]
-        inner = (
-            F.linear(x.float(), self.a[slot].float()).to(x.dtype).float()
-        )  # [tokens, modules * rank]
+        # [tokens, modules * rank]
+        inner = F.linear(x.float(), self.a[slot].float()).to(x.dtype).float()
         parts = [
             inner[:, part.module * rank :][:, :rank]
             @ self.b[slot, part.start : part.end].float().t()

@@ -43,7 +43,8 @@ class VocabParallelEmbedding(Layer):
 
     def __init__(self, vocab_size: int, hidden_size: int, context: BuildContext) -> None:
         super().__init__()
-        self.group, self.vocab_size = context.parallel, vocab_size
+        self.group = context.parallel
+        self.vocab_size = vocab_size
         self.weight = vocab_weight(vocab_size, hidden_size, context)
         self.rows = self.weight.shape[0]
         self.start = self.group.rank * self.rows
@@ -97,7 +98,8 @@ class LMHead(Layer):
         tied: VocabParallelEmbedding | None = None,
     ) -> None:
         super().__init__()
-        self.group, self.vocab_size = context.parallel, vocab_size
+        self.group = context.parallel
+        self.vocab_size = vocab_size
         self.weight = (
             tied.weight if tied is not None else vocab_weight(vocab_size, hidden_size, context)
         )

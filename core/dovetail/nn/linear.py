@@ -130,9 +130,11 @@ def interleaved(
     of `pieces` (name -> size) in order, and here first all groups' first pieces, then all second
     ones, …: of q and a gate for each head, "q0", "q1", …, "gate0", …. Ranks split the groups.
     Raises `UnsupportedError` that names `what` if they can't."""
-    own, size = share(groups, group, what), sum(pieces.values())
+    own = share(groups, group, what)
+    size = sum(pieces.values())
     starts = range(group.rank * own * size, (group.rank + 1) * own * size, size)
-    parts, at = dict[str | None, Columns](), 0
+    parts = dict[str | None, Columns]()
+    at = 0
     for name, piece in pieces.items():
         parts |= {
             f"{name}{index}": Columns(groups * size, start + at, piece)
@@ -230,10 +232,12 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         activation."""
         if activation not in ACTIVATIONS:
             raise UnsupportedError(
-                f"hidden_act = {activation!r} is not implemented (implemented: {', '.join(ACTIVATIONS)})"
+                f"hidden_act = {activation!r} is not implemented (implemented: "
+                f"{', '.join(ACTIVATIONS)})"
             )
         size = share(intermediate_size, context.parallel, "intermediate_size")
-        outputs, first = intermediate_size * (2 if stacked else 1), context.parallel.rank * size
+        outputs = intermediate_size * (2 if stacked else 1)
+        first = context.parallel.rank * size
         up = first + outputs - intermediate_size
         super().__init__(
             hidden_size,

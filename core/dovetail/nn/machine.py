@@ -1,5 +1,6 @@
-"""Detects a machine's features for ranks: `python -m dovetail.nn.machine` prints them as JSON. `dovetail plugins doctor` runs it in a
-subprocess, since importing torch takes long and a driver may hang."""
+"""Detects a machine's features for ranks: `python -m dovetail.nn.machine` prints them as JSON.
+`dovetail plugins doctor` runs it in a subprocess, since importing torch takes long and a driver may
+hang."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from torch import distributed
 
 
 def main() -> None:
-    """Print {"gpus": names of the CUDA devices that are visible, "peers": whether each can read every other's memory, "backends": those of
-    torch.distributed that are there}."""
+    """Print {"gpus": names of the CUDA devices that are visible, "peers": whether each can read
+    every other's memory, "backends": those of torch.distributed that are there}."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
     there = (

@@ -1,4 +1,5 @@
-"""Reads the config of a model's directory: Hugging Face's `config.json`, how its weights are stored, and its length.
+"""Reads the config of a model's directory: Hugging Face's `config.json`, how its weights are
+stored, and its length.
 
 Code in a checkpoint is never run.
 """
@@ -36,9 +37,8 @@ _SAME_AS_TEXT = {
 }
 
 
-_NAMED_OTHERWISE = (
-    "cosmos3_omni",
-)  # types with names of their own for tensors of their text model
+# types with names of their own for tensors of their text model
+_NAMED_OTHERWISE = ("cosmos3_omni",)
 
 
 _NOT_OF_SHAPE = ("model_type", "architectures", "transformers_version", "router_aux_loss_coef")
@@ -48,8 +48,10 @@ _POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta")  # model types
 
 
 _INSTEAD_OF_A_CONFIG = {  # files that indicate other layouts than transformers'
-    "params.json": "this checkpoint has Mistral's own layout; use the one in transformers' layout, with config.json",
-    "adapter_config.json": "this is an adapter (LoRA), not a model; serve its base model with enable_lora=True, and name the adapter in lora_request",
+    "params.json": "this checkpoint has Mistral's own layout; use the one in transformers' layout, "
+    "with config.json",
+    "adapter_config.json": "this is an adapter (LoRA), not a model; serve its base model with "
+    "enable_lora=True, and name the adapter in lora_request",
 }
 
 
@@ -59,7 +61,8 @@ _BESIDE_A_CONFIG = {  # files that indicate unsupported models
 
 
 def text_of(config: Any, model_dir: str | Path) -> Any:
-    """Return the config of the text model if the checkpoint also has a vision model. Raises `UnsupportedError` if it can't be served by itself."""
+    """Return the config of the text model if the checkpoint also has a vision model. Raises
+    `UnsupportedError` if it can't be served by itself."""
     text = config.get_text_config(decoder=True)
     if text is config or getattr(config, "is_encoder_decoder", False):
         return config
@@ -74,7 +77,8 @@ def text_of(config: Any, model_dir: str | Path) -> Any:
         )
     if config.model_type in _NAMED_OTHERWISE:
         raise UnsupportedError(
-            f"{model_dir}: the text of {config.model_type} isn't served: its tensors have other names than those of {text.model_type}"
+            f"{model_dir}: the text of {config.model_type} isn't served: its tensors have other "
+            f"names than those of {text.model_type}"
         )
     if same := _SAME_AS_TEXT.get(text.model_type):
         fields = {key: value for key, value in text.to_dict().items() if key not in _NOT_OF_SHAPE}
@@ -88,19 +92,20 @@ def text_of(config: Any, model_dir: str | Path) -> Any:
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
     if name is None:
         raise UnsupportedError(
-            f"{model_dir}: the text of {config.model_type} isn't served: transformers has no causal "
+            f"{model_dir}: the text of {config.model_type} isn't served: transformers has no "
+            f"causal "
             f"language model for its text model, {text.model_type}, by itself"
         )
     text.architectures = [name]
-    text.tie_word_embeddings = getattr(
-        config, "tie_word_embeddings", text.tie_word_embeddings
-    )  # applies to the shared head
+    # applies to the shared head
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
     log.info("%s: only the text model of %s is served, as %s", model_dir, config.model_type, name)
     return text
 
 
 def stored_as(model_dir: str | Path) -> Mapping[str, Any] | None:
-    """Return the `quantization_config` of a directory's config; None if its weights are plain. Raises `ModelLoadError` if it is malformed."""
+    """Return the `quantization_config` of a directory's config; None if its weights are plain.
+    Raises `ModelLoadError` if it is malformed."""
     path = Path(model_dir) / "config.json"
     return _stored_as(path, read_json_object(path))
 
@@ -115,7 +120,8 @@ def _stored_as(path: Path, raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def read_config(model_dir: str | Path) -> Any:
-    """`config.json` as a transformers config. Raises `ModelLoadError` naming the file when it is missing or wrong."""
+    """`config.json` as a transformers config. Raises `ModelLoadError` naming the file when it is
+    missing or wrong."""
     path = Path(model_dir) / "config.json"
     if not path.is_file():
         _refuse(path.parent, _INSTEAD_OF_A_CONFIG)
@@ -126,7 +132,8 @@ def read_config(model_dir: str | Path) -> Any:
     raw = read_json_object(path)
     if kind := raw.get("speculators_model_type"):
         raise UnsupportedError(
-            f"{path}: this is a draft head ({shown(kind)}), not a model; name it as the model of `speculation.drafter`"
+            f"{path}: this is a draft head ({shown(kind)}), not a model; name it as the model of "
+            f"`speculation.drafter`"
         )
     if "model_type" not in raw:
         raise ModelLoadError(f"{path}: no 'model_type', which says how to read the config")
@@ -142,7 +149,8 @@ def read_config(model_dir: str | Path) -> Any:
             else ""
         )
         raise ModelLoadError(
-            f"{path}: transformers {version} knows no model_type {shown(raw['model_type'])}{own_code}"
+            f"{path}: transformers {version} knows no model_type "
+            f"{shown(raw['model_type'])}{own_code}"
         )
     try:
         return AutoConfig.from_pretrained(
@@ -153,7 +161,8 @@ def read_config(model_dir: str | Path) -> Any:
 
 
 def _refuse(directory: Path, files: Mapping[str, str]) -> None:
-    """Raise `UnsupportedError` if the directory has one of `files`, a map from name to explanation."""
+    """Raise `UnsupportedError` if the directory has one of `files`, a map from name to
+    explanation."""
     for name, what in files.items():
         if (directory / name).is_file():
             raise UnsupportedError(f"{directory / name}: {what}")
@@ -164,8 +173,8 @@ def first_lines(error: Exception) -> str:
 
 
 def model_length(config: Any) -> int:
-    """Return the model's maximum sequence length in tokens. YaRN multiplies the trained length by its factor; in RoBERTa's models the first
-    position follows that of padding."""
+    """Return the model's maximum sequence length in tokens. YaRN multiplies the trained length by
+    its factor; in RoBERTa's models the first position follows that of padding."""
     length = int(config.max_position_embeddings)
     if config.model_type in _POSITIONS_AFTER_PADDING:
         return length - int(config.pad_token_id) - 1

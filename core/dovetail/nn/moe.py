@@ -153,7 +153,8 @@ class _Layout:
     ) -> dict[str | None, Part]:
         """Return parts of a tensor of `shape`, whose outputs are along `dim`."""
         first, size = self.share
-        stride, next_layer = 1, 0
+        stride = 1
+        next_layer = 0
         if self.stacked is not None:
             stride, next_layer = (2, 1) if self.stacked.interleaved else (1, self.inner)
         return {
@@ -213,11 +214,13 @@ class Experts(nn.Module):
         super().__init__()
         if isinstance(activation, str) and activation not in (*ACTIVATIONS, RELU2):
             raise UnsupportedError(
-                f"activation {activation!r} of experts is not implemented (implemented: {', '.join((*ACTIVATIONS, RELU2))})"
+                f"activation {activation!r} of experts is not implemented (implemented: "
+                f"{', '.join((*ACTIVATIONS, RELU2))})"
             )
         if bias and stacked is None:
             raise UnsupportedError(
-                "biases of experts are implemented only for checkpoints with all experts in one tensor (stacked)"
+                "biases of experts are implemented only for checkpoints with all experts in one "
+                "tensor (stacked)"
             )
         self.group = context.parallel
         self.activation = activation
@@ -271,7 +274,8 @@ class Experts(nn.Module):
         """Allocate the weights on `device` in format `form`, those of the shared expert in
         `of_shared` if given. A shared expert in the format of the others is computed with them.
         Raises `UnsupportedError` if a format can't store a size."""
-        self.format, apart = form, of_shared is not None and of_shared != form
+        self.format = form
+        apart = of_shared is not None and of_shared != form
         self._shared_format = of_shared if apart else None
         for name in ("gate_up", "down"):
             weights = list(getattr(self, name))
@@ -305,10 +309,12 @@ class Experts(nn.Module):
         """Add to the stream, for each token, the weighted sum of its experts' outputs for x
         [tokens, hidden], the normed stream. `ids` [tokens, k] int32: distinct, from 0 to count - 1.
         `weights` [tokens, k] float32."""
-        form, inner = self._shared_format, None
+        form = self._shared_format
+        inner = None
         if form is not None:
             inner = self._inner_of_shared(form, x).mul_(weights[:, -1:])
-            ids, weights = ids[:, :-1].contiguous(), weights[:, :-1].contiguous()
+            ids = ids[:, :-1].contiguous()
+            weights = weights[:, :-1].contiguous()
         if self.group.size == 1:
             if form is not None and inner is not None:
                 form.add_to(self.down[-1], residual, inner)

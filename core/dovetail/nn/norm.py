@@ -35,9 +35,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
             with suppress(KernelUnavailable):
                 return kernels.rms_norm(x, weight, eps)
-        wide = x.to(
-            torch.promote_types(x.dtype, weight.dtype)
-        )  # torch has no fused norm of two dtypes
+        # torch has no fused norm of two dtypes
+        wide = x.to(torch.promote_types(x.dtype, weight.dtype))
         return F.rms_norm(wide, weight.shape, weight.to(wide.dtype), eps).to(x.dtype)
     return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
 

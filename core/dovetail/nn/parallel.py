@@ -1,4 +1,5 @@
-"""The group of one rank. Groups of several are the executors' (`dovetail_executors.runtime.groups`)."""
+"""The group of one rank. Groups of several are the executors'
+(`dovetail_executors.runtime.groups`)."""
 
 from __future__ import annotations
 

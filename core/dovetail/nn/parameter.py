@@ -26,18 +26,17 @@ class Part:
     """`size` indices from `start` on along `dim` of a checkpoint's tensor, which go to [at, at +
     size) along `dim` of the parameter, repeated after that for further copies."""
 
-    source_shape: tuple[
-        int, ...
-    ]  # of the whole tensor in the checkpoint; of one expert, if that has several
+    # of the whole tensor in the checkpoint; of one expert, if that has several
+    source_shape: tuple[int, ...]
     dim: int
     start: int
     size: int
     at: int = 0
     copies: int = 1
     stride: int = 1  # from one index to the next: 2 where gates and ups alternate
-    expert: tuple[int, int] | None = (
-        None  # (index, number of them), if the checkpoint's tensor has all experts along a dimension before the others
-    )
+    # (index, number of them), if the checkpoint's tensor has all experts along a dimension before
+    # the others
+    expert: tuple[int, int] | None = None
     transposed: bool = False  # the checkpoint has [inputs, outputs]
 
     def read(
@@ -53,7 +52,8 @@ class Part:
         values = cut(source, shapes, **where)
         if not values.is_floating_point() or values.element_size() < 2:
             raise ModelLoadError(
-                f"expected float16, bfloat16, float32 or float64, found {str(values.dtype).removeprefix('torch.')}"
+                f"expected float16, bfloat16, float32 or float64, found "
+                f"{str(values.dtype).removeprefix('torch.')}"
             )
         if device is not None:
             values = values.to(device)
@@ -154,7 +154,9 @@ class Weight(nn.Parameter):
         weight: Weight = super().__new__(
             cls, make(shape, dtype=context.dtype, device=device), requires_grad=False
         )
-        weight.parts, weight.scale, weight.plain = dict(parts), scale, plain
+        weight.parts = dict(parts)
+        weight.scale = scale
+        weight.plain = plain
         return weight
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -165,7 +167,9 @@ class Weight(nn.Parameter):
         weight: Weight = nn.Parameter.__new__(
             Weight, torch.empty_like(self.data, device=device), requires_grad=False
         )
-        weight.parts, weight.scale, weight.plain = self.parts, self.scale, self.plain
+        weight.parts = self.parts
+        weight.scale = self.scale
+        weight.plain = self.plain
         return weight
 
     @torch.no_grad()

@@ -15,7 +15,8 @@ from dovetail.nn.weights import some_of
 
 
 def _format_of(quantization: Quantization, modules: Sequence[str]) -> WeightFormat:
-    """Return a layer's format from a quantization, possibly a third party's. Raises `UnsupportedError` if it returns none."""
+    """Return a layer's format from a quantization, possibly a third party's. Raises
+    `UnsupportedError` if it returns none."""
     try:
         form = quantization.format_of(modules)
     except DovetailError:
@@ -26,14 +27,16 @@ def _format_of(quantization: Quantization, modules: Sequence[str]) -> WeightForm
         ) from error
     if not isinstance(form, WeightFormat):
         raise UnsupportedError(
-            f"{type(quantization).__name__}: expected a `dovetail.nn.format.WeightFormat`, got {shown(form)}"
+            f"{type(quantization).__name__}: expected a `dovetail.nn.format.WeightFormat`, got "
+            f"{shown(form)}"
         )
     return form
 
 
 def place_weights(module: Any, quantization: Quantization, device: torch.device) -> None:
-    """Give each linear layer of `module` (a `CausalLM` built with `weights_later`) its format, by the names that the model's rules have for it, and
-    memory on `device`. Raises `UnsupportedError` if nothing of the model can be stored so, or something of it can't."""
+    """Give each linear layer of `module` (a `CausalLM` built with `weights_later`) its format, by
+    the names that the model's rules have for it, and memory on `device`. Raises `UnsupportedError`
+    if nothing of the model can be stored so, or something of it can't."""
     names: dict[int, list[str]] = {}
     for rule in module.weights():
         name = rule.source.rpartition(".")[0]
@@ -43,7 +46,8 @@ def place_weights(module: Any, quantization: Quantization, device: torch.device)
         )
         if stored and (form := _format_of(quantization, [name])) != DENSE:
             raise UnsupportedError(
-                f"{name} must be stored in 16 bits, and the checkpoint's quantization_config says {form}"
+                f"{name} must be stored in 16 bits, and the checkpoint's quantization_config says "
+                f"{form}"
             )
     layers = [layer for layer in module.modules() if isinstance(layer, LinearLayer | Experts)]
 
@@ -65,5 +69,6 @@ def place_weights(module: Any, quantization: Quantization, device: torch.device)
             raise UnsupportedError(f"{some_of(modules)}: {error}") from error
     if all(layer.format == DENSE for layer in layers):
         raise UnsupportedError(
-            f"{type(module).__name__} has no linear layer that {quantization} says is quantized: layers of `dovetail.nn.linear` can be"
+            f"{type(module).__name__} has no linear layer that {quantization} says is quantized: "
+            f"layers of `dovetail.nn.linear` can be"
         )

@@ -1,4 +1,5 @@
-"""Operations between the projection of q, k and v and attention: norm of heads, rotary embedding, storing K and V in the cache."""
+"""Operations between the projection of q, k and v and attention: norm of heads, rotary embedding,
+storing K and V in the cache."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ from dovetail.nn.rotary import Rotation, apply_rotary
 def rope_and_store_kv(
     qkv: torch.Tensor, norm: QKNorm | None, rotation: Rotation, layer: AttentionLayer
 ) -> torch.Tensor:
-    """Norm q and k of qkv [tokens, heads + 2 * kv_heads, head_size] (if `norm` is given), apply the rotary embedding to them, and store k and v in
-    the layer's cache. Returns q [tokens, heads, head_size]. May overwrite qkv. For a layer that shares another's cache, qkv is q alone."""
-    heads, kv_heads = layer.spec.heads, layer.spec.kv_heads if layer.spec.shares is None else 0
+    """Norm q and k of qkv [tokens, heads + 2 * kv_heads, head_size] (if `norm` is given), apply the
+    rotary embedding to them, and store k and v in the layer's cache. Returns q [tokens, heads,
+    head_size]. May overwrite qkv. For a layer that shares another's cache, qkv is q alone."""
+    heads = layer.spec.heads
+    kv_heads = layer.spec.kv_heads if layer.spec.shares is None else 0
     if use_kernels(qkv[:1]) and qkv.stride(-1) == 1:  # tokens may have more next to it
         from dovetail.nn.kernels.qkv import norm_turn_write
 

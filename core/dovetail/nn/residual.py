@@ -15,8 +15,8 @@ from dovetail.nn.norm import Norm, RMSNorm
 class Residual:
     """Stream [tokens, hidden] that layers read through a norm, and add to.
 
-    A product computed in parts, or in shares by several ranks, isn't added immediately: the kernel that norms the stream for the next layer adds them
-    up on the way.
+    A product computed in parts, or in shares by several ranks, isn't added immediately: the kernel
+    that norms the stream for the next layer adds them up on the way.
     """
 
     def __init__(self, x: torch.Tensor) -> None:
@@ -40,7 +40,8 @@ class Residual:
         return self._shared is not None or self._parts is not None
 
     def summed(self) -> torch.Tensor:
-        """Add everything that is still to be added, and return the stream [tokens, hidden] itself: changing it in place changes the stream."""
+        """Add everything that is still to be added, and return the stream [tokens, hidden] itself:
+        changing it in place changes the stream."""
         if self._shared is not None:
             self._add_shares(None)
         if self._parts is not None:
@@ -53,15 +54,16 @@ class Residual:
         self._x = self.summed().index_select(0, indices)
 
     def add_parts(self, parts: torch.Tensor) -> None:
-        """Add the sum over the first dimension of parts [parts, tokens, hidden], float32 or of the stream's dtype, deferred until the stream is
-        read at the latest."""
+        """Add the sum over the first dimension of parts [parts, tokens, hidden], float32 or of the
+        stream's dtype, deferred until the stream is read at the latest."""
         self._parts = (
             parts if self._parts is None else torch.cat((self._parts.float(), parts.float()))
         )
 
     def place_of_share(self, group: ParallelGroup) -> torch.Tensor | None:
-        """Return memory [tokens, hidden] for this rank's share of a sum over `group`, to be filled by the caller: the sum is added to the stream when
-        it is read, at the latest. None, on all ranks, if the group has no such memory: then the caller sums."""
+        """Return memory [tokens, hidden] for this rank's share of a sum over `group`, to be filled
+        by the caller: the sum is added to the stream when it is read, at the latest. None, on all
+        ranks, if the group has no such memory: then the caller sums."""
         x = self.summed()
         place = None if group.shares is None else group.shares.place(len(x), x.shape[1], x.dtype)
         if place is not None:
@@ -84,8 +86,8 @@ class Residual:
         return norm(self.summed())
 
     def normed_in_float8(self, norm: Norm, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm [tokens, hidden] float8 and its multipliers, like `kernels.float8_products.narrowed`. Raises
-        `KernelUnavailable`."""
+        """Return the norm [tokens, hidden] float8 and its multipliers, like
+        `kernels.float8_products.narrowed`. Raises `KernelUnavailable`."""
         from dovetail.nn.kernels import float8_products
 
         if self._shared is not None or not isinstance(norm, RMSNorm):
@@ -97,8 +99,10 @@ class Residual:
         return narrowed
 
     def _add_shares(self, norm: RMSNorm | None) -> torch.Tensor:
-        """Add the ranks' shares; return the stream's norm if `norm` is given, otherwise the stream."""
-        group, self._shared = self._shared, None
+        """Add the ranks' shares; return the stream's norm if `norm` is given, otherwise the
+        stream."""
+        group = self._shared
+        self._shared = None
         assert group is not None
         assert group.shares is not None
         normed = group.shares.add(self._x, None if norm is None else (norm.weight, norm.eps))

@@ -1,6 +1,7 @@
 """Rotary position embedding (arXiv:2104.09864) and its scalings for longer contexts.
 
-Frequencies and tables are computed in float32, in the same order of operations as in transformers, so that they are bitwise equal.
+Frequencies and tables are computed in float32, in the same order of operations as in transformers,
+so that they are bitwise equal.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from dovetail.errors import UnsupportedError
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Unscaled rotary embedding: dimension pair i rotates by position * theta^(-2i / head_size). Of longer heads only the first `head_size` numbers
-    rotate, of 0 none."""
+    """Unscaled rotary embedding: dimension pair i rotates by position * theta^(-2i / head_size). Of
+    longer heads only the first `head_size` numbers rotate, of 0 none."""
 
     theta: float
     head_size: int
@@ -55,8 +56,9 @@ class LinearRope(Rope):
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope(Rope):
-    """Llama 3.1: wavelengths longer than original_max_len / low_freq_factor are stretched by `factor`, those shorter than
-    original_max_len / high_freq_factor are kept, and those between are interpolated."""
+    """Llama 3.1: wavelengths longer than original_max_len / low_freq_factor are stretched by
+    `factor`, those shorter than original_max_len / high_freq_factor are kept, and those between are
+    interpolated."""
 
     factor: float
     low_freq_factor: float
@@ -66,10 +68,8 @@ class Llama3Rope(Rope):
     def frequencies(self) -> torch.Tensor:
         plain = 1.0 / self._periods()
         waves = 2 * math.pi / plain
-        long, short = (
-            waves > self.original_max_len / self.low_freq_factor,
-            waves < self.original_max_len / self.high_freq_factor,
-        )
+        long = waves > self.original_max_len / self.low_freq_factor
+        short = waves < self.original_max_len / self.high_freq_factor
         blend = (self.original_max_len / waves - self.low_freq_factor) / (
             self.high_freq_factor - self.low_freq_factor
         )
@@ -79,8 +79,9 @@ class Llama3Rope(Rope):
 
 @dataclass(frozen=True, slots=True)
 class YarnRope(Rope):
-    """YaRN (arXiv:2309.00071): pairs that rotate more than `beta_fast` times within original_max_len are kept, those that rotate less than
-    `beta_slow` times are stretched by `factor`, with a ramp between; cos and sin are multiplied by `attention_factor`."""
+    """YaRN (arXiv:2309.00071): pairs that rotate more than `beta_fast` times within
+    original_max_len are kept, those that rotate less than `beta_slow` times are stretched by
+    `factor`, with a ramp between; cos and sin are multiplied by `attention_factor`."""
 
     factor: float
     original_max_len: int
@@ -103,16 +104,20 @@ class YarnRope(Rope):
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
     def _pair_that_turns(self, times: float) -> float:
-        """Return the (fractional) dimension pair that rotates `times` times within the original length."""
+        """Return the (fractional) dimension pair that rotates `times` times within the original
+        length."""
         return (self.head_size * math.log(self.original_max_len / (times * 2 * math.pi))) / (
             2 * math.log(self.theta)
         )
 
     def frequencies(self) -> torch.Tensor:
-        low, high = self._pair_that_turns(self.beta_fast), self._pair_that_turns(self.beta_slow)
+        low = self._pair_that_turns(self.beta_fast)
+        high = self._pair_that_turns(self.beta_slow)
         if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.head_size - 1)
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, self.head_size - 1)
         if low == high:
             high += 0.001  # avoid an empty ramp; same value as in transformers
         stretched = (
@@ -125,7 +130,8 @@ class YarnRope(Rope):
 
 @dataclass(frozen=True, slots=True)
 class ProportionalRope(Rope):
-    """Gemma 4: the first `pairs` rotate as if all did, divided by `factor`; the others don't rotate."""
+    """Gemma 4: the first `pairs` rotate as if all did, divided by `factor`; the others don't
+    rotate."""
 
     pairs: int
     factor: float = 1.0
@@ -142,9 +148,8 @@ class _Keys:
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
-    passed_over: tuple[
-        str, ...
-    ] = ()  # keys that transformers, the reference, ignores: they are for other engines
+    # keys that transformers, the reference, ignores: they are for other engines
+    passed_over: tuple[str, ...] = ()
 
 
 _KEYS = {
@@ -163,19 +168,23 @@ _KEYS = {
 
 
 def rope_reasons_against(parameters: Mapping[str, Any], *, partial: bool = False) -> list[str]:
-    """Return the reasons why `rope_from_config` can't serve these `rope_parameters` of a Hugging Face config, each naming the key; empty if it
-    can. `partial`: the model reads `partial_rotary_factor`."""
+    """Return the reasons why `rope_from_config` can't serve these `rope_parameters` of a Hugging
+    Face config, each naming the key; empty if it can. `partial`: the model reads
+    `partial_rotary_factor`."""
     kind = parameters.get("rope_type", "default")
     if kind not in _KEYS:
         return [
-            f"rope_parameters: rope_type {kind!r} is not implemented (implemented: {', '.join(_KEYS)})"
+            f"rope_parameters: rope_type {kind!r} is not implemented (implemented: "
+            f"{', '.join(_KEYS)})"
         ]
-    required, optional = ("rope_theta", *_KEYS[kind].required), _KEYS[kind].optional
+    required = ("rope_theta", *_KEYS[kind].required)
+    optional = _KEYS[kind].optional
     reasons = []
     for key in required:
         if not _is_number(parameters.get(key)) or parameters[key] <= 0:
             reasons.append(
-                f"rope_parameters: {key} = {parameters.get(key)!r}, rope_type {kind!r} needs a number > 0"
+                f"rope_parameters: {key} = {parameters.get(key)!r}, rope_type {kind!r} needs a "
+                f"number > 0"
             )
     for key, value in parameters.items():
         if key in optional and not (value is None or (_is_number(value) and value >= 0)):
@@ -209,8 +218,9 @@ def _is_number(value: object) -> bool:
 def rope_from_config(
     parameters: Mapping[str, Any], head_size: int, *, partial: bool = False
 ) -> Rope:
-    """Return the rope for `rope_parameters` of a Hugging Face config. `partial`: `partial_rotary_factor` gives the share of a head that rotates.
-    Raises `UnsupportedError` with the reasons of `rope_reasons_against`."""
+    """Return the rope for `rope_parameters` of a Hugging Face config. `partial`:
+    `partial_rotary_factor` gives the share of a head that rotates. Raises `UnsupportedError` with
+    the reasons of `rope_reasons_against`."""
     if reasons := rope_reasons_against(parameters, partial=partial):
         raise UnsupportedError("; ".join(reasons))
     if partial and (share := parameters.get("partial_rotary_factor")) is not None:
@@ -267,8 +277,9 @@ _MAKERS: dict[str, Callable[[Mapping[str, Any], float, int], Rope]] = {
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary embedding of one step's tokens, the same for all layers: the rows `positions` of `table`. Kernels read these directly; plain torch
-    uses `cos` and `sin`, which hold the same rows."""
+    """Rotary embedding of one step's tokens, the same for all layers: the rows `positions` of
+    `table`. Kernels read these directly; plain torch uses `cos` and `sin`, which hold the same
+    rows."""
 
     table: torch.Tensor  # [max_len, rotated] float32: cos of each pair, then sin of each pair
     positions: torch.Tensor  # [tokens] int64
@@ -290,8 +301,8 @@ class Rotation:
 
 
 def apply_rotary(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate the first numbers of x [tokens, heads, head_size], as many as the table has: pair i is dimensions i and i + rotated / 2. Computed in
-    float32, returned in x's dtype."""
+    """Rotate the first numbers of x [tokens, heads, head_size], as many as the table has: pair i is
+    dimensions i and i + rotated / 2. Computed in float32, returned in x's dtype."""
     size = rotation.table.shape[1]
     if size < x.shape[-1]:
         return (

@@ -1,6 +1,7 @@
 """Transfers between host and device: without synchronization on a GPU, and without copies on a CPU.
 
-A GPU reads host memory in its own time, and only where it is pinned. So what goes there is put into a ring of pinned buffers, which are made once:
+A GPU reads host memory in its own time, and only where it is pinned. So what goes there is put into
+a ring of pinned buffers, which are made once:
 
       next ─┐
       ┌───┬─▼─┬───┬───┬─ ─┬────┐      a buffer holds the numbers of one copy; each eighth copy records an event behind it, which is waited for
@@ -24,10 +25,10 @@ from numpy.typing import NDArray
 
 from dovetail.nn.kernels.launch import ALIGNMENT
 
-SLOTS, TOGETHER = (
-    64,
-    8,
-)  # more copies than the steps in flight need; one event per group, since recording costs as much as a copy
+# more copies than the steps in flight need; one event per group, since recording costs as much as a
+# copy
+SLOTS = 64
+TOGETHER = 8
 SLOT_BYTES = 320 << 10  # the inputs of a recorded step of 8,192 tokens and 2,048 rows
 
 
@@ -42,8 +43,9 @@ class Event(Protocol):
 
 
 class PinnedRing:
-    """`slots` buffers of `slot_bytes`, used in turn by one thread, whose copies all go to one stream, or to others that it then waits for: an event
-    stands for `together` copies. `make_buffer(bytes)` makes all buffers, [bytes] uint8."""
+    """`slots` buffers of `slot_bytes`, used in turn by one thread, whose copies all go to one
+    stream, or to others that it then waits for: an event stands for `together` copies.
+    `make_buffer(bytes)` makes all buffers, [bytes] uint8."""
 
     def __init__(
         self,
@@ -62,10 +64,13 @@ class PinnedRing:
     def send(
         self, arrays: Sequence[NDArray[Any]], starts: Sequence[int], target: torch.Tensor
     ) -> None:
-        """Enqueue a copy: in target [bytes] uint8 each of `arrays` begins at its start; what lies between them is undefined. The arrays may be
-        changed at once. `target` has `slot_bytes` at most."""
-        slot, self._next = self._next, (self._next + 1) % len(self._buffers)
-        event, place = self._events[slot // self._together], slot % self._together
+        """Enqueue a copy: in target [bytes] uint8 each of `arrays` begins at its start; what lies
+        between them is undefined. The arrays may be changed at once. `target` has `slot_bytes` at
+        most."""
+        slot = self._next
+        self._next = (self._next + 1) % len(self._buffers)
+        event = self._events[slot // self._together]
+        place = slot % self._together
         if place == 0:
             event.synchronize()
         for array, start in zip(arrays, starts, strict=True):
@@ -86,7 +91,8 @@ _rings = _Rings()
 
 
 def _ring(device: torch.device) -> PinnedRing:
-    """Return this thread's ring for the device, which must be current: events are recorded in the current stream."""
+    """Return this thread's ring for the device, which must be current: events are recorded in the
+    current stream."""
     if device not in _rings.of:
         _rings.of[device] = PinnedRing(SLOTS, SLOT_BYTES, _pinned, torch.cuda.Event)
     return _rings.of[device]
@@ -97,7 +103,8 @@ def _pinned(num_bytes: int) -> torch.Tensor:
 
 
 def upload(array: NDArray[Any], target: torch.Tensor) -> None:
-    """Enqueue `target` = `array`, of the same dtype and number of elements; `target` is contiguous. The array may be modified at once."""
+    """Enqueue `target` = `array`, of the same dtype and number of elements; `target` is contiguous.
+    The array may be modified at once."""
     if target.device.type == "cpu":
         target.copy_(torch.from_numpy(array).reshape(target.shape))
     elif array.nbytes <= SLOT_BYTES:
@@ -107,7 +114,8 @@ def upload(array: NDArray[Any], target: torch.Tensor) -> None:
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return `array` on the device, with its dtype. On the CPU the tensor shares the array's memory, so neither may be modified later."""
+    """Return `array` on the device, with its dtype. On the CPU the tensor shares the array's
+    memory, so neither may be modified later."""
     array = np.ascontiguousarray(array)
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
@@ -118,7 +126,8 @@ def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def all_to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """Like `to_device` for several arrays in one copy, which costs the host as much as some 10 KiB. On a GPU they are parts of one allocation."""
+    """Like `to_device` for several arrays in one copy, which costs the host as much as some 10 KiB.
+    On a GPU they are parts of one allocation."""
     *starts, size = _starts(arrays)
     if device.type == "cpu" or size > SLOT_BYTES:
         return [to_device(array, device) for array in arrays]
@@ -128,12 +137,14 @@ def all_to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[
 
 
 def _starts(arrays: Sequence[NDArray[Any]]) -> list[int]:
-    """Return where each begins, in bytes, if they lie behind each other, aligned as kernels like to read them; and where the last ends."""
+    """Return where each begins, in bytes, if they lie behind each other, aligned as kernels like to
+    read them; and where the last ends."""
     return [0, *accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]
 
 
 class Mirror:
-    """Host arrays, and tensors of the same shapes and dtypes that are updated from them in one copy. Both keep their addresses."""
+    """Host arrays, and tensors of the same shapes and dtypes that are updated from them in one
+    copy. Both keep their addresses."""
 
     def __init__(self, arrays: Sequence[NDArray[Any]], device: torch.device) -> None:
         """Create buffers with the content of `arrays`; tensors are set from the first `send` on."""
@@ -149,7 +160,8 @@ class Mirror:
         self.tensors = parts_of(self._target, arrays, starts)
 
     def send(self, last: int = -1, numbers: int | None = None) -> None:
-        """Enqueue the copy, of the array at `last` and all before it; of that one of its first `numbers`. The arrays may be changed at once."""
+        """Enqueue the copy, of the array at `last` and all before it; of that one of its first
+        `numbers`. The arrays may be changed at once."""
         array = self.arrays[last]
         end = (
             self._starts[last % len(self.arrays)]
@@ -161,7 +173,8 @@ class Mirror:
 def parts_of(
     target: torch.Tensor, arrays: Sequence[NDArray[Any]], starts: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Cut target [bytes] uint8, filled as `PinnedRing.send` says, into tensors with the arrays' shapes and dtypes."""
+    """Cut target [bytes] uint8, filled as `PinnedRing.send` says, into tensors with the arrays'
+    shapes and dtypes."""
     parts = []
     for array, start in zip(arrays, starts, strict=True):
         part = target[start : start + array.nbytes].view(_torch_dtype(array.dtype))
@@ -175,7 +188,8 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 class HostCopy:
-    """A tensor's current value being copied to the host. `value` may be read once the device has passed the point of its creation."""
+    """A tensor's current value being copied to the host. `value` may be read once the device has
+    passed the point of its creation."""
 
     __slots__ = ("_tensor",)
 

@@ -1,4 +1,5 @@
-"""Loads weights from safetensors files directly into place: memory-mapped, each rank reads only its part, nothing is loaded twice or omitted."""
+"""Loads weights from safetensors files directly into place: memory-mapped, each rank reads only its
+part, nothing is loaded twice or omitted."""
 
 from __future__ import annotations
 
@@ -24,40 +25,45 @@ log = logging.getLogger("dovetail")
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 Place = tuple[int, int | str | None]  # of a tensor in the model
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 
-_PREFIX = (
-    "model."  # prefix of all names except the head's, in a checkpoint of a causal language model
-)
+# prefix of all names except the head's, in a checkpoint of a causal language model
+_PREFIX = "model."
 
 TEXT_PARTS = {  # prefixes of the text model's names beside a vision model -> without one
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     "language_model.": "",
 }
-OTHER_PARTS = re.compile(  # tensors of vision and audio models and of what joins them to the text model
+# tensors of vision and audio models and of what joins them to the text model
+OTHER_PARTS = re.compile(
     r"(model\.)?(visual|vision\w*|audio\w*|embed_vision|embed_audio"
     r"|multi_modal_projector|mm_projector|connector|qformer|query_tokens|language_projection)(\.|$)"
 )
 
+# dtypes, as headers name them, of tensors that are converted to the model's dtype
 _PLAIN = (
     "F64",
     "F32",
     "F16",
     "BF16",
-)  # dtypes, as headers name them, of tensors that are converted to the model's dtype
+)
 
+# suffixes of tensors in old checkpoints that are computed instead
 _COMPUTED = (
     ".rotary_emb.inv_freq",
     "embeddings.position_ids",
     "embeddings.token_type_ids",
-)  # suffixes of tensors in old checkpoints that are computed instead
+)
 
+# endings of tensors that belong to no layer's weights: `dovetail_executors.runtime.kv_scales` reads
+# them
 _OF_THE_CACHE = (
     ".k_scale",
     ".v_scale",
     ".kv_scale",
-)  # endings of tensors that belong to no layer's weights: `dovetail_executors.runtime.kv_scales` reads them
+)
 
 
 @torch.no_grad()
@@ -69,11 +75,14 @@ def load_weights(
     partly: bool = False,
     elsewhere: Callable[[str], bool] = lambda _: False,
 ) -> None:
-    """Fill every parameter of `model` (a `CausalLM`) from the checkpoint in `directory`. `progress` counts tensors. `partly`: the model has rules
-    for some of its parameters only, and the checkpoint may hold other tensors. `elsewhere`: True for names of tensors that aren't the model's.
+    """Fill every parameter of `model` (a `CausalLM`) from the checkpoint in `directory`. `progress`
+    counts tensors. `partly`: the model has rules for some of its parameters only, and the
+    checkpoint may hold other tensors. `elsewhere`: True for names of tensors that aren't the
+    model's.
 
-    Two rules may name the same part of a parameter (tied weights): the checkpoint may then hold either tensor, or both if they are equal.
-    Raises `ModelLoadError` naming the file and the tensor: files missing or corrupt, tensors missing, unknown, or of a wrong shape or dtype.
+    Two rules may name the same part of a parameter (tied weights): the checkpoint may then hold
+    either tensor, or both if they are equal. Raises `ModelLoadError` naming the file and the
+    tensor: files missing or corrupt, tensors missing, unknown, or of a wrong shape or dtype.
     """
     plain = list(model.weights())
     if not partly:
@@ -119,7 +128,8 @@ def load_weights(
 def tensors_named(
     directory: str | Path, wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and tensor, on the CPU, of those in the checkpoint whose names are `wanted`. Raises `ModelLoadError` as `load_weights` does."""
+    """Yield name and tensor, on the CPU, of those in the checkpoint whose names are `wanted`.
+    Raises `ModelLoadError` as `load_weights` does."""
     files = _tensor_files(Path(directory))
     for path in dict.fromkeys(path for name, path in files.items() if wanted(name)):
         with _opened(path) as file:
@@ -129,7 +139,8 @@ def tensors_named(
 
 
 def read_rows(directory: str | Path, names: Sequence[str], rows: Sequence[int]) -> torch.Tensor:
-    """Return rows [n, size], on the CPU, of the first of the matrices `names` that the checkpoint has. Raises `ModelLoadError` as `load_weights`."""
+    """Return rows [n, size], on the CPU, of the first of the matrices `names` that the checkpoint
+    has. Raises `ModelLoadError` as `load_weights`."""
     files = _tensor_files(Path(directory))
     name = next((name for name in names if name in files), None)
     if name is None:
@@ -145,13 +156,15 @@ def read_rows(directory: str | Path, names: Sequence[str], rows: Sequence[int]) 
 
 
 def tensor_names(directory: str | Path) -> frozenset[str]:
-    """Return the names of a checkpoint's tensors. Raises `ModelLoadError` as `load_weights` does."""
+    """Return the names of a checkpoint's tensors. Raises `ModelLoadError` as `load_weights`
+    does."""
     return frozenset(_tensor_files(Path(directory)))
 
 
 def stored_bytes(directory: str | Path, dtype: torch.dtype | None = None) -> int:
-    """Return the size of a checkpoint's tensors, without those of a vision model, by the headers of its files. `dtype`: what plain numbers are loaded
-    in; None: as stored. Raises `ModelLoadError` as `load_weights` does."""
+    """Return the size of a checkpoint's tensors, without those of a vision model, by the headers of
+    its files. `dtype`: what plain numbers are loaded in; None: as stored. Raises `ModelLoadError`
+    as `load_weights` does."""
     files = _tensor_files(Path(directory))
     wanted = {*_text_names(files).values()}
     total = 0
@@ -176,7 +189,8 @@ def _bits_of(dtype: str) -> int:
 
 
 def _for_each_tensor(rules: Iterable[WeightRule]) -> Iterator[WeightRule]:
-    """Return the rules, with one per stored tensor for weights in another format, instead of one for the plain weight."""
+    """Return the rules, with one per stored tensor for weights in another format, instead of one
+    for the plain weight."""
     for rule in rules:
         tensors = (
             dict(rule.parameter.tensors(rule.shard_id))
@@ -205,15 +219,16 @@ def _expect(rules: Iterable[WeightRule]) -> None:
 
 
 def _is_bare(files: Mapping[str, Path], rules: Mapping[str, list[WeightRule]]) -> bool:
-    """Return True if the checkpoint was saved from the bare model (`LlamaModel`), whose names lack the prefix. transformers reads such checkpoints,
-    too."""
+    """Return True if the checkpoint was saved from the bare model (`LlamaModel`), whose names lack
+    the prefix. transformers reads such checkpoints, too."""
     return not any(name.startswith(_PREFIX) for name in files) and any(
         _PREFIX + name in rules for name in files
     )
 
 
 def _text_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the names that tensors of the text model have by themselves -> those in the checkpoint, which may hold a vision model, too."""
+    """Return the names that tensors of the text model have by themselves -> those in the
+    checkpoint, which may hold a vision model, too."""
     names = list(names)
     renamed = {text_name(name): name for name in names if text_name(name) != name}
     if renamed:
@@ -235,7 +250,8 @@ def text_name(name: str) -> str:
 
 
 def place_of(rule: WeightRule) -> Place:
-    """Return where a rule's tensor goes: the parameter, and where the part begins. Of parts for different layouts of a checkpoint it is the same."""
+    """Return where a rule's tensor goes: the parameter, and where the part begins. Of parts for
+    different layouts of a checkpoint it is the same."""
     owner = (
         rule.parameter.weight if isinstance(rule.parameter, CheckpointTensor) else rule.parameter
     )
@@ -255,17 +271,19 @@ def _load_one(rule: WeightRule, source: Any, loaded: set[Place]) -> None:
     there = part.place(rule.parameter.data)
     if not torch.equal(part.read(source, rule.transform).to(there), there):
         raise ModelLoadError(
-            "differs from the tensor that the config says it is tied to; set tie_word_embeddings to false in config.json"
+            "differs from the tensor that the config says it is tied to; set tie_word_embeddings "
+            "to false in config.json"
         )
 
 
 def dummy_weights(model: Any, seed: int) -> None:
-    """Random weights instead of a checkpoint's: normal with standard deviation 0.02, and 1 for norms. The same seed gives the same model on a
-    kind of device, over however many ranks."""
+    """Random weights instead of a checkpoint's: normal with standard deviation 0.02, and 1 for
+    norms. The same seed gives the same model on a kind of device, over however many ranks."""
     filled: set[Place] = set()
     drawn = "", torch.empty(0)
     for rule in model.weights():
-        weight, place = rule.parameter, place_of(rule)
+        weight = rule.parameter
+        place = place_of(rule)
         if weight is None or place in filled:
             continue
         filled.add(place)
@@ -283,14 +301,14 @@ def random_numbers(
     shape: Sequence[int], name: str, seed: int, device: torch.device
 ) -> torch.Tensor:
     """Return float32 numbers for the tensor `name` of a model with random weights."""
-    generator = torch.Generator(device).manual_seed(
-        zlib.crc32(f"{seed} {name}".encode())
-    )  # torch takes 32 bits on a CPU
+    # torch takes 32 bits on a CPU
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return torch.randn(tuple(shape), generator=generator, device=device) * 0.02
 
 
 def _check_rules(model: torch.nn.Module, rules: Iterable[WeightRule]) -> None:
-    """Check that every part of every parameter has a rule; otherwise the architecture is at fault, not the checkpoint."""
+    """Check that every part of every parameter has a rule; otherwise the architecture is at fault,
+    not the checkpoint."""
     ruled = {(id(rule.parameter), rule.shard_id) for rule in rules}
     for name, parameter in model.named_parameters():
         for shard_id in getattr(parameter, "parts", {None: None}):
@@ -302,7 +320,8 @@ def _check_rules(model: torch.nn.Module, rules: Iterable[WeightRule]) -> None:
 
 
 def _missing(rules: Mapping[str, list[WeightRule]], found: set[Place]) -> list[str]:
-    """Return the names of missing tensors; where several would do, such as that of an expert or of all, the one for the fewest places."""
+    """Return the names of missing tensors; where several would do, such as that of an expert or of
+    all, the one for the fewest places."""
     by_place: dict[Place, str] = {}
     for name in sorted(rules, key=lambda name: len(rules[name])):
         for rule in rules[name]:
@@ -315,7 +334,8 @@ def _missing(rules: Mapping[str, list[WeightRule]], found: set[Place]) -> list[s
 def _check_names(
     rules: Mapping[str, list[WeightRule]], files: Mapping[str, Path], directory: Path
 ) -> None:
-    """Check that the checkpoint has everything the model needs, and nothing that it doesn't know."""
+    """Check that the checkpoint has everything the model needs, and nothing that it doesn't
+    know."""
     found = {place_of(rule) for name in files for rule in rules.get(name, ())}
     missing = _missing(rules, found)
     extra = [
@@ -359,7 +379,11 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     hint = ""
     if others and not any(name.endswith(".safetensors") for name in others):
         gguf = next((f", gguf_file={name!r}" for name in others if name.endswith(".gguf")), "")
-        hint = f"; convert them to safetensors: AutoModelForCausalLM.from_pretrained(DIRECTORY{gguf}).save_pretrained(ANOTHER), of transformers"
+        hint = (
+            f"; convert them to safetensors: "
+            f"AutoModelForCausalLM.from_pretrained(DIRECTORY{gguf}).save_pretrained(ANOTHER), of "
+            f"transformers"
+        )
     raise ModelLoadError(f"{directory}: neither {_WEIGHTS} nor {_INDEX}; {found}{hint}")
 
 

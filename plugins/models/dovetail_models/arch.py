@@ -111,9 +111,8 @@ class ConfigArch(ModelArch):
     handled: frozenset[str] = frozenset()
     activation_field = "hidden_act"
     activations: tuple[str, ...] = ("silu",)  # implemented
-    auto_classes: tuple[str, ...] = (
-        "AutoModelForCausalLM",
-    )  # keys of `auto_map` that would replace this model by code in the checkpoint
+    # keys of `auto_map` that would replace this model by code in the checkpoint
+    auto_classes: tuple[str, ...] = ("AutoModelForCausalLM",)
 
     def reasons_against(self, config: Any) -> list[str]:
         if config.model_type != self.model_type:
@@ -139,10 +138,8 @@ class ConfigArch(ModelArch):
         return []
 
     def _wrong_activation(self, config: Any) -> list[str]:
-        activation, implemented = (
-            getattr(config, self.activation_field),
-            ", ".join(map(repr, self.activations)),
-        )
+        activation = getattr(config, self.activation_field)
+        implemented = ", ".join(map(repr, self.activations))
         return (
             []
             if activation in self.activations
@@ -168,7 +165,10 @@ def _unknown_because(name: str, defaults: Mapping[str, Any]) -> str:
     another model."""
     if name in defaults:
         return f"is not implemented (only {_short(defaults[name])})"
-    return "is no field of this model in transformers and may change the numbers; if it doesn't, remove it from config.json"
+    return (
+        "is no field of this model in transformers and may change the numbers; if it doesn't, "
+        "remove it from config.json"
+    )
 
 
 class DecoderArch(ConfigArch):
@@ -195,7 +195,8 @@ class DecoderArch(ConfigArch):
 
     def spec(self, config: Any, index: int) -> LayerSpec:
         """Return the attention of a layer, of the whole model."""
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads = config.num_attention_heads
+        kv_heads = config.num_key_value_heads
         size = head_size(config)
         return LayerSpec(index, heads, kv_heads, size, size**-0.5, self.window(config, index))
 
@@ -307,7 +308,8 @@ def layer_type_reasons(config: Any) -> list[str]:
         )
     if "sliding_attention" in kinds and config.sliding_window is None:
         reasons.append(
-            "layer_types has sliding_attention, but sliding_window is null (or use_sliding_window is false)"
+            "layer_types has sliding_attention, but sliding_window is null (or use_sliding_window "
+            "is false)"
         )
     return reasons + window_reasons(config)
 
@@ -334,7 +336,8 @@ def experts_reasons(
         return reasons
     if config.num_experts_per_tok > getattr(config, count_name):
         return [
-            f"num_experts_per_tok ({config.num_experts_per_tok}) is more than {count_name} ({getattr(config, count_name)})"
+            f"num_experts_per_tok ({config.num_experts_per_tok}) is more than {count_name} "
+            f"({getattr(config, count_name)})"
         ]
     return []
 
@@ -349,7 +352,8 @@ def _wrong_sizes(config: Any) -> list[str]:
         return reasons
     if config.num_attention_heads % config.num_key_value_heads:
         reasons.append(
-            f"num_attention_heads ({config.num_attention_heads}) is no multiple of num_key_value_heads ({config.num_key_value_heads})"
+            f"num_attention_heads ({config.num_attention_heads}) is no multiple of "
+            f"num_key_value_heads ({config.num_key_value_heads})"
         )
     if head_size(config) < 2 or head_size(config) % 2:
         reasons.append(f"head_dim = {head_size(config)} must be even, for rotary positions")
@@ -362,14 +366,16 @@ def _wrong_values(config: Any, auto_classes: Sequence[str]) -> list[str]:
         reasons.append(f"pretraining_tp = {config.pretraining_tp} is not implemented (only 1)")
     if getattr(config, "quantization_config", None):
         reasons.append(
-            f"quantization_config = {_short(config.quantization_config)} is not implemented: only plain weights"
+            f"quantization_config = {_short(config.quantization_config)} is not implemented: only "
+            f"plain weights"
         )
     auto_map = getattr(config, "auto_map", None) or {}
     for own in (auto_map.get(name) for name in auto_classes):
         if _is_copy(own, config):
             continue
         reasons.append(
-            f"auto_map: the checkpoint has its own code for this model ({_short(own)}), which is never run"
+            f"auto_map: the checkpoint has its own code for this model ({_short(own)}), which is "
+            f"never run"
         )
     return reasons
 

@@ -83,10 +83,12 @@ class Roberta(Bert):
     prefix = "roberta."
 
     def reasons_against_fields(self, config: Any) -> list[str]:
-        reasons, padding = super().reasons_against_fields(config), config.pad_token_id
+        reasons = super().reasons_against_fields(config)
+        padding = config.pad_token_id
         if padding is None or not 0 <= padding < config.max_position_embeddings - 1:
             reasons.append(
-                f"pad_token_id = {padding}: positions begin after it, and max_position_embeddings is {config.max_position_embeddings}"
+                f"pad_token_id = {padding}: positions begin after it, and max_position_embeddings "
+                f"is {config.max_position_embeddings}"
             )
         return reasons
 
@@ -114,11 +116,9 @@ class BertLayer(nn.Module):
 
     def __init__(self, config: Any, spec: LayerSpec, context: BuildContext) -> None:
         super().__init__()
-        hidden, inner, heads = (
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_attention_heads,
-        )
+        hidden = config.hidden_size
+        inner = config.intermediate_size
+        heads = config.num_attention_heads
         self.qkv_proj = QKVParallelLinear(hidden, heads, heads, spec.head_size, context, bias=True)
         self.attn = context.make_attention(spec)
         self.o_proj = RowParallelLinear(hidden, hidden, context, bias=True)
@@ -167,7 +167,8 @@ class BertEncoder(nn.Module):
         padding: int | None = None,
     ) -> None:
         super().__init__()
-        self.prefix, self.padding = prefix, padding
+        self.prefix = prefix
+        self.padding = padding
         self.words = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
         self.positions = Table(config.max_position_embeddings, config.hidden_size, context)
         self.types = Table(config.type_vocab_size, config.hidden_size, context)
@@ -207,9 +208,8 @@ class BertEncoder(nn.Module):
         )
         for index, layer in enumerate(self.layers):
             yield from layer.weights(f"{self.prefix}encoder.layer.{index}.")
-        yield WeightRule(
-            f"{self.prefix}pooler.*", None, optional=True
-        )  # of the first token, for labels
+        # of the first token, for labels
+        yield WeightRule(f"{self.prefix}pooler.*", None, optional=True)
 
 
 def positions_after_padding(

@@ -53,7 +53,9 @@ class DeepseekV3(DecoderArch):
             ),  # checked below, or only for training
         }
     )
-    scoring, method, pair = "sigmoid", "noaux_tc", 2
+    scoring = "sigmoid"
+    method = "noaux_tc"
+    pair = 2
 
     def reasons_against_fields(self, config: Any) -> list[str]:
         reasons = [*super().reasons_against_fields(config)]
@@ -74,7 +76,8 @@ class DeepseekV3(DecoderArch):
             reasons.append("attention_bias without q_lora_rank is not implemented")
         if config.num_key_value_heads != config.num_attention_heads:
             reasons.append(
-                f"num_key_value_heads = {config.num_key_value_heads} must be num_attention_heads ({config.num_attention_heads})"
+                f"num_key_value_heads = {config.num_key_value_heads} must be num_attention_heads "
+                f"({config.num_attention_heads})"
             )
         if getattr(config, "moe_layer_freq", 1) != 1:
             reasons.append(f"moe_layer_freq = {config.moe_layer_freq} is not implemented (only 1)")
@@ -85,10 +88,8 @@ class DeepseekV3(DecoderArch):
     def _routing_reasons(self, config: Any) -> list[str]:
         if reasons := experts_reasons(config, "n_routed_experts"):
             return reasons
-        scoring, method = (
-            getattr(config, "scoring_func", self.scoring),
-            getattr(config, "topk_method", self.method),
-        )
+        scoring = getattr(config, "scoring_func", self.scoring)
+        method = getattr(config, "topk_method", self.method)
         if scoring != self.scoring:
             reasons.append(f"scoring_func = {scoring!r} is not implemented (only {self.scoring!r})")
         if method not in (self.method, None):
@@ -169,7 +170,8 @@ class DeepseekV2(DeepseekV3):
 
     model_type = "deepseek_v2"
     handled = DeepseekV3.handled - {"rope_interleave"} | {"mlp_bias"}
-    scoring, pair = "softmax", 1
+    scoring = "softmax"
+    pair = 1
 
     def _routing_reasons(self, config: Any) -> list[str]:
         if reasons := experts_reasons(config, "n_routed_experts"):
@@ -178,11 +180,13 @@ class DeepseekV2(DeepseekV3):
             reasons.append(f"scoring_func = {scoring!r} is not implemented (only 'softmax')")
         if config.norm_topk_prob:
             reasons.append(
-                "norm_topk_prob = True is not implemented: transformers, the reference, doesn't normalize the weights of this model"
+                "norm_topk_prob = True is not implemented: transformers, the reference, doesn't "
+                "normalize the weights of this model"
             )
         if config.topk_method not in ("greedy", "group_limited_greedy"):
             reasons.append(
-                f"topk_method = {config.topk_method!r} is not implemented (only 'greedy' and 'group_limited_greedy')"
+                f"topk_method = {config.topk_method!r} is not implemented (only 'greedy' and "
+                f"'group_limited_greedy')"
             )
         elif config.topk_method == "group_limited_greedy":
             reasons += group_reasons(config, self.pair)
@@ -215,14 +219,15 @@ class Glm4MoeLite(DeepseekV3):
         kinds = set(config.mlp_layer_types) - {"dense", "sparse"}
         if kinds or len(config.mlp_layer_types) != config.num_hidden_layers:
             return [
-                f"mlp_layer_types must have one of 'dense' and 'sparse' for each of {config.num_hidden_layers} layers"
+                f"mlp_layer_types must have one of 'dense' and 'sparse' for each of "
+                f"{config.num_hidden_layers} layers"
             ]
-        dense = getattr(
-            config, "first_k_dense_replace", None
-        )  # transformers, the reference, doesn't read it
+        # transformers, the reference, doesn't read it
+        dense = getattr(config, "first_k_dense_replace", None)
         if dense is not None and self._sparse(config) != super()._sparse(config):
             return [
-                f"first_k_dense_replace = {dense} disagrees with mlp_layer_types, which says which layers have experts"
+                f"first_k_dense_replace = {dense} disagrees with mlp_layer_types, which says which "
+                f"layers have experts"
             ]
         return super().reasons_against_fields(config)
 

@@ -71,13 +71,15 @@ class Eagle3(HeadArch):
         if raw.get("speculators_model_type") != "eagle3":
             found = shown(raw.get("speculators_model_type"))
             raise UnsupportedError(
-                f"config.json: speculators_model_type is {found}: heads in the format of `speculators` have 'eagle3'"
+                f"config.json: speculators_model_type is {found}: heads in the format of "
+                f"`speculators` have 'eagle3'"
             )
         layer = _layer_config(raw.get("transformer_layer_config"))
         arch = _KINDS[layer.model_type](NoOptions(), ModelContext())
         self.layer = layer
         self.arch = arch
-        self.hidden_size, self.vocab_size = layer.hidden_size, target.vocab_size
+        self.hidden_size = layer.hidden_size
+        self.vocab_size = target.vocab_size
         self.draft_vocab_size = _whole(raw, "draft_vocab_size", layer.vocab_size)
         self.norm_before_residual = bool(raw.get("norm_before_residual", False))
         self.taps = _taps(raw, target.num_hidden_layers)
@@ -93,11 +95,13 @@ class Eagle3(HeadArch):
             )
         if layer.vocab_size != target.vocab_size:
             why.append(
-                f"it has a vocabulary of {layer.vocab_size} tokens, and the model one of {target.vocab_size}"
+                f"it has a vocabulary of {layer.vocab_size} tokens, and the model one of "
+                f"{target.vocab_size}"
             )
         if not 1 <= self.draft_vocab_size <= layer.vocab_size:
             why.append(
-                f"draft_vocab_size = {self.draft_vocab_size} must be from 1 to vocab_size, {layer.vocab_size}"
+                f"draft_vocab_size = {self.draft_vocab_size} must be from 1 to vocab_size, "
+                f"{layer.vocab_size}"
             )
         if why:
             raise UnsupportedError("; ".join(why))
@@ -147,16 +151,19 @@ def _taps(raw: dict[str, Any], layers: int) -> tuple[int, ...]:
     if ids is None:
         if layers < 5:
             raise UnsupportedError(
-                f"the model's {layers} layers are too few to read states after the second, the middle and the last but two"
+                f"the model's {layers} layers are too few to read states after the second, the "
+                f"middle and the last but two"
             )
         return 2, layers // 2, layers - 3
     if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
         raise ModelLoadError(
-            f"config.json: eagle_aux_hidden_state_layer_ids: expected numbers of layers, got {shown(ids)}"
+            f"config.json: eagle_aux_hidden_state_layer_ids: expected numbers of layers, got "
+            f"{shown(ids)}"
         )
     if wrong := [one for one in ids if not 0 <= one < layers]:
         raise UnsupportedError(
-            f"eagle_aux_hidden_state_layer_ids: it reads states after {wrong[0]} layers, and the model has {layers}"
+            f"eagle_aux_hidden_state_layer_ids: it reads states after {wrong[0]} layers, and the "
+            f"model has {layers}"
         )
     return tuple(ids)
 
@@ -166,7 +173,8 @@ class FirstLayer(nn.Module):
 
     def __init__(self, head: Eagle3, context: BuildContext) -> None:
         super().__init__()
-        arch, config = head.arch, head.layer
+        arch = head.arch
+        config = head.layer
         self.norm_before_residual = head.norm_before_residual
         self.embedding_norm = arch.norm(config, context)
         self.state_norm = arch.norm(config, context)
@@ -204,7 +212,8 @@ class Eagle3Head(nn.Module):
 
     def __init__(self, arch: Eagle3, context: BuildContext, target: Tapped) -> None:
         super().__init__()
-        family, config = arch.arch, arch.layer
+        family = arch.arch
+        config = arch.layer
         self.vocab_size = arch.vocab_size
         self.draft_vocab_size = arch.draft_vocab_size
         self.embedding = family.embedding(config, context) if arch.has_embedding else None
@@ -223,15 +232,15 @@ class Eagle3Head(nn.Module):
         )
         self.norm = family.norm(config, context)
         self.head = LMHead(arch.draft_vocab_size, config.hidden_size, context)
-        self.targets: torch.Tensor | None = (
-            None  # [draft vocabulary] int64: the target's id of each draft id; None: the same
-        )
+        # [draft vocabulary] int64: the target's id of each draft id; None: the same
+        self.targets: torch.Tensor | None = None
 
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
         return self.fc(tapped)
 
     def store(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:
-        embedded, rotation = self.embed(token_ids), self.rotary(positions)
+        embedded = self.embed(token_ids)
+        rotation = self.rotary(positions)
         if not self.blocks:
             self.first.store(embedded, states, rotation)
             return
@@ -290,12 +299,14 @@ class Eagle3Head(nn.Module):
         tables = dict(tensors_named(directory, lambda name: name in ("d2t", "t2d")))
         if "d2t" not in tables and self.draft_vocab_size < self.vocab_size:
             raise ModelLoadError(
-                f"{directory}: the checkpoint lacks d2t, and draft_vocab_size is less than vocab_size"
+                f"{directory}: the checkpoint lacks d2t, and draft_vocab_size is less than "
+                f"vocab_size"
             )
         offsets = tables.get("d2t", torch.zeros(self.draft_vocab_size, dtype=torch.int64))
         if offsets.shape != (self.draft_vocab_size,) or offsets.is_floating_point():
             raise ModelLoadError(
-                f"{directory}: d2t: expected {self.draft_vocab_size} whole numbers, found {offsets.dtype} {list(offsets.shape)}"
+                f"{directory}: d2t: expected {self.draft_vocab_size} whole numbers, found "
+                f"{offsets.dtype} {list(offsets.shape)}"
             )
         targets = torch.arange(self.draft_vocab_size) + offsets.long()
         if (
@@ -304,7 +315,8 @@ class Eagle3Head(nn.Module):
             or len({*targets.tolist()}) < len(targets)
         ):
             raise ModelLoadError(
-                f"{directory}: d2t: draft ids must stand for different ids of the model's {self.vocab_size}"
+                f"{directory}: d2t: draft ids must stand for different ids of the model's "
+                f"{self.vocab_size}"
             )
         if (drafted := tables.get("t2d")) is not None:
             expected = torch.zeros(self.vocab_size, dtype=torch.bool).index_fill_(0, targets, True)

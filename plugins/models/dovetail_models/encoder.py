@@ -49,7 +49,8 @@ class EncoderArch(ConfigArch):
             return reasons
         if config.hidden_size % config.num_attention_heads:
             return [
-                f"hidden_size ({config.hidden_size}) is no multiple of num_attention_heads ({config.num_attention_heads})"
+                f"hidden_size ({config.hidden_size}) is no multiple of num_attention_heads "
+                f"({config.num_attention_heads})"
             ]
         return []
 
@@ -58,10 +59,8 @@ class EncoderArch(ConfigArch):
         return None
 
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
-        heads, size = (
-            share(config.num_attention_heads, parallel, "num_attention_heads"),
-            config.hidden_size // config.num_attention_heads,
-        )
+        heads = share(config.num_attention_heads, parallel, "num_attention_heads")
+        size = config.hidden_size // config.num_attention_heads
         layers = range(config.num_hidden_layers)
         return [
             LayerSpec(

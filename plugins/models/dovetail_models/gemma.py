@@ -28,10 +28,11 @@ from dovetail_models.arch import (
     window_of_layer_type,
 )
 
+# of layers; each has a rotary embedding of its own
 _KINDS = (
     "full_attention",
     "sliding_attention",
-)  # of layers; each has a rotary embedding of its own
+)
 
 
 class GemmaArch(DecoderArch):
@@ -57,11 +58,13 @@ class GemmaArch(DecoderArch):
         ):
             if (value := getattr(config, name, None)) not in (None, getattr(config, other)):
                 reasons.append(
-                    f"{name} = {value!r}, and {other} = {getattr(config, other)!r}, which transformers reads"
+                    f"{name} = {value!r}, and {other} = {getattr(config, other)!r}, which "
+                    f"transformers reads"
                 )
         if config.use_bidirectional_attention not in self.causal:
             reasons.append(
-                f"use_bidirectional_attention = {config.use_bidirectional_attention!r} is not implemented: attention is causal"
+                f"use_bidirectional_attention = {config.use_bidirectional_attention!r} is not "
+                f"implemented: attention is causal"
             )
         for name in self.positive:
             if (value := getattr(config, name)) is not None and value <= 0:
@@ -72,7 +75,8 @@ class GemmaArch(DecoderArch):
         return window_of_layer_type(config, index)
 
     def embedding(self, config: Any, context: BuildContext) -> ScaledEmbedding:
-        vocab, hidden = config.vocab_size, config.hidden_size
+        vocab = config.vocab_size
+        hidden = config.hidden_size
         return ScaledEmbedding(vocab, hidden, context, scale=rounded(hidden**0.5, context))
 
     def head(
@@ -91,7 +95,8 @@ class Gemma2(GemmaArch):
     handled = GemmaArch.handled | {"query_pre_attn_scalar", "attn_logit_softcapping"}
 
     def spec(self, config: Any, index: int) -> LayerSpec:
-        scale, softcap = config.query_pre_attn_scalar**-0.5, config.attn_logit_softcapping
+        scale = config.query_pre_attn_scalar**-0.5
+        softcap = config.attn_logit_softcapping
         return replace(super().spec(config, index), scale=scale, softcap=softcap)
 
     def norm(self, config: Any, context: BuildContext) -> RMSNorm:
@@ -125,7 +130,8 @@ class Gemma3(Gemma2):
         reasons = super().reasons_against_fields(config)
         if config.attn_logit_softcapping is not None:
             reasons.append(
-                f"attn_logit_softcapping = {config.attn_logit_softcapping}: transformers ignores it in this model, other engines don't"
+                f"attn_logit_softcapping = {config.attn_logit_softcapping}: transformers ignores "
+                f"it in this model, other engines don't"
             )
         return reasons
 

@@ -36,7 +36,8 @@ class LayerInputs(nn.Module):
 
     def __init__(self, config: Any, context: BuildContext) -> None:
         super().__init__()
-        own, hidden = _input_size(config), config.hidden_size
+        own = _input_size(config)
+        hidden = config.hidden_size
         size = config.num_hidden_layers * own
         self.shape = (config.num_hidden_layers, own)
         self.scale = rounded(own**0.5, context)
@@ -70,7 +71,8 @@ class Gemma4Attention(Attention):
     def __init__(
         self, config: Any, spec: LayerSpec, context: BuildContext, *, v_is_k: bool
     ) -> None:
-        bias, eps = config.attention_bias, config.rms_norm_eps
+        bias = config.attention_bias
+        eps = config.rms_norm_eps
         super().__init__(
             config.hidden_size, spec, context, bias=bias, output_bias=bias, qk_norm_eps=eps
         )
@@ -200,7 +202,8 @@ class Gemma4(GemmaArch):
         reasons = super().reasons_against_fields(config)
         if getattr(config, "enable_moe_block", False):
             reasons.append(
-                "enable_moe_block = True: experts of Gemma 4 are not implemented; `component: transformers` serves them"
+                "enable_moe_block = True: experts of Gemma 4 are not implemented; `component: "
+                "transformers` serves them"
             )
         for index, layer in enumerate(config.per_layer_config):
             own = {
@@ -210,23 +213,28 @@ class Gemma4(GemmaArch):
             } - _BY_LAYER
             if own or getattr(layer, "skip", None):
                 reasons.append(
-                    f"per_layer_config: {', '.join(sorted(own)) or 'skip'} of layer {index} is not implemented"
+                    f"per_layer_config: {', '.join(sorted(own)) or 'skip'} of layer {index} is not "
+                    f"implemented"
                 )
         if _input_size(config) and config.vocab_size_per_layer_input < config.vocab_size:
             reasons.append(
-                f"vocab_size_per_layer_input = {config.vocab_size_per_layer_input} is less than vocab_size ({config.vocab_size})"
+                f"vocab_size_per_layer_input = {config.vocab_size_per_layer_input} is less than "
+                f"vocab_size ({config.vocab_size})"
             )
-        shared, kinds = config.num_kv_shared_layers, config.layer_types
+        shared = config.num_kv_shared_layers
+        kinds = config.layer_types
         if not 0 <= shared < len(kinds) or set(kinds[len(kinds) - shared :]) - set(
             kinds[: len(kinds) - shared]
         ):
             reasons.append(
-                f"num_kv_shared_layers = {shared}: no earlier layer of the same kind has K and V for each of these"
+                f"num_kv_shared_layers = {shared}: no earlier layer of the same kind has K and V "
+                f"for each of these"
             )
         return reasons
 
     def spec(self, config: Any, index: int) -> LayerSpec:
-        kinds, layer = config.layer_types, config.per_layer_config[index]
+        kinds = config.layer_types
+        layer = config.per_layer_config[index]
         first_sharing = len(kinds) - config.num_kv_shared_layers
         shares = None
         if index >= first_sharing:

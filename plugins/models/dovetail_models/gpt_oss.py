@@ -49,7 +49,8 @@ class GptOss(DecoderArch):
             config.num_experts_per_tok,
         ):
             reasons.append(
-                f"experts_per_token = {other}, and num_experts_per_tok = {config.num_experts_per_tok}"
+                f"experts_per_token = {other}, and num_experts_per_tok = "
+                f"{config.num_experts_per_tok}"
             )
         return reasons
 
@@ -88,7 +89,8 @@ class GptOssFeedForward(SparseFeedForward):
     router_name = "router"
 
     def __init__(self, config: Any, context: BuildContext) -> None:
-        hidden, count = config.hidden_size, config.num_local_experts
+        hidden = config.hidden_size
+        count = config.num_local_experts
         experts = Experts(
             hidden,
             config.intermediate_size,

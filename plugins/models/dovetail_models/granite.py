@@ -81,14 +81,16 @@ class GraniteMoeHybrid(HybridArch):
         reasons = super().reasons_against_fields(config)
         if (kind := config.position_embedding_type) not in (None, "nope", "rope"):
             reasons.append(
-                f"position_embedding_type = {kind!r} is not implemented (only None, 'nope' and 'rope')"
+                f"position_embedding_type = {kind!r} is not implemented (only None, 'nope' and "
+                f"'rope')"
             )
         for name in _MULTIPLIERS:
             if not (value := getattr(config, name)) or value < 0:
                 reasons.append(f"{name} = {value!r} must be more than 0")
         if config.mamba_n_heads * config.mamba_d_head != config.mamba_expand * config.hidden_size:
             reasons.append(
-                f"mamba_expand = {config.mamba_expand}: mamba_n_heads * mamba_d_head must be mamba_expand * hidden_size"
+                f"mamba_expand = {config.mamba_expand}: mamba_n_heads * mamba_d_head must be "
+                f"mamba_expand * hidden_size"
             )
         if (config.shared_intermediate_size or 0) < 1:
             reasons.append(
@@ -137,11 +139,9 @@ class GraniteMoeHybrid(HybridArch):
         return DividedHead(config, context, tied)
 
     def block(self, config: Any, spec: LayerSpec, context: BuildContext) -> GraniteBlock:
-        hidden, inner, bias = (
-            config.hidden_size,
-            config.shared_intermediate_size,
-            config.attention_bias,
-        )
+        hidden = config.hidden_size
+        inner = config.shared_intermediate_size
+        bias = config.attention_bias
         mixer: Mixer
         if self.kinds_of(config)[spec.index] == "attention":
             mixer = Attention(hidden, spec, context, bias=bias, output_bias=bias)
@@ -197,7 +197,8 @@ class DividedHead(LMHead):
 
 def experts(config: Any, shared: GatedFeedForward, context: BuildContext) -> SparseFeedForward:
     """Return a mixture beside `shared`."""
-    hidden, count = config.hidden_size, config.num_local_experts
+    hidden = config.hidden_size
+    count = config.num_local_experts
     router = Router(hidden, count, context)
     own = Experts(
         hidden,

@@ -28,14 +28,18 @@ class Grouping:
 
 def group_reasons(config: Any, pair: int) -> list[str]:
     """Why a config's groups of experts can't be right."""
-    count, groups, kept = config.n_routed_experts, config.n_group or 1, config.topk_group or 1
+    count = config.n_routed_experts
+    groups = config.n_group or 1
+    kept = config.topk_group or 1
     if count % groups or count // groups < pair:
         return [
-            f"n_group = {groups} must split n_routed_experts ({count}) into equal groups of at least {pair}"
+            f"n_group = {groups} must split n_routed_experts ({count}) into equal groups of at "
+            f"least {pair}"
         ]
     if not 1 <= kept <= groups or config.num_experts_per_tok > kept * (count // groups):
         return [
-            f"topk_group = {kept}: of {groups} groups of {count // groups} experts it must keep num_experts_per_tok or more"
+            f"topk_group = {kept}: of {groups} groups of {count // groups} experts it must keep "
+            f"num_experts_per_tok or more"
         ]
     return []
 
@@ -67,7 +71,8 @@ class GroupedRouter(Router):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [tokens, hidden] -> ids [tokens, k] int32 and weights [tokens, k] float32. `normalize`:
         to a sum of 1, before they are scaled."""
-        scores, correction = self(x), self.e_score_correction_bias
+        scores = self(x)
+        correction = self.e_score_correction_bias
         scores = scores.sigmoid() if self.grouping.scoring == "sigmoid" else scores.softmax(-1)
         ids = chosen_in_groups(
             scores if correction is None else scores + correction, self.grouping, k
@@ -82,9 +87,8 @@ def chosen_in_groups(scores: torch.Tensor, grouping: Grouping, k: int) -> torch.
     """Return the ids [tokens, k] int64 of the best of scores [tokens, experts] within each token's
     best groups; of equals, the lower id."""
     if grouping.kept < grouping.groups:
-        by_group = scores.view(
-            len(scores), grouping.groups, -1
-        )  # [tokens, groups, experts of a group]
+        # [tokens, groups, experts of a group]
+        by_group = scores.view(len(scores), grouping.groups, -1)
         best = (
             by_group.topk(grouping.pair, dim=-1)
             .values.sum(-1)
@@ -108,7 +112,8 @@ def grouped_feed_forward(
     activation: Activation = "silu",
 ) -> SparseFeedForward:
     """Return the mixture of a config with the fields of DeepSeek's."""
-    hidden, count = config.hidden_size, config.n_routed_experts
+    hidden = config.hidden_size
+    count = config.n_routed_experts
     experts = Experts(
         hidden,
         config.moe_intermediate_size,

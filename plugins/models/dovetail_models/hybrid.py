@@ -82,11 +82,9 @@ class DeltaMixer(nn.Module):
         group = context.parallel
         whole = delta.shape
         own = delta.on_rank(group)
-        keys, values, ratio = (
-            own.k_heads * own.k_size,
-            own.v_heads * own.v_size,
-            own.v_heads // own.k_heads,
-        )
+        keys = own.k_heads * own.k_size
+        values = own.v_heads * own.v_size
+        ratio = own.v_heads // own.k_heads
         if delta.interleaved:
             pieces = {
                 "q": own.k_size,
@@ -110,10 +108,8 @@ class DeltaMixer(nn.Module):
         )
         self.net = GatedDeltaNet(own, delta.eps, context.make_state(own.spec(index)), context)
         self.out_proj = RowParallelLinear(whole.v_heads * whole.v_size, hidden, context, bias=False)
-        self.interleaved, self.widths = (
-            delta.interleaved,
-            [2 * keys + values, values, own.v_heads, own.v_heads],
-        )
+        self.interleaved = delta.interleaved
+        self.widths = [2 * keys + values, values, own.v_heads, own.v_heads]
 
     def add_to(
         self, residual: Residual, norm: Norm, rotation: Rotation, wanted: torch.Tensor | None
@@ -151,7 +147,8 @@ class MambaMixer(nn.Module):
         group = context.parallel
         whole = mamba.shape
         own = mamba.on_rank(group)
-        channels, groups = own.heads * own.head_size, own.groups * own.state_size
+        channels = own.heads * own.head_size
+        groups = own.groups * own.state_size
         parts = dict(
             _split({"z": channels, "x": channels, "B": groups, "C": groups, "dt": own.heads}, group)
         )
@@ -186,7 +183,8 @@ class MambaMixer(nn.Module):
 def _split(sections: dict[str, int], group: ParallelGroup) -> Iterator[tuple[str | None, Columns]]:
     """Yield the parts of a checkpoint's tensor whose outputs are sections (shard id -> size on this
     rank), each split over the ranks."""
-    total, at = sum(sections.values()) * group.size, 0
+    total = sum(sections.values()) * group.size
+    at = 0
     for name, size in sections.items():
         yield name, Columns(total, at * group.size + group.rank * size, size)
         at += size
@@ -214,7 +212,8 @@ class HybridArch(DecoderArch):
         ]
         if len(names) != config.num_hidden_layers:
             reasons.append(
-                f"layer_types has {len(names)} entries, num_hidden_layers is {config.num_hidden_layers}"
+                f"layer_types has {len(names)} entries, num_hidden_layers is "
+                f"{config.num_hidden_layers}"
             )
         if reasons := [*super().reasons_against_fields(config), *reasons]:
             return reasons

@@ -96,7 +96,8 @@ class LatentAttention(nn.Module):
 
     def store(self, residual: Residual, norm: Norm, rotation: Rotation) -> torch.Tensor:
         """Store the latents. Returns the queries [tokens, heads, kv_rank + rope]."""
-        shape, rank = self.shape, self.shape.kv_rank
+        shape = self.shape
+        rank = self.shape.kv_rank
         q, latent, k_rope = torch.split(self.down_proj(residual, norm), self.widths, dim=1)
         if self.q_norm is not None and self.q_up_proj is not None:
             q = self.q_up_proj(self.q_norm(q.contiguous()))

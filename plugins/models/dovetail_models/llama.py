@@ -41,7 +41,8 @@ class Llama(DecoderArch):
         )
 
     def feed_forward(self, config: Any, context: BuildContext) -> GatedFeedForward:
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
+        inner = config.intermediate_size
         return GatedFeedForward(hidden, inner, context, bias=config.mlp_bias)
 
 
@@ -53,6 +54,7 @@ def _stray_window_reasons(config: Any) -> list[str]:
     if is_off or (isinstance(window, int) and window >= model_length(config)):
         return []
     return [
-        f"sliding_window = {window!r}: a Llama has none; transformers ignores it, other engines don't: "
+        f"sliding_window = {window!r}: a Llama has none; transformers ignores it, other engines "
+        f"don't: "
         "remove it from config.json for transformers' behavior"
     ]

@@ -65,13 +65,15 @@ class ModernBert(EncoderArch):
         reasons = [*super().reasons_against_fields(config), *layer_type_reasons(config)]
         if not reasons and config.hidden_size // config.num_attention_heads % 2:
             reasons.append(
-                f"hidden_size / num_attention_heads = {config.hidden_size // config.num_attention_heads} must be even"
+                f"hidden_size / num_attention_heads = "
+                f"{config.hidden_size // config.num_attention_heads} must be even"
             )
         if config.local_attention < 2:
             reasons.append(f"local_attention = {config.local_attention} must be at least 2")
         if config.classifier_activation != "gelu":
             reasons.append(
-                f"classifier_activation = {config.classifier_activation!r} is not implemented (only 'gelu')"
+                f"classifier_activation = {config.classifier_activation!r} is not implemented "
+                f"(only 'gelu')"
             )
         return reasons
 
@@ -108,7 +110,9 @@ class ModernBertLayer(nn.Module):
 
     def __init__(self, config: Any, spec: LayerSpec, context: BuildContext) -> None:
         super().__init__()
-        hidden, own, rank = config.hidden_size, spec.heads * spec.head_size, context.parallel.rank
+        hidden = config.hidden_size
+        own = spec.heads * spec.head_size
+        rank = context.parallel.rank
         self.kind: str = config.layer_types[spec.index]
         parts: dict[str | None, Columns] = {
             name: Columns(3 * hidden, index * hidden + rank * own, own)

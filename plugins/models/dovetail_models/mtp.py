@@ -78,7 +78,8 @@ class Mtp(HeadArch):
     def __init__(self, directory: Path, target: Any, *, dummy: bool) -> None:
         if target.model_type not in _FAMILIES:
             raise UnsupportedError(
-                f"model_type {target.model_type!r} has no multi-token-prediction head that is implemented "
+                f"model_type {target.model_type!r} has no multi-token-prediction head that is "
+                f"implemented "
                 f"(implemented: {', '.join(sorted(_FAMILIES))})"
             )
         arch, names = _FAMILIES[target.model_type]
@@ -98,7 +99,8 @@ class Mtp(HeadArch):
             )
         if getattr(target, "mtp_use_dedicated_embeddings", False):
             raise UnsupportedError("mtp_use_dedicated_embeddings = True is not implemented")
-        self.taps, self.hidden_size = (target.num_hidden_layers,), target.hidden_size
+        self.taps = (target.num_hidden_layers,)
+        self.hidden_size = target.hidden_size
         self.config = target
         self.arch = arch(NoOptions(), ModelContext())
 
@@ -149,7 +151,8 @@ class MtpHead(nn.Module):
         return Residual(self.projection(x)), self.rotary(positions)
 
     def weights(self) -> Iterator[WeightRule]:
-        names, prefix = self.names, self.names.prefix
+        names = self.names
+        prefix = self.names.prefix
         yield from weight_rules(
             prefix,
             {

@@ -170,7 +170,8 @@ class NemotronH(HybridArch):
             value = getattr(config, name)
             if (tuple(value) if isinstance(value, list) else value) != only:
                 reasons.append(
-                    f"{name} = {value!r} is not implemented (only {only!r}): transformers, the reference, doesn't read it"
+                    f"{name} = {value!r} is not implemented (only {only!r}): transformers, the "
+                    f"reference, doesn't read it"
                 )
         if config.mamba_hidden_act != "silu":
             reasons.append(
@@ -179,18 +180,21 @@ class NemotronH(HybridArch):
         if "moe" in config.layers_block_type:
             if config.moe_latent_size is not None:
                 reasons.append(
-                    f"moe_latent_size = {config.moe_latent_size}: experts of a smaller size than the stream are not implemented"
+                    f"moe_latent_size = {config.moe_latent_size}: experts of a smaller size than "
+                    f"the stream are not implemented"
                 )
             if config.moe_shared_expert_intermediate_size < 1:
                 reasons.append(
-                    f"moe_shared_expert_intermediate_size = {config.moe_shared_expert_intermediate_size} must be at least 1"
+                    f"moe_shared_expert_intermediate_size = "
+                    f"{config.moe_shared_expert_intermediate_size} must be at least 1"
                 )
             reasons += experts_reasons(config, "n_routed_experts") or group_reasons(config, 2)
         return reasons
 
     def recurrent(self, config: Any) -> Mamba:
         shape = Mamba2Shape(*(getattr(config, name) for name in self.sizes))
-        # transformers limits steps to this minimum in prompts, and not where it decodes with a cache; here they always are
+        # transformers limits steps to this minimum in prompts, and not where it decodes with a
+        # cache; here they always are
         limits = (config.time_step_min, math.inf)
         return Mamba(
             shape,

@@ -63,7 +63,8 @@ class Qwen3Moe(DecoderArch):
         )
 
     def feed_forward(self, config: Any, index: int, context: BuildContext) -> FeedForward:
-        hidden, count = config.hidden_size, config.num_experts
+        hidden = config.hidden_size
+        count = config.num_experts
         is_sparse = count and (index + 1) % config.decoder_sparse_step == 0
         if not is_sparse or index in config.mlp_only_layers:
             return GatedFeedForward(hidden, config.intermediate_size, context)

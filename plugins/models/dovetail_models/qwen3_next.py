@@ -66,8 +66,10 @@ class QwenSparseFeedForward(SparseFeedForward):
     def __init__(
         self, config: Any, stacked: Stacked | None, context: BuildContext, *, normalize: bool
     ) -> None:
-        hidden, count = config.hidden_size, config.num_experts
-        inner, shared_inner = config.moe_intermediate_size, config.shared_expert_intermediate_size
+        hidden = config.hidden_size
+        count = config.num_experts
+        inner = config.moe_intermediate_size
+        shared_inner = config.shared_expert_intermediate_size
         # Adapters can't change experts, which aren't linear layers.
         merged = shared_inner == inner and not context.adapters
         super().__init__(
@@ -236,7 +238,8 @@ class Qwen35Moe(Qwen35):
             reasons += experts_reasons(config, "num_experts")
             if (config.shared_expert_intermediate_size or 0) < 1:
                 reasons.append(
-                    f"shared_expert_intermediate_size = {config.shared_expert_intermediate_size} must be at least 1"
+                    f"shared_expert_intermediate_size = {config.shared_expert_intermediate_size} "
+                    f"must be at least 1"
                 )
         return reasons + self._fixed(config)
 

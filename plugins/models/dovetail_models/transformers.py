@@ -75,15 +75,18 @@ _ORIGINAL = "original_max_position_embeddings"
 _LONGEST = 8192  # tokens of the check's longest sequence
 _BEYOND = 17  # tokens that it has after the last length at which the numbers may change
 _LEFT_OUT = re.compile(rf"{OTHER_PARTS.pattern}|(model\.)?(mtp|score)\.")  # tensors of other parts
+# attributes of a model's class that name them
 _IN_FLOAT32 = (
     "_keep_in_fp32_modules",
     "_keep_in_fp32_modules_strict",
-)  # attributes of a model's class that name them
+)
 _HIDING = {  # kinds of layers that compute something that attention backends don't see
-    "chunked_attention": "which ends at a chunk's border, hidden from attention backends; a max_model_len of one chunk avoids it",
+    "chunked_attention": "which ends at a chunk's border, hidden from attention backends; a "
+    "max_model_len of one chunk avoids it",
     "conv": "a convolution, whose state of earlier inputs only native models can keep",
     "linear_attention": "whose recurrent state only native models can keep",
 }
+# of transformers' code
 _FAILURES = (
     AttributeError,
     IndexError,
@@ -91,11 +94,12 @@ _FAILURES = (
     RuntimeError,
     TypeError,
     ValueError,
-)  # of transformers' code
+)
+# their frequencies depend on the longest sequence of a batch
 _SWITCHING_ROPES = (
     "dynamic",
     "longrope",
-)  # their frequencies depend on the longest sequence of a batch
+)
 
 
 class Transformers(ModelArch):
@@ -116,7 +120,8 @@ class Transformers(ModelArch):
             return [f"{serves} keeps a recurrent state, which only native models can"]
         if getattr(config, "index_topk", None):
             return [
-                f"index_topk = {config.index_topk}: attention to tokens that an index chooses isn't served"
+                f"index_topk = {config.index_topk}: attention to tokens that an index chooses "
+                f"isn't served"
             ]
         try:
             calls = self._trace(config).calls
@@ -148,7 +153,8 @@ class Transformers(ModelArch):
             )
         ):
             raise UnsupportedError(
-                f"{type(traced.model).__name__} can't be split over ranks through transformers: {'; '.join(reasons)}"
+                f"{type(traced.model).__name__} can't be split over ranks through transformers: "
+                f"{'; '.join(reasons)}"
             )
         return TransformersModel(config, traced, layers, context, max_len)
 
@@ -172,7 +178,8 @@ def _folded(name: str) -> str:
 
 def _why_not_causal(config: Any, serves: str | None) -> str:
     """Return why the architectures of a config can't be served."""
-    names, kind = ", ".join(config.architectures or ()), config.model_type
+    names = ", ".join(config.architectures or ())
+    kind = config.model_type
     known = [name for name in config.architectures or () if hasattr(transformers, name)]
     if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         if any(name.endswith("ForMaskedLM") for name in known):
@@ -182,7 +189,10 @@ def _why_not_causal(config: Any, serves: str | None) -> str:
     if serves is None:
         return f"architectures: {names}: transformers has no causal language model for {kind}"
     if not known:
-        return f"architectures: {names} is no class of transformers, and code in a checkpoint is never run; for {kind} it has {serves}"
+        return (
+            f"architectures: {names} is no class of transformers, and code in a checkpoint is "
+            f"never run; for {kind} it has {serves}"
+        )
     return f"architectures: {names} isn't a causal language model; for {kind} that is {serves}"
 
 
@@ -244,8 +254,12 @@ class TransformersModel(nn.Module):
         self, config: Any, traced: Traced, layers: Layers, context: BuildContext, max_len: int
     ) -> None:
         super().__init__()
-        self.config, self._layers, self._context, self._max_len = config, layers, context, max_len
-        self._prefix, self._calls = traced.prefix, traced.calls
+        self.config = config
+        self._layers = layers
+        self._context = context
+        self._max_len = max_len
+        self._prefix = traced.prefix
+        self._calls = traced.calls
         self._shortened = _shortened(config, traced.base, traced.calls)
         self._attention = [
             context.make_attention(spec_of_rank(spec, context.parallel))
@@ -270,14 +284,16 @@ class TransformersModel(nn.Module):
         """Load the weights from `directory`; None: random ones. Raises `ModelLoadError` if the
         checkpoint doesn't match, and `UnsupportedError` if the model computes other states in
         ragged batches than by itself."""
-        dtype, device = self._context.dtype, self._context.device
+        dtype = self._context.dtype
+        device = self._context.device
         if directory is None:
             dummy_weights(self, seed)
             self.model = _skeleton(self.config, dtype)
         else:
             if self._context.parallel.size > 1 and not self._is_plain():
                 raise UnsupportedError(
-                    "a quantized model through transformers runs on one GPU: set tensor_parallel_size to 1"
+                    "a quantized model through transformers runs on one GPU: set "
+                    "tensor_parallel_size to 1"
                 )
             stored = [rule for rule in self.weights() if _is_stored(rule)]
             if stored:
@@ -298,7 +314,8 @@ class TransformersModel(nn.Module):
                     )
                 except _FAILURES as error:
                     raise UnsupportedError(
-                        f"{type(self.model).__name__}: its code fails in transformers: {one_line(error)}"
+                        f"{type(self.model).__name__}: its code fails in transformers: "
+                        f"{one_line(error)}"
                     ) from error
                 self.model.set_attn_implementation(NAME)
             for rule in self.weights():
@@ -326,7 +343,8 @@ class TransformersModel(nn.Module):
         self._expected = None
         if self._on_any_rank(difference is not None):
             raise UnsupportedError(
-                f"{type(self.model).__name__} can't be served through transformers: {difference or 'another rank refuses it'}"
+                f"{type(self.model).__name__} can't be served through transformers: "
+                f"{difference or 'another rank refuses it'}"
             )
         self._to_verify = False
         self._verdict.write(replaced=bool(self._layers.found))
@@ -356,7 +374,8 @@ class TransformersModel(nn.Module):
         parameters = dict(alone.named_parameters())
         for rule in stored:
             if rule.source in parameters:
-                part, weight = rule.parameter.parts[rule.shard_id], rule.parameter
+                part = rule.parameter.parts[rule.shard_id]
+                weight = rule.parameter
                 parameters[rule.source].data.copy_(part.place(weight.format.dequantized(weight)))
         alone.set_attn_implementation("eager")
         specs = [spec_of_rank(spec, self._context.parallel) for spec in specs_of(calls)]
@@ -411,7 +430,8 @@ class TransformersModel(nn.Module):
             alone, {id(one): one for one in (*alone.parameters(), *alone.buffers())}
         )
         batched.set_attn_implementation(NAME)
-        base, base_alone = _base_of(batched), _base_of(alone)
+        base = _base_of(batched)
+        base_alone = _base_of(alone)
         context = replace(self._context, dtype=torch.float32, weights_later=False)
         own = {found.name: found.make(context) for found in layers.found if _has(base, found.name)}
         for name, layer in own.items():
@@ -456,7 +476,8 @@ def _warn_of_plain_experts(traced: Traced, dtype: torch.dtype) -> None:
             sum(parameter.numel() for parameter in some)
             for some in (stacked, traced.model.parameters())
         )
-        names, told = ", ".join(sorted(set(stacked.values()))), str(dtype).removeprefix("torch.")
+        names = ", ".join(sorted(set(stacked.values())))
+        told = str(dtype).removeprefix("torch.")
         log.warning(
             "%s aren't quantized through transformers: %.0f %% of the model's parameters stay in %s",
             names,
@@ -580,7 +601,8 @@ def _refuse_others_stored(directory: Path, stored: Sequence[WeightRule]) -> None
             modules.append(module)
     if modules:
         raise UnsupportedError(
-            f"{directory}: {some_of(dict.fromkeys(modules))} are quantized, and through transformers "
+            f"{directory}: {some_of(dict.fromkeys(modules))} are quantized, and through "
+            f"transformers "
             "only layers that are replaced can be, which experts in a quantized checkpoint aren't; "
             "use a checkpoint in 16 bits"
         )
@@ -618,10 +640,8 @@ def _loaded(
         ) from error
     elsewhere = {rule.source for rule in stored}
     modules = {name.rpartition(".")[0] for name in elsewhere}
-    missing, misshapen = (
-        set(info["missing_keys"]) - elsewhere,
-        {key for key, *_ in info["mismatched_keys"]} - elsewhere,
-    )
+    missing = set(info["missing_keys"]) - elsewhere
+    misshapen = {key for key, *_ in info["mismatched_keys"]} - elsewhere
     problems = [f"lacks {some_of(missing)}"] if missing else []
     problems += (
         [f"holds tensors of other shapes than the config says: {some_of(misshapen)}"]
@@ -736,10 +756,11 @@ def _shortened(
     except _FAILURES:
         return config, calls
     if parameters != {name: one.shape for name, one in base.named_parameters() if stays(name)}:
+        # layers depend on their number: those that share K and V, or embeddings for each
         return (
             config,
             calls,
-        )  # layers depend on their number: those that share K and V, or embeddings for each
+        )
     return short, [call for call in calls if stays(call.module)]
 
 
@@ -794,7 +815,8 @@ def _check_lengths(config: Any, calls: list[AttentionCall], max_len: int) -> Non
     for key, length in (_hidden_lengths(config) | _windows(config, calls)).items():
         if length + _BEYOND > _LONGEST and max_len > length:
             raise UnsupportedError(
-                f"{key}: what changes beyond {length} tokens can't be checked; set max_model_len to {length} or less"
+                f"{key}: what changes beyond {length} tokens can't be checked; set max_model_len "
+                f"to {length} or less"
             )
 
 
@@ -818,7 +840,8 @@ def _check_rope(config: Any, max_len: int) -> None:
         )
         if kind in _SWITCHING_ROPES and max_len > original:
             raise UnsupportedError(
-                f"rope_parameters.rope_type: with {kind!r} a sequence of more than {original} tokens changes the frequencies of all others in its "
+                f"rope_parameters.rope_type: with {kind!r} a sequence of more than {original} "
+                f"tokens changes the frequencies of all others in its "
                 f"batch; set max_model_len to {original} or less"
             )
 
@@ -827,10 +850,8 @@ def _check_rope(config: Any, max_len: int) -> None:
 def _quiet() -> Iterator[None]:
     """Context without transformers' report of missing or unknown tensors, which Dovetail reports,
     and without its progress bar."""
-    level, had_bar = (
-        transformers.logging.get_verbosity(),
-        transformers.logging.is_progress_bar_enabled(),
-    )
+    level = transformers.logging.get_verbosity()
+    had_bar = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:

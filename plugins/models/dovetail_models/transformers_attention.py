@@ -21,11 +21,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.errors import UnsupportedError
 
-NAME = "dovetail"  # name of our functions in transformers' registries of attention and experts implementations
+# name of our functions in transformers' registries of attention and experts implementations
+NAME = "dovetail"
 NOT_THROUGH = "{}: its attention doesn't go through transformers' AttentionInterface"
 LAYER = "dovetail_layer"  # attribute of an attention module: its `AttentionLayer`
 
-_HANDLED = frozenset(  # arguments of attention calls that layers have, or that don't change the numbers here: positions and masks are the backend's
+# arguments of attention calls that layers have, or that don't change the numbers here: positions
+# and masks are the backend's
+_HANDLED = frozenset(
     [
         "position_ids",
         "cache_position",
@@ -102,11 +105,11 @@ def attention(
         layer.spec, module, key, attention_mask, scaling, kwargs
     ):  # and so may their values
         raise UnsupportedError(
-            f"{type(module).__name__}: {changed} of its attention isn't what it was when the model was traced"
+            f"{type(module).__name__}: {changed} of its attention isn't what it was when the model "
+            f"was traced"
         )
-    q, k, v = (
-        x[0].transpose(0, 1) for x in (query, key, value)
-    )  # [tokens, heads, head_size], views
+    # [tokens, heads, head_size], views
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if (missing := k.shape[2] - v.shape[2]) > 0:
         v = nn.functional.pad(v, (0, missing))
     layer.write(k, v)
@@ -168,11 +171,9 @@ def _call(
         problems.append(f"V's head size {value.shape[3]} is larger than K's, {key.shape[3]}")
     if value.shape[1] != key.shape[1]:
         problems.append(f"K has {key.shape[1]} heads and V {value.shape[1]}")
-    window, softcap, given = (
-        kwargs.get("sliding_window"),
-        kwargs.get("softcap"),
-        kwargs.get("s_aux"),
-    )
+    window = kwargs.get("sliding_window")
+    softcap = kwargs.get("softcap")
+    given = kwargs.get("s_aux")
     if window is not None and int(window) < 1:
         problems.append(f"sliding_window = {window} must be at least 1")
     sinks = next(

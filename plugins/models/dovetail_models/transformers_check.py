@@ -20,15 +20,13 @@ from dovetail_models.transformers_attention import AttentionCall, bind
 
 TOLERANCE = 1e-4  # largest difference, in root mean squares of the reference's states
 MEAN_DIFFERENCE = 0.05  # largest mean difference of log-probabilities in the model's own dtype
-TRIAL_ROWS, TRIAL_TOKENS, TRIAL_FIRST = (
-    4,
-    24,
-    16,
-)  # sequences of the whole model's check, their tokens, those of them in the first step
+# sequences of the whole model's check, their tokens, those of them in the first step
+TRIAL_ROWS = 4
+TRIAL_TOKENS = 24
+TRIAL_FIRST = 16
 
-States = Callable[
-    [torch.Tensor, torch.Tensor], torch.Tensor
-]  # (token ids [n], positions [n]) -> hidden states [n, hidden]
+# (token ids [n], positions [n]) -> hidden states [n, hidden]
+States = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class PlainBatch:
@@ -43,7 +41,8 @@ class PlainAttention(AttentionLayer):
     implementation."""
 
     def __init__(self, spec: LayerSpec, batch: PlainBatch) -> None:
-        self.spec, self._batch = spec, batch
+        self.spec = spec
+        self._batch = batch
         self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def bind(self, cache: LayerCache) -> None:
@@ -62,7 +61,8 @@ class PlainAttention(AttentionLayer):
             start += count
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        outs, start = [], 0
+        outs = []
+        start = 0
         for row, count in self._batch.rows:
             k, v = self._cache[row]
             outs.append(self._attend_row(q[start : start + count], k, v))
@@ -71,15 +71,12 @@ class PlainAttention(AttentionLayer):
 
     def _attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         repeats = self.spec.heads // self.spec.kv_heads
-        q, k, v = (
-            q.transpose(0, 1),
-            k.repeat_interleave(repeats, 1).transpose(0, 1),
-            v.repeat_interleave(repeats, 1).transpose(0, 1),
-        )
+        q = q.transpose(0, 1)
+        k = k.repeat_interleave(repeats, 1).transpose(0, 1)
+        v = v.repeat_interleave(repeats, 1).transpose(0, 1)
         places = torch.arange(k.shape[1], device=q.device)
-        ages = (
-            places[-q.shape[1] :, None] - places
-        )  # [queries, keys]: distance from query back to key
+        # [queries, keys]: distance from query back to key
+        ages = places[-q.shape[1] :, None] - places
         seen = ages >= 0 if self.spec.window is None else (ages >= 0) & (ages < self.spec.window)
         if self.spec.softcap is not None or self.sinks is not None:
             return self._attend_by_definition(q, k, v, seen).transpose(0, 1)
@@ -90,7 +87,8 @@ class PlainAttention(AttentionLayer):
     def _attend_by_definition(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor
     ) -> torch.Tensor:
-        scores, cap = q @ k.transpose(1, 2) * self.spec.scale, self.spec.softcap
+        scores = q @ k.transpose(1, 2) * self.spec.scale
+        cap = self.spec.softcap
         scores = (scores if cap is None else torch.tanh(scores / cap) * cap).masked_fill(
             ~seen, -torch.inf
         )
@@ -135,12 +133,14 @@ def check(
         ):
             got[row].append(part)
     for length, one, other in zip(lengths, wanted, got, strict=True):
-        off = (torch.cat(other) - one).abs().max(
-            dim=-1
-        ).values / one.square().mean().sqrt()  # [tokens]
+        # [tokens]
+        off = (torch.cat(other) - one).abs().max(dim=-1).values / one.square().mean().sqrt()
         if not bool((off <= TOLERANCE).all()):
             token = int((~(off <= TOLERANCE)).nonzero()[0])
-            return f"in a sequence of {length} tokens the states differ from the reference from token {token} on ({float(off[token]):.1e} of their size)"
+            return (
+                f"in a sequence of {length} tokens the states differ from the reference from "
+                f"token {token} on ({float(off[token]):.1e} of their size)"
+            )
     return None
 
 
@@ -174,10 +174,8 @@ def whole_logprobs(model: nn.Module, token_ids: torch.Tensor, device: torch.devi
     layers = [
         layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module
     ]
-    handles, stay = (
-        [],
-        {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())},
-    )
+    handles = []
+    stay = {id(tensor) for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
     moved: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
 
     def fetch(tensors: Sequence[torch.Tensor]) -> None:
@@ -219,7 +217,8 @@ def check_logprobs(
     """Compare the log-probabilities [rows, tokens, vocab] that are `expected` for `token_ids` with
     what `run` computes. None: those that it computes without recorded graphs. Returns None if they
     agree, and otherwise what differs."""
-    first, sequences = min(TRIAL_FIRST, token_ids.shape[1]), token_ids.tolist()
+    first = min(TRIAL_FIRST, token_ids.shape[1])
+    sequences = token_ids.tolist()
     found = run(sequences, first)
     if expected is None:
         wanted = [[logprob for _, logprob in row] for row in run(sequences, first, recorded=False)]
@@ -237,6 +236,7 @@ def check_logprobs(
         return None
     by = "without recorded graphs" if expected is None else "by transformers"
     return (
-        f"the log-probabilities of its tokens, as they are served, differ from those computed {by} by {mean:.2g} on average "
+        f"the log-probabilities of its tokens, as they are served, differ from those computed {by} "
+        f"by {mean:.2g} on average "
         f"(at most {MEAN_DIFFERENCE})"
     )

@@ -230,7 +230,8 @@ class OwnHead(nn.Module):
 
     def __init__(self, theirs: nn.Linear) -> None:
         super().__init__()
-        self.weight, self.bias = theirs.weight, theirs.bias
+        self.weight = theirs.weight
+        self.bias = theirs.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x.flatten(0, -2), self.weight, self.bias).view(*x.shape[:-1], -1)
@@ -343,20 +344,20 @@ class _Finder:
             self.found[name] = Found(name, kind, make)
 
     def _norm(self, name: str, module: Any) -> Make | None:
-        eps, parameters = _eps(module), [one for one, _ in module.named_parameters()]
+        eps = _eps(module)
+        parameters = [one for one, _ in module.named_parameters()]
         if eps is None or parameters != ["weight"]:
             return None
         return partial(OwnNorm, len(module.weight), eps)
 
     def _linear(self, name: str, module: Any) -> Make:
-        sizes, bias = (module.in_features, module.out_features), module.bias is not None
+        sizes = (module.in_features, module.out_features)
+        bias = module.bias is not None
         return partial(OwnLinear, *sizes, bias=bias)
 
     def _feed_forward(self, name: str, module: Any) -> Make | None:
-        activation, parts = (
-            _activation(module),
-            (module.gate_proj, module.up_proj, module.down_proj),
-        )
+        activation = _activation(module)
+        parts = (module.gate_proj, module.up_proj, module.down_proj)
         biases = {part.bias is not None for part in parts}
         is_sparse = getattr(module, "activation_sparsity", 0) > 0
         if activation is None or is_sparse or len(biases) > 1:
@@ -381,7 +382,8 @@ class _Finder:
         )
 
     def _attention(self, name: str, module: Any) -> Make | None:
-        spec, parts = self._specs.get(name), [getattr(module, one) for one in PROJECTIONS]
+        spec = self._specs.get(name)
+        parts = [getattr(module, one) for one in PROJECTIONS]
         rotary = self._rotary(module)
         biases = {part.bias is not None for part in parts[:3]}
         if spec is None or rotary is None or len(biases) > 1 or not self._rotates_only(module):
@@ -422,7 +424,8 @@ class _Finder:
         if len(all_of_them) != 1:
             return None
         given = all_of_them[0]
-        kind, arguments = None, list[Any]()
+        kind = None
+        arguments = list[Any]()
         if "layer_type" in inspect.signature(given.forward).parameters:
             kind = module.config.layer_types[module.layer_idx]
             arguments = [kind]

@@ -81,9 +81,8 @@ class Verdict:
         """Store that the model passed. If the file can't be written, this is logged, and the next
         start checks again."""
         stored = json.dumps({"key": self._key, "replaced": replaced}, indent=1)
-        own = self.path.with_name(
-            f"{self.path.name}.{os.getpid()}"
-        )  # per process: another one may be writing, too
+        # per process: another one may be writing, too
+        own = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(own, lambda path: path.write_text(stored, encoding="utf-8"))

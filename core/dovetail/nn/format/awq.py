@@ -43,11 +43,13 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of outputs within 32 bits, see `packing.unp
 
 @dataclass(frozen=True, slots=True)
 class AwqInt4(Int4):
-    """Transposed: weights [inputs, outputs / 8] and zero points [groups, outputs / 8], packed along the outputs, even before odd ones."""
+    """Transposed: weights [inputs, outputs / 8] and zero points [groups, outputs / 8], packed along
+    the outputs, even before odd ones."""
 
     def tensors(self, part: Part) -> Mapping[str, TensorShape]:
         outputs, inputs = part.source_shape
-        groups, of_group = self._groups(inputs), self.group or inputs
+        groups = self._groups(inputs)
+        of_group = self.group or inputs
         return {
             "qweight": share_of(part, (inputs, outputs // PACKED), (1, 0), (PACKED, 1)),
             "qzeros": share_of(part, (groups, outputs // PACKED), (1, 0), (PACKED, of_group)),
@@ -60,7 +62,8 @@ class AwqInt4(Int4):
 
 
 class Awq(Quantization):
-    """Quantizes all linear layers except the head and those that the config excludes, by any substring of their name."""
+    """Quantizes all linear layers except the head and those that the config excludes, by any
+    substring of their name."""
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         super().__init__(config)

@@ -1,4 +1,5 @@
-"""Interfaces of weight formats: `WeightFormat` for one linear layer, `Quantization` for a checkpoint."""
+"""Interfaces of weight formats: `WeightFormat` for one linear layer, `Quantization` for a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ExpertLayers:
-    """Layers of a mixture of experts, in some format: for each expert gate and up merged [2 * inner, hidden], and down [hidden, inner]."""
+    """Layers of a mixture of experts, in some format: for each expert gate and up merged [2 *
+    inner, hidden], and down [hidden, inner]."""
 
     gate_up: Sequence[Any]  # from the format's `allocate_experts`
     down: Sequence[Any]
@@ -37,16 +39,19 @@ class ExpertLayers:
 
 
 class WeightFormat(ABC):
-    """How the weight of a linear layer is stored and multiplied. Formats are values: layers with equal formats can be merged.
+    """How the weight of a linear layer is stored and multiplied. Formats are values: layers with
+    equal formats can be merged.
 
-    Each format has a plain twin, implemented here: dequantize to float32 and multiply. It runs on every device and is the oracle of the format's
-    kernels. `columns` and `add_to` choose among these, and fall back to the twin.
+    Each format has a plain twin, implemented here: dequantize to float32 and multiply. It runs on
+    every device and is the oracle of the format's kernels. `columns` and `add_to` choose among
+    these, and fall back to the twin.
     """
 
     @abstractmethod
     def allocate(self, weight: Weight, device: torch.device) -> nn.Parameter:
-        """Return uninitialized memory on `device` for a layer's `weight` [outputs, inputs], which is on the meta device and lists its parts. Raises
-        `UnsupportedError`, with the numbers, if the format can't store a part of that size."""
+        """Return uninitialized memory on `device` for a layer's `weight` [outputs, inputs], which
+        is on the meta device and lists its parts. Raises `UnsupportedError`, with the numbers, if
+        the format can't store a part of that size."""
 
     @abstractmethod
     def dequantized(self, weight: Any) -> torch.Tensor:
@@ -62,8 +67,9 @@ class WeightFormat(ABC):
         gated: bool = False,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiply x [tokens, inputs], or a residual stream, normed first if `norm` is given -> [tokens, outputs] in x's dtype. `gated`: silu of the
-        first half of the outputs, times the second half. `into` [tokens, outputs], not with `gated`: memory for the result."""
+        """Multiply x [tokens, inputs], or a residual stream, normed first if `norm` is given ->
+        [tokens, outputs] in x's dtype. `gated`: silu of the first half of the outputs, times the
+        second half. `into` [tokens, outputs], not with `gated`: memory for the result."""
         if isinstance(x, Residual):
             x = x.summed() if norm is None else x.normed(norm)
         elif norm is not None:
@@ -86,8 +92,9 @@ class WeightFormat(ABC):
     def experts(
         self, layers: ExpertLayers, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """-> [parts, tokens, hidden], float32 or like x, whose sum over the parts is the experts' output for x [tokens, hidden]: token t has the k
-        experts ids[t], int32, each weighted by weights [tokens, k] float32."""
+        """-> [parts, tokens, hidden], float32 or like x, whose sum over the parts is the experts'
+        output for x [tokens, hidden]: token t has the k experts ids[t], int32, each weighted by
+        weights [tokens, k] float32."""
         if use_kernels(x, ids, weights):
             from dovetail.nn.kernels import experts
 
@@ -125,8 +132,8 @@ class WeightFormat(ABC):
         return made
 
     def for_kernels(self, weights: Sequence[Any]) -> Stored | None:
-        """Return weights of experts, from `allocate_experts`, in the form that `kernels.experts` takes; None if it can't, so that the twin
-        computes."""
+        """Return weights of experts, from `allocate_experts`, in the form that `kernels.experts`
+        takes; None if it can't, so that the twin computes."""
         return None
 
 
@@ -137,8 +144,8 @@ def plain_experts(
     ids: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Twin of all kernels for experts: one expert after the other, on a CPU for the tokens that chose it, on other devices for all tokens, so that
-    shapes are the same in every step."""
+    """Twin of all kernels for experts: one expert after the other, on a CPU for the tokens that
+    chose it, on other devices for all tokens, so that shapes are the same in every step."""
     tokens, per_token = ids.shape
     parts = torch.zeros((per_token, tokens, x.shape[1]), dtype=torch.float32, device=x.device)
     for index, (gate_up, down) in enumerate(zip(layers.gate_up, layers.down, strict=True)):
@@ -163,7 +170,8 @@ def plain_experts(
 def in_one_piece(
     weights: Sequence[nn.Parameter], beside: Sequence[str] = ()
 ) -> Sequence[nn.Parameter]:
-    """Move newly allocated weights, and the tensors in their attributes `beside`, so that they are contiguous: see `stacked`."""
+    """Move newly allocated weights, and the tensors in their attributes `beside`, so that they are
+    contiguous: see `stacked`."""
     for weight, values in zip(
         weights, torch.stack([weight.data for weight in weights]), strict=True
     ):
@@ -178,8 +186,8 @@ def in_one_piece(
 
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return tensors that `in_one_piece` made contiguous as one, [number of tensors, ...]: a view, or a float32 copy if one has been replaced
-    since."""
+    """Return tensors that `in_one_piece` made contiguous as one, [number of tensors, ...]: a view,
+    or a float32 copy if one has been replaced since."""
     first = tensors[0].detach()
     size = first.numel() * first.element_size()
     if any(
@@ -202,25 +210,28 @@ def kept(result: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
 class Quantization(ABC):
     """Parsed `quantization_config` of a checkpoint: maps its linear layers to formats.
 
-    Registered under `QuantizationSpec.name`, the `quant_method` that it reads; see the hook `dovetail_quantizations`.
+    Registered under `QuantizationSpec.name`, the `quant_method` that it reads; see the hook
+    `dovetail_quantizations`.
     """
 
     def __init__(self, config: Mapping[str, Any] | None) -> None:
-        """`config`: the checkpoint's `quantization_config`, or None to quantize a plain checkpoint while loading. Raises `UnsupportedError` that
-        names each field that isn't implemented, and `ModelLoadError` for an invalid value."""
+        """`config`: the checkpoint's `quantization_config`, or None to quantize a plain checkpoint
+        while loading. Raises `UnsupportedError` that names each field that isn't implemented, and
+        `ModelLoadError` for an invalid value."""
         self.config = config
 
     @abstractmethod
     def of_module(self, name: str) -> WeightFormat:
-        """Return the format of the checkpoint's linear module `name`, such as "model.layers.0.mlp.down_proj"; `dovetail.nn.format.DENSE` if it is
-        plain."""
+        """Return the format of the checkpoint's linear module `name`, such as
+        "model.layers.0.mlp.down_proj"; `dovetail.nn.format.DENSE` if it is plain."""
 
     def __str__(self) -> str:
         """Description for humans: "fp8, blocks of 128 x 128"."""
         return type(self).__name__
 
     def format_of(self, modules: Sequence[str]) -> WeightFormat:
-        """Return the format of a layer that merges these modules. Raises `UnsupportedError` if their formats differ."""
+        """Return the format of a layer that merges these modules. Raises `UnsupportedError` if
+        their formats differ."""
         formats = {name: self.of_module(name) for name in modules}
         if len(set(formats.values())) > 1:
             told = ", ".join(f"{name}: {form}" for name, form in formats.items())

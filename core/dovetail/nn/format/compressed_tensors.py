@@ -80,7 +80,8 @@ _LINEAR = "Linear"  # class name of all layers that can be quantized
 
 @dataclass(frozen=True, slots=True)
 class PackedInt4(Int4):
-    """`pack-quantized`: weights packed along the inputs, zero points along the outputs. Both are stored with an offset of 8."""
+    """`pack-quantized`: weights packed along the inputs, zero points along the outputs. Both are
+    stored with an offset of 8."""
 
     def tensors(self, part: Part) -> Mapping[str, TensorShape]:
         outputs, inputs = part.source_shape
@@ -144,16 +145,21 @@ def _format_of(name: str, group: Mapping[str, Any], fallback: Any) -> WeightForm
     where = f"quantization_config: config_groups.{name}"
     GROUP_KEYS.check(group, where)
     weights = keys_and_values(group.get("weights") or {}, f"{where}.weights")
-    inputs, packing = group.get("input_activations"), group.get("format") or fallback
+    inputs = group.get("input_activations")
+    packing = group.get("format") or fallback
     NUMBER_KEYS.check(weights, f"{where}.weights")
     kind = (weights.get("type"), weights.get("num_bits"))
     if kind == ("float", 8) and packing in ("float-quantized", "naive-quantized"):
         return _float8(where, weights, inputs)
     if kind == ("int", 4) and packing == "pack-quantized" and inputs is None:
         return _int4(where, weights)
-    what = f"weights of type {shown(kind[0])} and {shown(kind[1])} bits, {shown(packing)}, {'with' if inputs else 'without'} input_activations"
+    what = (
+        f"weights of type {shown(kind[0])} and {shown(kind[1])} bits, {shown(packing)}, "
+        f"{'with' if inputs else 'without'} input_activations"
+    )
     raise UnsupportedError(
-        f"{where}: {what}, are not implemented (only float of 8 bits, float-quantized; int of 4 bits, pack-quantized, without)"
+        f"{where}: {what}, are not implemented (only float of 8 bits, float-quantized; int of 4 "
+        f"bits, pack-quantized, without)"
     )
 
 
@@ -164,14 +170,16 @@ def _float8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | 
         )
         if (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
             raise UnsupportedError(
-                f"{where}.input_activations: {shown(dict(inputs))} is not implemented (only float of 8 bits)"
+                f"{where}.input_activations: {shown(dict(inputs))} is not implemented (only float "
+                f"of 8 bits)"
             )
     for kind, numbers in (("weights", weights), ("input_activations", inputs or {})):
         if numbers.get("symmetric") is False:
             raise UnsupportedError(
                 f"{where}.{kind}: symmetric = False is not implemented for 8 bits (only True)"
             )
-    static, bits = inputs is not None and not inputs.get("dynamic"), 16 if inputs is None else 8
+    static = inputs is not None and not inputs.get("dynamic")
+    bits = 16 if inputs is None else 8
     strategy = weights.get("strategy")
     if strategy == "block":
         return Float8(
@@ -184,18 +192,21 @@ def _float8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | 
     if strategy in ("tensor", "channel"):
         return Float8(strategy, static=static, inputs=bits)  # type: ignore[arg-type]
     raise UnsupportedError(
-        f"{where}.weights: strategy = {shown(strategy)} is not implemented for 8 bits (only tensor, channel, block)"
+        f"{where}.weights: strategy = {shown(strategy)} is not implemented for 8 bits (only "
+        f"tensor, channel, block)"
     )
 
 
 def _int4(where: str, weights: Mapping[str, Any]) -> PackedInt4:
     if weights.get("actorder") not in (None, False, "weight", "static"):
         raise UnsupportedError(
-            f"{where}.weights: actorder = {shown(weights['actorder'])} is not implemented (only weight)"
+            f"{where}.weights: actorder = {shown(weights['actorder'])} is not implemented (only "
+            f"weight)"
         )
     if (strategy := weights.get("strategy")) not in ("group", "channel"):
         raise UnsupportedError(
-            f"{where}.weights: strategy = {shown(strategy)} is not implemented for 4 bits (only group, channel)"
+            f"{where}.weights: strategy = {shown(strategy)} is not implemented for 4 bits (only "
+            f"group, channel)"
         )
     group = group_size(weights, "group_size", f"{where}.weights") if strategy == "group" else None
     return PackedInt4(group, bool(weights.get("symmetric", True)))

@@ -56,7 +56,8 @@ class Dense(WeightFormat):
             return _plain_columns(weight, x, bias, norm, gated, into)
         stream, norm = with_fusable_norm(x, norm)
         if norm is not None and stream.is_pending:
-            stream, norm = Residual(stream.normed(norm)), None
+            stream = Residual(stream.normed(norm))
+            norm = None
         if kernel := kernel_for_few(len(stream), weight, gated):
             with suppress(KernelUnavailable):
                 return kernel(

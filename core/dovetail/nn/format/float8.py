@@ -1,8 +1,10 @@
-"""8-bit weights: float8 values (e4m3 of arXiv:2209.05433) times a scale per output, or per block of outputs and inputs.
+"""8-bit weights: float8 values (e4m3 of arXiv:2209.05433) times a scale per output, or per block of
+outputs and inputs.
 
-For few rows, kernels widen the weights to 16 bits, which is exact: only what a plain layer rounds is rounded. For many rows, 8-bit products are
-faster in proportion to their width; for these the inputs are rounded to e4m3, too, with scales computed per token (and per group of inputs, if
-weights have blocks). A checkpoint's scale for all inputs of a layer ("static") is coarser, and not used.
+For few rows, kernels widen the weights to 16 bits, which is exact: only what a plain layer rounds
+is rounded. For many rows, 8-bit products are faster in proportion to their width; for these the
+inputs are rounded to e4m3, too, with scales computed per token (and per group of inputs, if weights
+have blocks). A checkpoint's scale for all inputs of a layer ("static") is coarser, and not used.
 """
 
 from __future__ import annotations
@@ -41,20 +43,25 @@ if TYPE_CHECKING:
 
 LARGEST = 448.0  # finite value of e4m3
 FEW_ROWS = 8  # above, a program runs out of registers
-PRODUCTS_FROM = 65  # rows from which 8-bit products are faster than reading the weights, and so faster than 16-bit products
+# rows from which 8-bit products are faster than reading the weights, and so faster than 16-bit
+# products
+PRODUCTS_FROM = 65
 LEAST_GROUP = 32  # inputs that 8-bit products multiply at once
 BLOCKS_FROM = 513  # rows from which torch's product of numbers with scales in blocks is the fastest
 IN_PARTS_BELOW = 513  # rows; above, there are enough programs without splitting
-WIDENED_FROM = 257  # rows from which weights are widened before the product, where 8-bit products aren't available
+# rows from which weights are widened before the product, where 8-bit products aren't available
+WIDENED_FROM = 257
 
 
 @dataclass(frozen=True, slots=True)
 class Float8(StoredFormat):
-    """`scales`: granularity in the checkpoint. "computed": the checkpoint is plain and quantized while loading, with a scale per output. A scale per
-    tensor is stored once per output, so that the parts of a layer may differ.
+    """`scales`: granularity in the checkpoint. "computed": the checkpoint is plain and quantized
+    while loading, with a scale per output. A scale per tensor is stored once per output, so that
+    the parts of a layer may differ.
 
-    `block`: (outputs, inputs) that share one scale. `scale_name`: last component of the scale tensor's name. `static`: the checkpoint has a scale for
-    inputs. `inputs`: the lowest precision in bits to which inputs may be rounded."""
+    `block`: (outputs, inputs) that share one scale. `scale_name`: last component of the scale
+    tensor's name. `static`: the checkpoint has a scale for inputs. `inputs`: the lowest precision
+    in bits to which inputs may be rounded."""
 
     scales: Literal["computed", "tensor", "channel", "block"]
     block: tuple[int, int] = (1, 0)
@@ -80,9 +87,8 @@ class Float8(StoredFormat):
         if self.scales != "block":
             return StoredWeight(self, weight, values, torch.ones(outputs, device=device))
         across, along = self.block
-        sharing = gcd(
-            across, outputs
-        )  # outputs per scale: fewer than in the checkpoint if a part begins or ends within a block
+        # outputs per scale: fewer than in the checkpoint if a part begins or ends within a block
+        sharing = gcd(across, outputs)
         for part in weight.parts.values():
             if part.dim == 0:
                 sharing = gcd(sharing, part.start, part.size, part.at)
@@ -90,7 +96,8 @@ class Float8(StoredFormat):
                 part.size % along and part.start + part.size < part.source_shape[1]
             ):
                 raise UnsupportedError(
-                    f"a rank's share of {part.source_shape[1]} inputs is {part.size}, no multiple of the {along} inputs of a block: use fewer ranks"
+                    f"a rank's share of {part.source_shape[1]} inputs is {part.size}, no multiple "
+                    f"of the {along} inputs of a block: use fewer ranks"
                 )
         return StoredWeight(
             self,
@@ -100,7 +107,8 @@ class Float8(StoredFormat):
         )
 
     def dequantized(self, weight: StoredWeight) -> torch.Tensor:
-        values, scales = weight.data.float(), weight.scales
+        values = weight.data.float()
+        scales = weight.scales
         if scales.ndim == 1:
             return values * scales[:, None]
         outputs, inputs = weight.layer_shape
@@ -121,7 +129,8 @@ class Float8(StoredFormat):
             tensors[self.scale_name] = TensorShape(((outputs, 1), (outputs,)), *own)
         else:
             size = self.block[part.dim]
-            first, last = part.start // size, ceil((part.start + part.size) / size)
+            first = part.start // size
+            last = ceil((part.start + part.size) / size)
             tensors[self.scale_name] = TensorShape(
                 ((ceil(outputs / self.block[0]), ceil(inputs / self.block[1])),),
                 part.dim,
@@ -133,7 +142,8 @@ class Float8(StoredFormat):
         return tensors
 
     def store(self, weight: StoredWeight, part: Part, tensors: Mapping[str, torch.Tensor]) -> None:
-        values, scales = tensors["weight"], tensors[self.scale_name].float()
+        values = tensors["weight"]
+        scales = tensors[self.scale_name].float()
         if values.dtype != torch.float8_e4m3fn:
             raise ModelLoadError(
                 f"expected float8_e4m3fn, found {str(values.dtype).removeprefix('torch.')}"
@@ -165,7 +175,8 @@ class Float8(StoredFormat):
             _rows_of(weight.scales, part, first, len(rows)).copy_(scales)
             return
         numbers, (outputs, inputs) = rows[:, own].float(), weight.layer_shape
-        sharing, along = outputs // len(weight.scales), self.block[1]
+        sharing = outputs // len(weight.scales)
+        along = self.block[1]
         padded = F.pad(numbers, (0, -inputs % along))
         scales = (
             padded.abs().reshape(len(rows) // sharing, sharing, -1, along).amax((1, 3)) / LARGEST
@@ -183,7 +194,8 @@ class Float8(StoredFormat):
         group = self.block[1] if first.scales.ndim > 1 else 0
         if not stored_experts.takes(stored_experts.FLOAT8, first.layer_shape[1], group):
             return None
-        values, scales = stacked(weights), stacked([weight.scales for weight in weights])
+        values = stacked(weights)
+        scales = stacked([weight.scales for weight in weights])
         narrows = (
             self.inputs == 8
             and not 0 < group < LEAST_GROUP
@@ -236,7 +248,8 @@ class Float8(StoredFormat):
         if not _takes_kernels(weight):
             return StoredFormat.columns(self, weight, stream, bias, norm, gated=gated, into=into)
         if norm is not None and stream.is_shared:
-            stream, norm = Residual(stream.normed(norm)), None
+            stream = Residual(stream.normed(norm))
+            norm = None
         with suppress(KernelUnavailable):
             if kernel := self._kernel_for_few(weight, len(stream), gated):
                 around = None if norm is None else (norm.weight, norm.eps)
@@ -295,7 +308,8 @@ class Float8(StoredFormat):
     def _kernel_for_few(
         self, weight: StoredWeight, rows: int, gated: bool = False
     ) -> Kernel | None:
-        """Return a kernel that loads all weights of some outputs at once, if that is faster than streaming them."""
+        """Return a kernel that loads all weights of some outputs at once, if that is faster than
+        streaming them."""
         from dovetail.nn.kernels import few_rows, one_row
 
         if rows == 1 and has_one_row_float8(weight.device):
@@ -311,7 +325,8 @@ class Float8(StoredFormat):
         return None if tiling is None else partial(few_rows.linear, tiling=tiling)
 
     def _tiling(self, weight: StoredWeight, rows: int, **around: bool) -> Tiling | None:
-        """Return the tiling with which `many_rows` multiplies this weight, or None if it can't or isn't the fastest."""
+        """Return the tiling with which `many_rows` multiplies this weight, or None if it can't or
+        isn't the fastest."""
         block = weight.scales.ndim > 1
         if (
             self.inputs > 8
@@ -338,7 +353,8 @@ class Float8(StoredFormat):
     def _narrowed(
         self, weight: StoredWeight, stream: Residual, norm: RMSNorm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the stream in float8, normed if `norm` is given, and its scales. Raises `KernelUnavailable`."""
+        """Return the stream in float8, normed if `norm` is given, and its scales. Raises
+        `KernelUnavailable`."""
         from dovetail.nn.kernels import float8_products
 
         group = self.block[1] if weight.scales.ndim > 1 else 0
@@ -361,7 +377,8 @@ class Float8(StoredFormat):
         in_parts: bool = False,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiply float8 inputs. `in_parts`: return partial sums [parts, tokens, outputs]. Raises `KernelUnavailable`."""
+        """Multiply float8 inputs. `in_parts`: return partial sums [parts, tokens, outputs]. Raises
+        `KernelUnavailable`."""
         from dovetail.nn.kernels import float8_products, many_rows
 
         if tiling is not None:
@@ -426,13 +443,15 @@ class Float8(StoredFormat):
 
 
 def _takes_kernels(weight: StoredWeight) -> bool:
-    """True if kernels accept this weight: activations have 16 bits, so that matrix units don't round them."""
+    """True if kernels accept this weight: activations have 16 bits, so that matrix units don't
+    round them."""
     return weight.compute_dtype in (torch.bfloat16, torch.float16) and use_kernels(weight.data)
 
 
 def _rows_of(
     values: torch.Tensor, part: Part, first: int, count: int, sharing: int = 1
 ) -> torch.Tensor:
-    """Return `count` rows of `values`, starting at the part's row `first`; each row covers `sharing` outputs."""
+    """Return `count` rows of `values`, starting at the part's row `first`; each row covers
+    `sharing` outputs."""
     at = (part.at // sharing if part.dim == 0 else 0) + first
     return values[at : at + count]

@@ -1,5 +1,5 @@
-"""`quant_method: fp8`: checkpoints of DeepSeek and Qwen (one scale per block of weights), checkpoints with one scale per tensor, and plain
-checkpoints that are quantized while loading.
+"""`quant_method: fp8`: checkpoints of DeepSeek and Qwen (one scale per block of weights),
+checkpoints with one scale per tensor, and plain checkpoints that are quantized while loading.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ KEYS = FileKeys(
             "plain weights; remove it and set quantization: fp8", (True,)
         ),
         "scale_fmt": NoEffect(
-            "how scales are stored and rounded: weights' are read as they are, activations' aren't rounded"
+            "how scales are stored and rounded: weights' are read as they are, activations' aren't "
+            "rounded"
         ),
         "dequantize": DEQUANTIZE,
         "modules_to_convert": Refused("quantized layers that aren't linear", ([],)),
@@ -50,7 +51,8 @@ class Fp8(Quantization):
         KEYS.check(config, WHERE)
         if (scheme := config.get("activation_scheme", "dynamic")) not in ("dynamic", "static"):
             raise UnsupportedError(
-                f"quantization_config: activation_scheme = {shown(scheme)} is not implemented (only dynamic, static)"
+                f"quantization_config: activation_scheme = {shown(scheme)} is not implemented "
+                f"(only dynamic, static)"
             )
         self._left_out = names(config, "modules_to_not_convert") + names(config, "ignored_layers")
         if config.get("weight_block_size") is None:

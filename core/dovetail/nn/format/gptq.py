@@ -1,4 +1,5 @@
-"""`quant_method: gptq`: INT4 checkpoints of GPTQ (arXiv:2210.17323), in the layout of AutoGPTQ and GPTQModel."""
+"""`quant_method: gptq`: INT4 checkpoints of GPTQ (arXiv:2210.17323), in the layout of AutoGPTQ and
+GPTQModel."""
 
 from __future__ import annotations
 
@@ -57,14 +58,15 @@ KEYS = FileKeys(
 
 @dataclass(frozen=True, slots=True)
 class GptqInt4(Int4):
-    """Transposed: weights [inputs / 8, outputs], packed along the inputs, zero points [groups, outputs / 8]. `less_one`: zero points are stored
-    minus 1."""
+    """Transposed: weights [inputs / 8, outputs], packed along the inputs, zero points [groups,
+    outputs / 8]. `less_one`: zero points are stored minus 1."""
 
     less_one: bool = True
 
     def tensors(self, part: Part) -> Mapping[str, TensorShape]:
         outputs, inputs = part.source_shape
-        groups, of_group = self._groups(inputs), self.group or inputs
+        groups = self._groups(inputs)
+        of_group = self.group or inputs
         return {
             "qweight": share_of(part, (inputs // PACKED, outputs), (1, 0), (1, PACKED)),
             "qzeros": share_of(part, (groups, outputs // PACKED), (1, 0), (PACKED, of_group)),
@@ -81,7 +83,8 @@ class GptqInt4(Int4):
                     "g_idx: groups of non-contiguous inputs (desc_act) are not implemented"
                 )
         stored = unpacked(tensors["qzeros"], 1).t()
-        # Some writers label one version as the other; if all zero points are the middle, the values tell which it is.
+        # Some writers label one version as the other; if all zero points are the middle, the values
+        # tell which it is.
         is_middle = any(bool((stored == value).all()) for value in (MIDDLE, MIDDLE - 1))
         if self.symmetric and not is_middle:
             raise ModelLoadError(
@@ -105,7 +108,8 @@ class Gptq(Quantization):
         packing = config.get("checkpoint_format") or config.get("format") or "gptq"
         if packing not in ("gptq", "gptq_v2"):
             raise UnsupportedError(
-                f"quantization_config: checkpoint_format = {shown(packing)} is not implemented (only gptq, gptq_v2)"
+                f"quantization_config: checkpoint_format = {shown(packing)} is not implemented "
+                f"(only gptq, gptq_v2)"
             )
         self.format = GptqInt4(
             group_size(config, "group_size"), bool(config.get("sym", True)), packing == "gptq"

@@ -1,8 +1,10 @@
-"""4-bit weights: integers from 0 to 15, minus a zero point, times a scale; a group of consecutive inputs of an output shares these two.
+"""4-bit weights: integers from 0 to 15, minus a zero point, times a scale; a group of consecutive
+inputs of an output shares these two.
 
-Checkpoints pack such weights in several ways. Here there is one layout, described at `kernels.streamed.Stored`; weights are repacked while loading.
-Activations keep their 16 bits (W4A16). For few rows, weights are widened while they are multiplied; for many, before, since the product then
-takes longer than the widening.
+Checkpoints pack such weights in several ways. Here there is one layout, described at
+`kernels.streamed.Stored`; weights are repacked while loading. Activations keep their 16 bits
+(W4A16). For few rows, weights are widened while they are multiplied; for many, before, since the
+product then takes longer than the widening.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ GROUPS = "32, 64 or a multiple of 128"
 
 
 class Unpacked(NamedTuple):
-    """This rank's unpacked weights of a checkpoint: `values` [outputs, inputs] uint8, `scales` [outputs, groups] of a floating dtype and `zeros`
-    [outputs, groups] uint8, or None for 8 everywhere."""
+    """This rank's unpacked weights of a checkpoint: `values` [outputs, inputs] uint8, `scales`
+    [outputs, groups] of a floating dtype and `zeros` [outputs, groups] uint8, or None for 8
+    everywhere."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -55,7 +58,8 @@ class Int4(StoredFormat):
 
     @abstractmethod
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> Unpacked:
-        """Unpack this rank's shares of a part's tensors. Raises `ModelLoadError` if they are invalid."""
+        """Unpack this rank's shares of a part's tensors. Raises `ModelLoadError` if they are
+        invalid."""
 
     def __str__(self) -> str:
         return f"int4 ({'one scale per output' if self.group is None else f'groups of {self.group}'}, {'' if self.symmetric else 'a'}symmetric)"
@@ -77,7 +81,8 @@ class Int4(StoredFormat):
         return StoredWeight(self, weight, values, scales, zeros)
 
     def check_part(self, part: Part) -> None:
-        """Raise `UnsupportedError` if a part can't be stored: unsupported group size, or groups split between ranks."""
+        """Raise `UnsupportedError` if a part can't be stored: unsupported group size, or groups
+        split between ranks."""
         inputs = part.source_shape[1]
         if self.group is None:
             if part.dim == 1 and part.size < inputs:
@@ -89,11 +94,13 @@ class Int4(StoredFormat):
             or inputs % self.group
         ):
             raise UnsupportedError(
-                f"groups of {self.group} inputs, of {inputs}, are not implemented (only {GROUPS}, dividing the inputs)"
+                f"groups of {self.group} inputs, of {inputs}, are not implemented (only {GROUPS}, "
+                f"dividing the inputs)"
             )
         elif part.dim == 1 and (part.start % self.group or part.size % self.group):
             raise UnsupportedError(
-                f"a rank's share of {inputs} inputs is {part.size}, no multiple of the {self.group} inputs of a group: use fewer ranks"
+                f"a rank's share of {inputs} inputs is {part.size}, no multiple of the "
+                f"{self.group} inputs of a group: use fewer ranks"
             )
 
     def dequantized(self, weight: StoredWeight) -> torch.Tensor:
@@ -134,9 +141,11 @@ class Int4(StoredFormat):
         )
         groups = own.reshape(len(own), self._groups(own.shape[1]), -1)
         if self.symmetric:
-            scales, zeros = groups.abs().amax(2) / (LARGEST - MIDDLE), None
+            scales = groups.abs().amax(2) / (LARGEST - MIDDLE)
+            zeros = None
         else:
-            least, most = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+            least = groups.amin(2).clamp(max=0)
+            most = groups.amax(2).clamp(min=0)
             scales = (most - least) / LARGEST
         scales = scales.half()
         scales.masked_fill_(scales == 0, 1.0)

@@ -1,5 +1,6 @@
-"""`quant_method: mxfp4`: experts of gpt-oss. Weights of 4 bits (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives); 32 inputs of an output share a
-scale, which is a power of two (e8m0: 2 ** (code - 127)), as in the OCP's Microscaling Formats 1.0.
+"""`quant_method: mxfp4`: experts of gpt-oss. Weights of 4 bits (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6
+and their negatives); 32 inputs of an output share a scale, which is a power of two (e8m0: 2 **
+(code - 127)), as in the OCP's Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Mxfp4Format(StoredFormat):
                 )
             if part.dim == 1 and (part.start % GROUP or part.size % GROUP):
                 raise UnsupportedError(
-                    f"a rank's share of {whole} inputs is {part.size}, no multiple of the {GROUP} inputs of a scale: use fewer ranks"
+                    f"a rank's share of {whole} inputs is {part.size}, no multiple of the {GROUP} "
+                    f"inputs of a scale: use fewer ranks"
                 )
         values = torch.zeros(
             (outputs, -(-inputs // BLOCK) * BLOCK // 2), dtype=torch.uint8, device=device
@@ -88,7 +90,8 @@ class Mxfp4Format(StoredFormat):
         }
 
     def store(self, weight: StoredWeight, part: Part, tensors: Mapping[str, torch.Tensor]) -> None:
-        blocks, scales = tensors["blocks"], tensors["scales"]
+        blocks = tensors["blocks"]
+        scales = tensors["scales"]
         for name, tensor in tensors.items():
             if tensor.dtype != torch.uint8:
                 raise ModelLoadError(
@@ -105,9 +108,8 @@ class Mxfp4Format(StoredFormat):
             rows[:, part.start : part.start + part.size].float() if part.dim == 1 else rows.float()
         )
         groups = own.reshape(len(own), -1, GROUP)
-        scales = (groups.abs().amax(2).clamp(min=2.0**-120).log2().floor() - 2).clamp(
-            -127, 127
-        )  # 6 is the largest: 2 ** 2 * 1.5
+        # 6 is the largest: 2 ** 2 * 1.5
+        scales = (groups.abs().amax(2).clamp(min=2.0**-120).log2().floor() - 2).clamp(-127, 127)
         codes = torch.bucketize(
             torch.ldexp(groups.abs(), -scales[:, :, None].int()),
             torch.tensor(MIDDLES, device=rows.device),

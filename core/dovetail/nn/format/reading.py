@@ -16,7 +16,8 @@ DEQUANTIZE = Refused(
 
 
 def names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Return the list of names at `key`; empty if absent. Raises `ModelLoadError` if it isn't a list of names."""
+    """Return the list of names at `key`; empty if absent. Raises `ModelLoadError` if it isn't a
+    list of names."""
     values = config.get(key) or ()
     if not isinstance(values, list | tuple) or not all(isinstance(name, str) for name in values):
         raise ModelLoadError(
@@ -26,13 +27,14 @@ def names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def within(module: str, name: str) -> bool:
-    """True if `name` consists of consecutive components of the module's name: "lm_head", "layers.0.mlp", "down_proj"."""
+    """True if `name` consists of consecutive components of the module's name: "lm_head",
+    "layers.0.mlp", "down_proj"."""
     return f".{name}." in f".{module}."
 
 
 def matches(module: str, pattern: str) -> bool:
-    """Match a name of compressed-tensors: "re:" and a regular expression that matches at the start, or a name. Raises `ModelLoadError` for an
-    invalid expression."""
+    """Match a name of compressed-tensors: "re:" and a regular expression that matches at the start,
+    or a name. Raises `ModelLoadError` for an invalid expression."""
     if not pattern.startswith("re:"):
         return module == pattern
     try:
@@ -46,7 +48,8 @@ def matches(module: str, pattern: str) -> bool:
 def group_size(
     config: Mapping[str, Any], key: str, where: str = "quantization_config"
 ) -> int | None:
-    """Return the number of inputs per scale; None for all (written as -1). Raises `ModelLoadError` for an invalid size."""
+    """Return the number of inputs per scale; None for all (written as -1). Raises `ModelLoadError`
+    for an invalid size."""
     size = config.get(key)
     if type(size) is not int or (size < 1 and size != -1):
         raise ModelLoadError(
@@ -58,7 +61,8 @@ def group_size(
 def block_size(
     config: Mapping[str, Any], key: str, where: str = "quantization_config"
 ) -> tuple[int, int]:
-    """Return the number of outputs and inputs per block of weights with one scale. Raises `ModelLoadError` for invalid sizes."""
+    """Return the number of outputs and inputs per block of weights with one scale. Raises
+    `ModelLoadError` for invalid sizes."""
     sizes = config.get(key)
     if (
         not isinstance(sizes, list | tuple)

@@ -1,6 +1,8 @@
-"""Weights of linear layers that consist of several checkpoint tensors per part: low-bit values, scales, zero points.
+"""Weights of linear layers that consist of several checkpoint tensors per part: low-bit values,
+scales, zero points.
 
-`runtime.weights` loads them through `StoredWeight.tensors`, which slice for this rank. Once all tensors of a part are loaded, the format stores it.
+`runtime.weights` loads them through `StoredWeight.tensors`, which slice for this rank. Once all
+tensors of a part are loaded, the format stores it.
 """
 
 from __future__ import annotations
@@ -20,15 +22,14 @@ from dovetail.nn.parameter import Part, Transform, Weight, cut
 if TYPE_CHECKING:
     pass
 
-QUANTIZED_AT_ONCE = (
-    1 << 20
-)  # values, or an eighth of the tensor if that is more: bounds temporary memory
+# values, or an eighth of the tensor if that is more: bounds temporary memory
+QUANTIZED_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """A checkpoint tensor of a part of a layer's weight, and this rank's share of it: `size` indices from `start` along `dim`, or the whole tensor if
-    `dim` is None."""
+    """A checkpoint tensor of a part of a layer's weight, and this rank's share of it: `size`
+    indices from `start` along `dim`, or the whole tensor if `dim` is None."""
 
     shapes: tuple[tuple[int, ...], ...]  # allowed shapes of the whole tensor
     dim: int | None = None
@@ -39,7 +40,8 @@ class TensorShape:
     expert: tuple[int, int] | None = None
 
     def read(self, source: Any) -> torch.Tensor:
-        """Return this rank's share of `source`, a safetensors slice or a tensor. Raises `ModelLoadError` for another shape."""
+        """Return this rank's share of `source`, a safetensors slice or a tensor. Raises
+        `ModelLoadError` for another shape."""
         return cut(
             source,
             self.shapes,
@@ -56,17 +58,19 @@ class StoredFormat(WeightFormat):
 
     @abstractmethod
     def tensors(self, part: Part) -> Mapping[str, TensorShape]:
-        """Return the checkpoint's tensors of a part, by the last component of their names: "weight", "weight_scale". Empty if the checkpoint is plain
-        and quantized while loading."""
+        """Return the checkpoint's tensors of a part, by the last component of their names:
+        "weight", "weight_scale". Empty if the checkpoint is plain and quantized while loading."""
 
     @abstractmethod
     def store(self, weight: StoredWeight, part: Part, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Store this rank's shares of a part's tensors. Raises `ModelLoadError` for invalid values."""
+        """Store this rank's shares of a part's tensors. Raises `ModelLoadError` for invalid
+        values."""
 
     @abstractmethod
     def quantize(self, weight: StoredWeight, part: Part, first: int, rows: torch.Tensor) -> None:
-        """Quantize plain weights: whole `rows` of the checkpoint's tensor, which start at this rank's row `first` of the part. Their number is
-        arbitrary, but a multiple of `rows_at_once` except in the last call."""
+        """Quantize plain weights: whole `rows` of the checkpoint's tensor, which start at this
+        rank's row `first` of the part. Their number is arbitrary, but a multiple of `rows_at_once`
+        except in the last call."""
 
     def allocate_experts(
         self, weights: Sequence[Weight], device: torch.device
@@ -90,7 +94,8 @@ class StoredFormat(WeightFormat):
 
 
 class StoredWeight(nn.Parameter):
-    """Weight [outputs, inputs] of a linear layer, consisting of `parts` like a `Weight`, stored as `format` does.
+    """Weight [outputs, inputs] of a linear layer, consisting of `parts` like a `Weight`, stored as
+    `format` does.
 
     The parameter's own data are the values; the rest are attributes: `scales`, `zeros`.
     """
@@ -111,15 +116,15 @@ class StoredWeight(nn.Parameter):
         scales: torch.Tensor,
         zeros: torch.Tensor | None = None,
     ) -> StoredWeight:
-        """Return a parameter with the parts of `plain`. The other arguments are uninitialized memory in the format's layout."""
+        """Return a parameter with the parts of `plain`. The other arguments are uninitialized
+        memory in the format's layout."""
         weight: StoredWeight = super().__new__(cls, values, requires_grad=False)
-        weight.format, weight.parts, weight.layer_shape, weight.compute_dtype = (
-            form,
-            plain.parts,
-            (plain.shape[0], plain.shape[1]),
-            plain.dtype,
-        )
-        weight.scales, weight.zeros = scales, zeros
+        weight.format = form
+        weight.parts = plain.parts
+        weight.layer_shape = (plain.shape[0], plain.shape[1])
+        weight.compute_dtype = plain.dtype
+        weight.scales = scales
+        weight.zeros = zeros
         weight._pieces = {}
         weight._waiting = {}
         return weight
@@ -136,15 +141,16 @@ class StoredWeight(nn.Parameter):
         return self.layer_shape[0] * self.layer_shape[1]
 
     def tensors(self, shard_id: str | None) -> Iterator[tuple[str, CheckpointTensor]]:
-        """Yield (last component of its name, its destination) for each checkpoint tensor of this part."""
+        """Yield (last component of its name, its destination) for each checkpoint tensor of this
+        part."""
         for name, shape in self.format.tensors(self.parts[shard_id]).items():
             yield name, self._pieces.setdefault(name, CheckpointTensor(self, name, shape.optional))
 
     def load(
         self, source: Any, shard_id: str | None = None, transform: Transform | None = None
     ) -> None:
-        """Load and quantize `source`, a plain tensor or its safetensors slice, some rows at a time, on the parameter's device. Raises
-        `ModelLoadError` if its shape or dtype is wrong."""
+        """Load and quantize `source`, a plain tensor or its safetensors slice, some rows at a time,
+        on the parameter's device. Raises `ModelLoadError` if its shape or dtype is wrong."""
         part = self.parts[shard_id]
         rows, inputs = part.source_shape
         first, count, stride = (
@@ -164,8 +170,8 @@ class StoredWeight(nn.Parameter):
             self.format.quantize(self, part, at, some.read(source, transform, self.device))
 
     def hold(self, name: str, shard_id: str | None, tensor: torch.Tensor) -> None:
-        """Keep a tensor of a part until the part's other tensors are loaded, then store the part. Raises `ModelLoadError` if they are
-        invalid."""
+        """Keep a tensor of a part until the part's other tensors are loaded, then store the part.
+        Raises `ModelLoadError` if they are invalid."""
         waiting = self._waiting.setdefault(shard_id, {})
         waiting[name] = tensor
         if all(
@@ -184,15 +190,19 @@ class StoredWeight(nn.Parameter):
 
 
 class CheckpointTensor:
-    """One of the tensors of a `StoredWeight`, for all its parts; rules load it instead of the weight."""
+    """One of the tensors of a `StoredWeight`, for all its parts; rules load it instead of the
+    weight."""
 
     def __init__(self, weight: StoredWeight, name: str, optional: bool) -> None:
-        self.weight, self.name, self.optional = weight, name, optional
+        self.weight = weight
+        self.name = name
+        self.optional = optional
         self.expected: set[str | None] = set()  # parts that the checkpoint has it for
 
     @torch.no_grad()
     def load(self, source: Any, shard_id: str | None, transform: Transform | None) -> None:
-        """Read this rank's share, and store the part if this is the last of its tensors. Raises `ModelLoadError` if it is invalid."""
+        """Read this rank's share, and store the part if this is the last of its tensors. Raises
+        `ModelLoadError` if it is invalid."""
         if transform is not None:
             raise ModelLoadError(
                 "the model transforms this weight, which isn't possible for quantized values"

@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
 # ruff: noqa: N803 (constants are upper case)
-"""Changes of accepted drafts, of all layers with equal states at once. Twin: `dovetail.nn.state.accept`."""
+"""Changes of accepted drafts, of all layers with equal states at once. Twin:
+`dovetail.nn.state.accept`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from dovetail.nn.kernels.states import per_unit, rows_at, state_strides
 if TYPE_CHECKING:
     from dovetail.nn.state.alike import AlikeLayers
 
-NUMBERS, WARPS = 4096, 4  # of a program
+# of a program
+NUMBERS = 4096
+WARPS = 4
 
 
 @triton.jit
@@ -45,12 +48,14 @@ def _accept_changes(
     BLOCK: tl.constexpr,
 ):
     """Change some rows of one layer's state of one request."""
-    layer, token = tl.program_id(1).to(tl.int64), tl.load(known + tl.program_id(2))
+    layer = tl.program_id(1).to(tl.int64)
+    token = tl.load(known + tl.program_id(2))
     line = tl.load(lines + token)
     yielded = tl.load(num_tokens + line) - tl.load(kv_lens + token)
     if yielded < 2:
         return
-    r, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, BLOCK)
     real = r < HEADS * SIZE
     whole = real[:, None] & (i < N)[None, :]
     head = r // SIZE
@@ -103,7 +108,8 @@ def _accept_inputs(
     BLOCK: tl.constexpr,
 ):
     """Move the past inputs of some channels of one layer and one request."""
-    layer, token = tl.program_id(1).to(tl.int64), tl.load(known + tl.program_id(2))
+    layer = tl.program_id(1).to(tl.int64)
+    token = tl.load(known + tl.program_id(2))
     line = tl.load(lines + token)
     moved = tl.load(num_tokens + line) - tl.load(kv_lens + token) - 1
     if moved < 1:
@@ -139,7 +145,8 @@ def accept_drafts(
     known: torch.Tensor,
     num_tokens: torch.Tensor,
 ) -> None:
-    state, changes = alike.layers[0], alike.changes[tensor]
+    state = alike.layers[0]
+    changes = alike.changes[tensor]
     shape, (unit_stride, line_stride) = state.spec.tensors[tensor], state_strides(state, tensor)
     where = (
         state.memory[tensor],
@@ -150,7 +157,8 @@ def accept_drafts(
         num_tokens,
         known,
     )
-    layers, requests = len(alike.layers), len(known)
+    layers = len(alike.layers)
+    requests = len(known)
     if isinstance(changes, Changes):
         block = triton.next_power_of_2(shape.row_size)
         rows = max(1, NUMBERS // block)

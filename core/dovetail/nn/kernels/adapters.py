@@ -1,9 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
 # ruff: noqa: N803 (constants are upper case)
-"""LoRA adapters of a linear layer, as another for each token. Tokens are sorted by slot, padded to whole blocks per slot, like the pairs of
-`expert_sorting`; blocks of slot 0 are skipped. Two kernels per layer: the first multiplies by A, some inputs per program, so that few tokens occupy
-the whole GPU; the second adds these shares up, and adds their product with B to the layer's outputs. Twin: `dovetail.nn.adapters`.
+"""LoRA adapters of a linear layer, as another for each token. Tokens are sorted by slot, padded to
+whole blocks per slot, like the pairs of `expert_sorting`; blocks of slot 0 are skipped. Two kernels
+per layer: the first multiplies by A, some inputs per program, so that few tokens occupy the whole
+GPU; the second adds these shares up, and adds their product with B to the layer's outputs. Twin:
+`dovetail.nn.adapters`.
 """
 
 from __future__ import annotations
@@ -18,11 +20,10 @@ from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wa
 from dovetail.nn.kernels.expert_sorting import sort
 from dovetail.nn.kernels.launch import launch
 
-FEW_TOKENS, FEW_ROWS, MANY_ROWS = (
-    512,
-    16,
-    64,
-)  # up to that many tokens, blocks have the former number of rows
+# up to that many tokens, blocks have the former number of rows
+FEW_TOKENS = 512
+FEW_ROWS = 16
+MANY_ROWS = 64
 BYTES_AT_ONCE = 256  # of the inputs of a token, if rows are few; otherwise half
 PROGRAMS = 128  # of the first kernel: about one for each multiprocessor
 MOST_SHARES = 8  # each program of the second reads all
@@ -53,12 +54,11 @@ def _multiply_a(
     PDL: tl.constexpr,
 ):
     """Compute COLUMNS products of a block's tokens with a share of the inputs."""
-    block, share = tl.program_id(0), tl.program_id(2)
-    m, r, i = (
-        tl.arange(0, ROWS),
-        tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS),
-        tl.arange(0, AT_ONCE),
-    )
+    block = tl.program_id(0)
+    share = tl.program_id(2)
+    m = tl.arange(0, ROWS)
+    r = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    i = tl.arange(0, AT_ONCE)
     let_next_begin(PDL)
     wait(PDL)
     slot = tl.load(slots + block)
@@ -97,13 +97,13 @@ def _add_b(
     PDL: tl.constexpr,
 ):
     """Add the sum of the shares, times B, to one piece of the outputs of a block's tokens."""
-    block, piece = tl.program_id(0), tl.program_id(1)
-    m, i = tl.arange(0, ROWS), tl.arange(0, AT_ONCE)
-    start, end, module = (
-        tl.load(pieces + 3 * piece),
-        tl.load(pieces + 3 * piece + 1),
-        tl.load(pieces + 3 * piece + 2),
-    )
+    block = tl.program_id(0)
+    piece = tl.program_id(1)
+    m = tl.arange(0, ROWS)
+    i = tl.arange(0, AT_ONCE)
+    start = tl.load(pieces + 3 * piece)
+    end = tl.load(pieces + 3 * piece + 1)
+    module = tl.load(pieces + 3 * piece + 2)
     n = start + tl.arange(0, COLUMNS)
     let_next_begin(PDL)
     wait(PDL)
@@ -141,8 +141,9 @@ def add(
     width: int,
     tokens: SortedTokens,
 ) -> None:
-    """Add to y [tokens, out] what the tokens' adapters compute of x [tokens, in]. a [slots, modules * rank, in] and b [slots, out, rank] are each
-    contiguous within a slot. `pieces` [any, 3] int32: (first output, end, module), each of at most `width` outputs, a power of two."""
+    """Add to y [tokens, out] what the tokens' adapters compute of x [tokens, in]. a [slots,
+    modules * rank, in] and b [slots, out, rank] are each contiguous within a slot. `pieces` [any,
+    3] int32: (first output, end, module), each of at most `width` outputs, a power of two."""
     count, inputs = x.shape
     (_, ranks, _), (_, outputs, rank) = a.shape, b.shape
     blocks, rows = tokens.places.shape

@@ -1,6 +1,8 @@
-"""Choice between a Triton kernel and its twin in plain torch, which handles all tensors that the kernel can't.
+"""Choice between a Triton kernel and its twin in plain torch, which handles all tensors that the
+kernel can't.
 
-A function that has both follows this pattern; if a kernel is unavailable on this GPU (`KernelUnavailable`), the twin runs:
+A function that has both follows this pattern; if a kernel is unavailable on this GPU
+(`KernelUnavailable`), the twin runs:
     if use_kernels(x):
         with suppress(KernelUnavailable):
             return kernels.f(x)
@@ -30,7 +32,8 @@ def has_triton() -> bool:
 
 
 def use_kernels(*tensors: torch.Tensor) -> bool:
-    """True if kernels accept these tensors: contiguous, on a CUDA device that runs Triton kernels."""
+    """True if kernels accept these tensors: contiguous, on a CUDA device that runs Triton
+    kernels."""
     return (
         has_triton()
         and all(x.is_cuda and x.is_contiguous() for x in tensors)
@@ -40,7 +43,8 @@ def use_kernels(*tensors: torch.Tensor) -> bool:
 
 @cache
 def runs_kernels(device: torch.device) -> bool:
-    """True if Triton kernels run on the device: requires Triton, a GPU that it supports, and a C compiler."""
+    """True if Triton kernels run on the device: requires Triton, a GPU that it supports, and a C
+    compiler."""
 
     def check() -> None:
         from dovetail.nn.kernels import embedding
@@ -56,7 +60,8 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def _works_on_hopper(device: torch.device, kernel: str, module: str) -> bool:
-    """True if the device is a Hopper on which `check` of `dovetail.nn.kernels.{module}` passes. `kernel`: its name in the warning, see `works`."""
+    """True if the device is a Hopper on which `check` of `dovetail.nn.kernels.{module}` passes.
+    `kernel`: its name in the warning, see `works`."""
     return (
         is_hopper(device)
         and runs_kernels(device)
@@ -101,8 +106,9 @@ def has_products_of_blocks(device: torch.device) -> bool:
 
 
 def works(kernel: str, check: Callable[[], object]) -> bool:
-    """True if a kernel imports, compiles and computes correct values with this Triton on this GPU. `check` may launch it and raises if not; then a
-    warning gives the reason. Used for kernels written in Gluon, Triton's youngest part, and on untested GPUs."""
+    """True if a kernel imports, compiles and computes correct values with this Triton on this GPU.
+    `check` may launch it and raises if not; then a warning gives the reason. Used for kernels
+    written in Gluon, Triton's youngest part, and on untested GPUs."""
     try:
         with launching():
             check()

@@ -2,11 +2,12 @@
 # ruff: noqa: N803 (constants are upper case)
 """The gated delta rule. Twin: `dovetail.nn.state.delta`.
 
-`_recur` computes single tokens of rows, and all tokens in float32, one after the other: a program reads and replaces some rows of one head's state. A
-request's drafts are computed after its known token, likewise.
-Prefills of 16-bit numbers take two kernels over chunks of tokens. `_prepare` does what needs no state, for all chunks at once: it normalises q and
-k, and inverts each chunk's triangular system, T = (I + A)⁻¹ with A[i, j] = beta_i * k_i·k_j * exp(g_j+1 + … + g_i) for j < i, in float32. `_carry`
-carries the state S [k, v] through the chunks of one row (decays not shown):
+`_recur` computes single tokens of rows, and all tokens in float32, one after the other: a program
+reads and replaces some rows of one head's state. A request's drafts are computed after its known
+token, likewise. Prefills of 16-bit numbers take two kernels over chunks of tokens. `_prepare` does
+what needs no state, for all chunks at once: it normalises q and k, and inverts each chunk's
+triangular system, T = (I + A)⁻¹ with A[i, j] = beta_i * k_i·k_j * exp(g_j+1 + … + g_i) for j < i,
+in float32. `_carry` carries the state S [k, v] through the chunks of one row (decays not shown):
 
     U = T (beta * (V - K S))         what each token changes at its key
     out = Q S + (Q Kᵀ) U             for pairs of tokens j <= i
@@ -99,19 +100,22 @@ def _recur(
     PDL: tl.constexpr,
 ):
     """Carry some rows of one head's state through a row's tokens."""
-    head, row = tl.program_id(1), tl.program_id(2)
-    j, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, K)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    j = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, K)
     real = j < V
     k_head = head // (V_HEADS // K_HEADS)
     let_next_begin(PDL)
-    rate, shift = tl.exp(tl.load(A_log + head)), tl.load(dt_bias + head)
+    rate = tl.exp(tl.load(A_log + head))
+    shift = tl.load(dt_bias + head)
     wait(PDL)
-    first, length, kept = row.to(tl.int64), 1, 0
+    first = row.to(tl.int64)
+    length = 1
+    kept = 0
     if not DECODES:
-        first, length = (
-            tl.load(query_starts + row).to(tl.int64),
-            tl.load(query_starts + row + 1) - tl.load(query_starts + row),
-        )
+        first = tl.load(query_starts + row).to(tl.int64)
+        length = tl.load(query_starts + row + 1) - tl.load(query_starts + row)
         kept = tl.load(checkpoint_at + row)
     known = length
     if DRAFTS:
@@ -137,10 +141,8 @@ def _recur(
     for step in range(length):
         t = first + step
         token = qkv + t * x_stride
-        forgetting, writing = (
-            tl.load(a + t * a_stride + head).to(tl.float32),
-            tl.load(b + t * b_stride + head).to(tl.float32),
-        )
+        forgetting = tl.load(a + t * a_stride + head).to(tl.float32)
+        writing = tl.load(b + t * b_stride + head).to(tl.float32)
         q = tl.load(token + k_head * K + i).to(tl.float32)
         k = tl.load(token + (K_HEADS + k_head) * K + i).to(tl.float32)
         v = tl.load(token + 2 * K_HEADS * K + head * V + j, mask=real, other=0.0).to(tl.float32)
@@ -189,9 +191,11 @@ def _recur(
 
 @triton.jit
 def _below(system, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """The blocks of a system that are left of every second block on its diagonal: [BLOCKS / 2, BLOCK, BLOCK]."""
+    """The blocks of a system that are left of every second block on its diagonal: [BLOCKS / 2,
+    BLOCK, BLOCK]."""
     n = tl.arange(0, BLOCKS)
-    row, column = n[:, None, None, None], n[None, None, :, None]
+    row = n[:, None, None, None]
+    column = n[None, None, :, None]
     blocks = tl.sum(
         tl.where(
             (row == column + 1) & (row % 2 == 1),
@@ -205,10 +209,12 @@ def _below(system, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _joined(inverses, system, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Join the inverses [BLOCKS, BLOCK, BLOCK] of neighbouring blocks of a system; see `_inverse`."""
+    """Join the inverses [BLOCKS, BLOCK, BLOCK] of neighbouring blocks of a system; see
+    `_inverse`."""
     pairs = tl.reshape(inverses, (BLOCKS // 2, 2, BLOCK, BLOCK))
     second = (tl.arange(0, 2) == 1)[None, :, None, None]
-    upper, lower = tl.sum(tl.where(second, 0.0, pairs), 1), tl.sum(tl.where(second, pairs, 0.0), 1)
+    upper = tl.sum(tl.where(second, 0.0, pairs), 1)
+    lower = tl.sum(tl.where(second, pairs, 0.0), 1)
     between = tl.dot(_below(system, BLOCKS, BLOCK), upper, input_precision="ieee")
     between = tl.dot(lower, between, input_precision="ieee")
     right = (tl.arange(0, 2) == 1)[None, None, None, :, None]
@@ -221,12 +227,15 @@ def _joined(inverses, system, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _inverse(system, tokens):
-    """(I + system)⁻¹ of a strictly lower triangular system [64, 64] float32, of which only the first rows aren't 0.
+    """(I + system)⁻¹ of a strictly lower triangular system [64, 64] float32, of which only the
+    first rows aren't 0.
 
-    Blocks of 16 rows are solved row by row. Then pairs of neighbouring blocks are joined: the inverse of [[P, 0], [R, Q]] is [[P⁻¹, 0], [-Q⁻¹ R P⁻¹,
-    Q⁻¹]]. (A product of powers of the system would take fewer steps, but they grow beyond what float32 can cancel.)
+    Blocks of 16 rows are solved row by row. Then pairs of neighbouring blocks are joined: the
+    inverse of [[P, 0], [R, Q]] is [[P⁻¹, 0], [-Q⁻¹ R P⁻¹, Q⁻¹]]. (A product of powers of the system
+    would take fewer steps, but they grow beyond what float32 can cancel.)
     """
-    n, i = tl.arange(0, 4), tl.arange(0, 16)
+    n = tl.arange(0, 4)
+    i = tl.arange(0, 16)
     own = n[:, None, None, None] == n[None, None, :, None]
     blocks = tl.sum(tl.where(own, tl.reshape(system, (4, 16, 4, 16)), 0.0), 2)  # [4, 16, 16]
     solved = (
@@ -262,13 +271,16 @@ def _prepare(
     PDL: tl.constexpr,
 ):
     """Prepare one chunk of the v heads that share a k head."""
-    k_head, chunk = tl.program_id(0), tl.program_id(1)
+    k_head = tl.program_id(0)
+    chunk = tl.program_id(1)
     let_next_begin(PDL)
     wait(PDL)
-    begin, end = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
+    begin = tl.load(chunks + 2 * chunk)
+    end = tl.load(chunks + 2 * chunk + 1)
     if begin == end:
         return  # padding
-    r, i = tl.arange(0, CHUNK), tl.arange(0, K)
+    r = tl.arange(0, CHUNK)
+    i = tl.arange(0, K)
     t = begin.to(tl.int64) + r
     real = t < end
     token = qkv + t[:, None] * x_stride + k_head * K + i[None, :]
@@ -282,7 +294,8 @@ def _prepare(
     tl.store(to + K_HEADS * K, k, mask=real[:, None])
     products = tl.dot(k, tl.trans(k))
     for v_head in range(k_head * (V_HEADS // K_HEADS), (k_head + 1) * (V_HEADS // K_HEADS)):
-        rate, shift = tl.exp(tl.load(A_log + v_head)), tl.load(dt_bias + v_head)
+        rate = tl.exp(tl.load(A_log + v_head))
+        shift = tl.load(dt_bias + v_head)
         decay = -rate * softplus(
             tl.load(a + t * a_stride + v_head, mask=real, other=0.0).to(tl.float32) + shift
         )
@@ -334,17 +347,19 @@ def _carry(
     PDL: tl.constexpr,
 ):
     """Carry some rows of one head's state through a row's chunks."""
-    head, row = tl.program_id(1), tl.program_id(2)
-    j, i, r = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, K), tl.arange(0, CHUNK)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    j = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, K)
+    r = tl.arange(0, CHUNK)
     real = j < V
     k_head = head // (V_HEADS // K_HEADS)
     let_next_begin(PDL)
     wait(PDL)
-    first, length = (
-        tl.load(query_starts + row).to(tl.int64),
-        tl.load(query_starts + row + 1) - tl.load(query_starts + row),
-    )
-    chunk, kept = tl.load(chunk_starts + row), tl.load(checkpoint_at + row)
+    first = tl.load(query_starts + row).to(tl.int64)
+    length = tl.load(query_starts + row + 1) - tl.load(query_starts + row)
+    chunk = tl.load(chunk_starts + row)
+    kept = tl.load(checkpoint_at + row)
     at = (
         rows_at(
             memory,
@@ -421,10 +436,12 @@ def gated_delta_rule(
     *,
     in_chunks: bool | None = None,
 ) -> torch.Tensor:
-    """See `dovetail.nn.state.gated_delta_rule`; A_log and dt_bias are contiguous. `in_chunks`: how steps of several tokens a row are computed; None:
-    those of 16-bit numbers are."""
+    """See `dovetail.nn.state.gated_delta_rule`; A_log and dt_bias are contiguous. `in_chunks`: how
+    steps of several tokens a row are computed; None: those of 16-bit numbers are."""
     batch = state.batch
-    qkv, a, b = by_rows(qkv), by_rows(a), by_rows(b)
+    qkv = by_rows(qkv)
+    a = by_rows(a)
+    b = by_rows(b)
     out = empty_outputs(state, qkv, shape.v_heads, shape.v_size)
     unit_stride, line_stride = state_strides(state, tensor)
     heads = {
@@ -434,7 +451,8 @@ def gated_delta_rule(
         **pdl_options(qkv.device),
     }
     in_state = {"V": shape.v_size, "PER_UNIT": per_unit(state, tensor)}
-    strides, scale = (qkv.stride(0), a.stride(0), b.stride(0)), shape.k_size**-0.5
+    strides = (qkv.stride(0), a.stride(0), b.stride(0))
+    scale = shape.k_size**-0.5
     if in_chunks is None:
         in_chunks = fits_matrix_units(qkv, shape.k_size)
     if batch.decodes or not in_chunks:

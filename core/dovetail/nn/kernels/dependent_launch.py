@@ -1,9 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Programmatic dependent launch: a kernel is set up on the GPU while the previous one still runs, which hides the cost of the launch.
+"""Programmatic dependent launch: a kernel is set up on the GPU while the previous one still runs,
+which hides the cost of the launch.
 
-Such a kernel may read data that no kernel writes, such as weights, at once; it may read anything else, and write, only after `wait`. A kernel that
-calls `wait` must be launched with the arguments of `pdl_options`. Supported from Hopper on; on other GPUs and in Triton's interpreter, `wait` is a
+Such a kernel may read data that no kernel writes, such as weights, at once; it may read anything
+else, and write, only after `wait`. A kernel that calls `wait` must be launched with the arguments
+of `pdl_options`. Supported from Hopper on; on other GPUs and in Triton's interpreter, `wait` is a
 no-op.
 """
 

@@ -1,4 +1,5 @@
-"""Tile descriptors for Hopper's tensor memory accelerator, with the shared-memory layout of its matrix units."""
+"""Tile descriptors for Hopper's tensor memory accelerator, with the shared-memory layout of its
+matrix units."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 def in_tiles(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Describe a contiguous matrix of float16, bfloat16 or FP8 (e4m3), to be loaded in tiles [rows, columns]."""
+    """Describe a contiguous matrix of float16, bfloat16 or FP8 (e4m3), to be loaded in tiles [rows,
+    columns]."""
     return TensorDescriptor.from_tensor(
         matrix, [rows, columns], _layout(rows, columns, matrix.dtype.itemsize)
     )
@@ -18,6 +20,7 @@ def in_tiles(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 @cache
 def _layout(rows: int, columns: int, itemsize: int) -> gl.NVMMASharedLayout:
+    # same layout for float16
     return gl.NVMMASharedLayout.get_default_for(
         [rows, columns], gl.bfloat16 if itemsize == 2 else gl.float8e4nv
-    )  # same layout for float16
+    )

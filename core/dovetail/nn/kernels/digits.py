@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Float32 values as integers of three bytes, and dot products of bytes: a GPU accumulates four byte products in one instruction (dp4a). Triton's
-interpreter computes the same with plain integer operations.
+"""Float32 values as integers of three bytes, and dot products of bytes: a GPU accumulates four byte
+products in one instruction (dp4a). Triton's interpreter computes the same with plain integer
+operations.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from triton import knobs
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 BITS = tl.constexpr(21)  # of an integer, below the highest bit of the largest one
-ONE_AND_A_HALF = tl.constexpr(
-    1.5 * 2.0**23
-)  # float32 near it are 1 apart: adding it rounds to an integer, in the lowest bits
+# float32 near it are 1 apart: adding it rounds to an integer, in the lowest bits
+ONE_AND_A_HALF = tl.constexpr(1.5 * 2.0**23)
 ITS_BITS = tl.constexpr(0x4B400000)
 INFINITE = tl.constexpr(254 << 23)  # 2**127; larger sums overflow
 LEAST = tl.constexpr(22 << 23)  # 2**-105; below it, the scale would be subnormal
@@ -22,8 +22,9 @@ LEAST = tl.constexpr(22 << 23)  # 2**-105; below it, the scale would be subnorma
 
 @triton.jit
 def scale_of(largest_bits):
-    """Return powers of two (factor, scale) for numbers whose largest magnitude has bits `largest_bits`: numbers times the factor are below 2**22,
-    and integers times the scale are the numbers again. The scale is NaN if the largest is infinite, NaN or at least 2**127."""
+    """Return powers of two (factor, scale) for numbers whose largest magnitude has bits
+    `largest_bits`: numbers times the factor are below 2**22, and integers times the scale are the
+    numbers again. The scale is NaN if the largest is infinite, NaN or at least 2**127."""
     power = tl.maximum(largest_bits & 0x7F800000, LEAST)
     factor = (-power + INFINITE).to(tl.float32, bitcast=True) * 2.0**BITS
     scale = (power - (BITS << 23)).to(tl.float32, bitcast=True)
@@ -38,7 +39,8 @@ def raised(numbers, factor):
 
 @triton.jit
 def digits(a, b, c, d):
-    """Return the low bytes of four results of `raised` as a word (that of `a` lowest), their middle bytes, and their high bytes, signed."""
+    """Return the low bytes of four results of `raised` as a word (that of `a` lowest), their middle
+    bytes, and their high bytes, signed."""
     if INTERPRETED:
         low = (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (d & 255) << 24
         middle = (a >> 8 & 255) | (b >> 8 & 255) << 8 | (c >> 8 & 255) << 16 | (d >> 8 & 255) << 24
@@ -63,16 +65,18 @@ def digits(a, b, c, d):
             is_pure=True,
             pack=1,
         )
+    # minus the 64 of `ITS_BITS`: no byte carries
     return (
         low,
         middle,
         (high + 0x40404040) ^ -0x7F7F7F80,
-    )  # minus the 64 of `ITS_BITS`: no byte carries
+    )
 
 
 @triton.jit
 def add_products_of_bytes(sums, unsigned, others, SIGNED: tl.constexpr):
-    """Return sums plus the dot products of the four bytes of each word; those of `others` may be SIGNED."""
+    """Return sums plus the dot products of the four bytes of each word; those of `others` may be
+    SIGNED."""
     if INTERPRETED:
         for at in tl.static_range(4):
             other = others << 24 - 8 * at >> 24

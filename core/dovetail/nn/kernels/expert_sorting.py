@@ -1,9 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Sorting of pairs, of a token and one of its chosen experts, by expert; see the top of `experts`, whose kernels read weights once per block.
+"""Sorting of pairs, of a token and one of its chosen experts, by expert; see the top of `experts`,
+whose kernels read weights once per block.
 
-Few pairs are sorted by one kernel, each of whose programs looks through all of them for those of one expert. More take three kernels, which count
-the pairs of chunks, add up the counts, and write the pairs.
+Few pairs are sorted by one kernel, each of whose programs looks through all of them for those of
+one expert. More take three kernels, which count the pairs of chunks, add up the counts, and write
+the pairs.
 """
 
 from __future__ import annotations
@@ -15,9 +17,8 @@ import triton.language as tl
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
 
-SORTED_AT_ONCE = (
-    4096  # pairs that each program of one kernel looks through; more are sorted by three kernels
-)
+# pairs that each program of one kernel looks through; more are sorted by three kernels
+SORTED_AT_ONCE = 4096
 SORTED_TOGETHER = 256  # pairs of a chunk then
 
 
@@ -25,9 +26,10 @@ SORTED_TOGETHER = 256  # pairs of a chunk then
 def _write_blocks(
     places, experts, expert, first, count, pairs, blocks, COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Assign blocks to an expert with `count` pairs, from block `first` on, and fill its places without a pair; after the last expert, mark all
-    further blocks as not needed."""
-    own, j = (count + BLOCK - 1) // BLOCK, tl.arange(0, BLOCK)
+    """Assign blocks to an expert with `count` pairs, from block `first` on, and fill its places
+    without a pair; after the last expert, mark all further blocks as not needed."""
+    own = (count + BLOCK - 1) // BLOCK
+    j = tl.arange(0, BLOCK)
     tl.store(places + first * BLOCK + count + j, pairs, mask=count + j < own * BLOCK)
     for block in range(own):
         tl.store(experts + first + block, expert)
@@ -50,7 +52,9 @@ def _sort(
     PDL: tl.constexpr,
 ):
     """Write the pairs of one expert, in order."""
-    expert, e, i = tl.program_id(0), tl.arange(0, PADDED), tl.arange(0, CHUNK)
+    expert = tl.program_id(0)
+    e = tl.arange(0, PADDED)
+    i = tl.arange(0, CHUNK)
     let_next_begin(PDL)
     wait(PDL)
     counts = tl.zeros([PADDED], tl.int32)
@@ -91,7 +95,8 @@ def _add_up(
     PDL: tl.constexpr,
 ):
     """Add up the counts of some experts over the chunks."""
-    e, c = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), tl.arange(0, AT_ONCE)
+    e = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    c = tl.arange(0, AT_ONCE)
     let_next_begin(PDL)
     wait(PDL)
     total = tl.zeros([EXPERTS], tl.int32)
@@ -122,8 +127,10 @@ def _place(
     AT_ONCE: tl.constexpr,  # earlier pairs of the chunk that each is compared with
     PDL: tl.constexpr,
 ):
-    """Write the places of one chunk's pairs; or, further programs, one expert's blocks, and its places without a pair."""
-    program, e = tl.program_id(0), tl.arange(0, PADDED)
+    """Write the places of one chunk's pairs; or, further programs, one expert's blocks, and its
+    places without a pair."""
+    program = tl.program_id(0)
+    e = tl.arange(0, PADDED)
     let_next_begin(PDL)
     wait(PDL)
     needed = (tl.load(totals + e) + BLOCK - 1) // BLOCK
@@ -150,8 +157,8 @@ def _place(
 
 
 def sort(ids: torch.Tensor, count: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the places [blocks, block] int32 of the pairs of ids [tokens, k] int32, sorted by expert, of which there are `count`, and the expert
-    [blocks] int32 of each block."""
+    """Return the places [blocks, block] int32 of the pairs of ids [tokens, k] int32, sorted by
+    expert, of which there are `count`, and the expert [blocks] int32 of each block."""
     pairs = ids.numel()
     blocks = min(pairs, (pairs + count * (block - 1)) // block)
     places = torch.empty((blocks, block), dtype=torch.int32, device=ids.device)

@@ -1,16 +1,18 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
 # ruff: noqa: N803, N806 (constants are upper case)
-"""Feed-forwards of a mixture of experts. A pair is a token and one of its k chosen experts; pair p belongs to token p // k.
+"""Feed-forwards of a mixture of experts. A pair is a token and one of its k chosen experts; pair p
+belongs to token p // k.
 
-Few pairs are computed one by one: a program computes some outputs of a pair, without matrix units, like `one_row`. `expert_sorting` sorts more by
-expert, padded to whole blocks per expert, so that a program reads weights once per block:
+Few pairs are computed one by one: a program computes some outputs of a pair, without matrix units,
+like `one_row`. `expert_sorting` sorts more by expert, padded to whole blocks per expert, so that a
+program reads weights once per block:
 
     ids     5 2 5 7 2 …                      pairs 0, 1, 2, …
     places  1 4 · · | 0 2 · · | 3 · · · | …   pairs; blocks of expert 2, of 5, of 7, …; unneeded blocks come last
 
-The numbers of pairs and blocks depend only on the number of tokens, so that graphs can be recorded. The k products of a token are summed in order.
-Twin: `dovetail.nn.format.base.plain_experts`.
+The numbers of pairs and blocks depend only on the number of tokens, so that graphs can be recorded.
+The k products of a token are summed in order. Twin: `dovetail.nn.format.base.plain_experts`.
 """
 
 from __future__ import annotations
@@ -39,11 +41,14 @@ from dovetail.nn.kernels.widening import (
     shifted,
 )
 
-REGISTERS = (
-    168  # of a thread in `_sorted_float8`, for the last layer: three programs then fit a processor
-)
-NARROW_FROM = 16  # pairs of an expert, more than which are computed by products of float8 inputs, if inputs may be rounded
-CLAMPED, UNGATED = 3, 4  # ungated, the first layer has ups alone, of which it takes relu squared
+# of a thread in `_sorted_float8`, for the last layer: three programs then fit a processor
+REGISTERS = 168
+# pairs of an expert, more than which are computed by products of float8 inputs, if inputs may be
+# rounded
+NARROW_FROM = 16
+# ungated, the first layer has ups alone, of which it takes relu squared
+CLAMPED = 3
+UNGATED = 4
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, RELU2: UNGATED}
 
 
@@ -57,7 +62,8 @@ class FewTiling:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Share of one program: places, outputs (pairs if gated), inputs per chunk, chunks in flight, warps."""
+    """Share of one program: places, outputs (pairs if gated), inputs per chunk, chunks in flight,
+    warps."""
 
     rows: int
     outputs: int
@@ -234,7 +240,8 @@ def _few_gate_up(
     PDL: tl.constexpr,
 ):
     """Compute N outputs of one pair."""
-    pair, n = tl.program_id(1), tl.program_id(0) * N + tl.arange(0, N)
+    pair = tl.program_id(1)
+    n = tl.program_id(0) * N + tl.arange(0, N)
     real = n < OUTPUTS
     let_next_begin(PDL)
     wait(PDL)
@@ -299,7 +306,8 @@ def _few_down(
     PDL: tl.constexpr,
 ):
     """Compute N outputs of one token: the sum over its pairs."""
-    token, n = tl.program_id(1), tl.program_id(0) * N + tl.arange(0, N)
+    token = tl.program_id(1)
+    n = tl.program_id(0) * N + tl.arange(0, N)
     real = n < OUTPUTS
     let_next_begin(PDL)
     wait(PDL)
@@ -322,7 +330,8 @@ def _few_down(
         for ahead in tl.static_range(AHEAD):
             if first + ahead < TOP:
                 pair = token * TOP + first + ahead
-                expert, row = tl.load(ids + pair).to(tl.int64), x + pair.to(tl.int64) * INPUTS
+                expert = tl.load(ids + pair).to(tl.int64)
+                row = x + pair.to(tl.int64) * INPUTS
                 product = _product(
                     tiles[ahead],
                     row,
@@ -465,18 +474,22 @@ def _sorted(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute N outputs of one block, transposed: matrix units process 64 rows at once, and a block may have fewer places."""
-    block, n = tl.program_id(1), tl.program_id(0) * N + tl.arange(0, N)
+    """Compute N outputs of one block, transposed: matrix units process 64 rows at once, and a block
+    may have fewer places."""
+    block = tl.program_id(1)
+    n = tl.program_id(0) * N + tl.arange(0, N)
     let_next_begin(PDL)
     wait(PDL)
     expert = tl.load(experts + block).to(tl.int64)
     if expert >= 0:
         pair = tl.load(places + block * M + tl.arange(0, M))
-        there, real = pair < pairs, n < OUTPUTS
+        there = pair < pairs
+        real = n < OUTPUTS
         row = x + (pair // TOP if GATED else pair).to(tl.int64)[None, :] * INPUTS
         PAIRED: tl.constexpr = GATED and ACTIVATION != 4
         stored: tl.constexpr = 2 * OUTPUTS if PAIRED else OUTPUTS
-        sums, ups = tl.zeros([N, M], tl.float32), tl.zeros([N, M], tl.float32)
+        sums = tl.zeros([N, M], tl.float32)
+        ups = tl.zeros([N, M], tl.float32)
         WHOLE: tl.constexpr = INPUTS % K == 0
         HALF: tl.constexpr = K // 2 if KIND >= 2 else K
         for at in tl.range(0, INPUTS, K, num_stages=STAGES):
@@ -543,7 +556,8 @@ def _sorted(
             if PAIRED:
                 ups += tl.load(at_bias + OUTPUTS, mask=real, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            result, to = _activated(sums, ups, ACTIVATION, ALPHA, LIMIT), pair
+            result = _activated(sums, ups, ACTIVATION, ALPHA, LIMIT)
+            to = pair
         else:
             result = sums * tl.load(weights + pair, mask=there, other=0.0)[None, :]
             to = pair % TOP * tokens + pair // TOP
@@ -570,7 +584,8 @@ def _products(
     SHARING: tl.constexpr,
     N: tl.constexpr,
 ):
-    """[M, N] float32: float8 inputs [M, K] from `at` on times the weights of outputs n, and the scales if they are by groups."""
+    """[M, N] float32: float8 inputs [M, K] from `at` on times the weights of outputs n, and the
+    scales if they are by groups."""
     tile = tl.load(
         weight + n.to(tl.int64)[None, :] * INPUTS + k[:, None],
         mask=real[None, :] & inside[:, None],
@@ -618,21 +633,25 @@ def _sorted_float8(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`_sorted` of float8 inputs and float8 weights, not transposed: a row's scale is then in few registers."""
-    block, n = tl.program_id(1), tl.program_id(0) * N + tl.arange(0, N)
+    """`_sorted` of float8 inputs and float8 weights, not transposed: a row's scale is then in few
+    registers."""
+    block = tl.program_id(1)
+    n = tl.program_id(0) * N + tl.arange(0, N)
     let_next_begin(PDL)
     wait(PDL)
     expert = tl.load(experts + block).to(tl.int64)
     if expert >= 0:
         pair = tl.load(places + block * M + tl.arange(0, M))
-        there, real = pair < pairs, n < OUTPUTS
+        there = pair < pairs
+        real = n < OUTPUTS
         source = (pair // TOP if GATED else pair).to(tl.int64)
         PAIRED: tl.constexpr = GATED and ACTIVATION != 4
         stored: tl.constexpr = 2 * OUTPUTS if PAIRED else OUTPUTS
         groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP if GROUP > 0 else 1
         weight = values + expert * (stored * INPUTS)
         scale_at = scales + expert * (stored // SHARING * groups)
-        sums, ups = tl.zeros([M, N], tl.float32), tl.zeros([M, N], tl.float32)
+        sums = tl.zeros([M, N], tl.float32)
+        ups = tl.zeros([M, N], tl.float32)
         WHOLE: tl.constexpr = INPUTS % K == 0
         for at in tl.range(0, INPUTS, K, num_stages=STAGES):
             k = at + tl.arange(0, K)
@@ -676,7 +695,8 @@ def _sorted_float8(
             if PAIRED:
                 ups += tl.load(at_bias + OUTPUTS, mask=real, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            result, to = _activated(sums, ups, ACTIVATION, ALPHA, LIMIT), pair
+            result = _activated(sums, ups, ACTIVATION, ALPHA, LIMIT)
+            to = pair
         else:
             result = sums * tl.load(weights + pair, mask=there, other=0.0)[:, None]
             to = pair % TOP * tokens + pair // TOP
@@ -690,9 +710,11 @@ def _sorted_float8(
 def choice_for(
     tokens: int, per_token: int, gate_up: Stored, inner: int, bytes_each: int = 2
 ) -> Few | Many:
-    """Return the tilings for this number of tokens with `per_token` experts of `inner` size each, and activations of `bytes_each`. Measured with
-    `bench.experts` on an H100, for 128 experts of 2,048 x 768; in MXFP4 for 32 of 2,880 x 2,880."""
-    pairs, count = tokens * per_token, len(gate_up.values)
+    """Return the tilings for this number of tokens with `per_token` experts of `inner` size each,
+    and activations of `bytes_each`. Measured with `bench.experts` on an H100, for 128 experts of
+    2,048 x 768; in MXFP4 for 32 of 2,880 x 2,880."""
+    pairs = tokens * per_token
+    count = len(gate_up.values)
     if tokens == 1 or 4 * pairs < count:  # an expert chosen by two tokens is then read twice
         one = FewTiling(1, min(8, max(1, 2 * triton.next_power_of_2(gate_up.inputs) // 4096)))
         if gate_up.kind == FP4 and inner <= 4096:  # more would not fit into registers
@@ -724,7 +746,8 @@ def experts(
     weights: torch.Tensor,
     choice: Few | Many | None = None,
 ) -> torch.Tensor:
-    """Like `WeightFormat.experts`, for contiguous tensors: x [tokens, hidden], ids [tokens, k] int32, weights [tokens, k] float32."""
+    """Like `WeightFormat.experts`, for contiguous tensors: x [tokens, hidden], ids [tokens, k]
+    int32, weights [tokens, k] float32."""
     (tokens, per_token), count = ids.shape, len(gate_up.values)
     if not tokens:
         return torch.empty((1, 0, down.outputs), dtype=x.dtype, device=x.device)

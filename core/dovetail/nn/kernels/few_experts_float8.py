@@ -1,10 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated"
 # ruff: noqa: N803 (constants are upper case)
-"""Feed-forwards of a mixture of experts in float8 for few tokens, on matrix units: `one_row_float8` with weights that depend on the token.
+"""Feed-forwards of a mixture of experts in float8 for few tokens, on matrix units: `one_row_float8`
+with weights that depend on the token.
 
-The last layer of a token's k experts is one product with k times the inputs, each slice of which has the weights of one expert; it can be added to
-the stream. Twin: `dovetail.nn.format.base.plain_experts`.
+The last layer of a token's k experts is one product with k times the inputs, each slice of which
+has the weights of one expert; it can be added to the stream. Twin:
+`dovetail.nn.format.base.plain_experts`.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ from dovetail.nn.kernels.stored_experts import FLOAT8, Stored
 SLICE = 64  # inputs that a matrix unit multiplies at once, for one expert and with one scale
 CHUNK = WARPS * 8 * SLICE  # inputs that a program multiplies per iteration
 MOST_CHUNKS = 4  # more don't fit into registers
-GATE_UP, DOWN = 4, 4  # outputs of a program, pairs if gated
+# outputs of a program, pairs if gated
+GATE_UP = 4
+DOWN = 4
 
 
 @gluon.jit
 def _of_pair(numbers, pair, chunk: gl.constexpr, chunk_inputs: gl.constexpr, INPUTS: gl.constexpr):
-    """Return numbers[pair] for a tensor of pairs that have inputs in a chunk. (A load for each would be repeated by threads.)"""
+    """Return numbers[pair] for a tensor of pairs that have inputs in a chunk. (A load for each
+    would be repeated by threads.)"""
     least: gl.constexpr = chunk * chunk_inputs // INPUTS
     most: gl.constexpr = min(len(numbers) - 1, (chunk * chunk_inputs + chunk_inputs - 1) // INPUTS)
     result = 0 * pair + numbers[least]
@@ -60,7 +65,8 @@ def _multiply(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Compute N outputs of one pair (GATED), or of one token. Shapes are those of `one_row_float8`."""
+    """Compute N outputs of one pair (GATED), or of one token. Shapes are those of
+    `one_row_float8`."""
     per_output: gl.constexpr = 2 if GATED else 1
     of_program: gl.constexpr = N * per_output
     stored: gl.constexpr = OUTPUTS * per_output
@@ -73,10 +79,12 @@ def _multiply(
     )
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 16)
     inputs_layout: gl.constexpr = gl.DotOperandLayout(1, sums_layout, 16)
-    first, which = gl.program_id(0) * N, gl.program_id(1)
+    first = gl.program_id(0) * N
+    which = gl.program_id(1)
     token = which // TOP if GATED else which
 
-    row, i = index(rows, 1, weights_layout), index(SLICE, 2, weights_layout)
+    row = index(rows, 1, weights_layout)
+    i = index(SLICE, 2, weights_layout)
     n = first + row // 8 // per_output + row // 8 % per_output * OUTPUTS
     of_weight = (index(num_warps, 0, weights_layout) * 8 + row % 8) * SLICE
     of_input = (
@@ -88,12 +96,15 @@ def _multiply(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    experts, all_shares = (), ()  # of the pairs that the program multiplies
+    # of the pairs that the program multiplies
+    experts = ()
+    all_shares = ()
     for pair in gl.static_range(1 if GATED else TOP):
         at_pair = which if GATED else token * TOP + pair
         experts += (gl.load(ids + at_pair),)
         all_shares += (1.0 if GATED else gl.load(shares + at_pair),)
-    tiles, tile_scales = (), ()
+    tiles = ()
+    tile_scales = ()
     for chunk in gl.static_range(CHUNKS):
         at = of_weight + chunk * chunk_inputs
         row_of = (
@@ -124,9 +135,8 @@ def _multiply(
     for chunk in gl.static_range(CHUNKS):
         sums = added(sums, tiles[chunk], inputs[chunk], tile_scales[chunk])
 
-    across: gl.constexpr = min(
-        32, 32 * num_warps // N
-    )  # threads that sum an output, or two adjacent ones
+    # threads that sum an output, or two adjacent ones
+    across: gl.constexpr = min(32, 32 * num_warps // N)
     by_output: gl.constexpr = gl.BlockedLayout(
         [per_output, num_warps * 64 // across], [32 // across, across], [num_warps, 1], [1, 0]
     )
@@ -152,9 +162,9 @@ def experts(
     weights: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the weighted sum [tokens, hidden] float32 of silu-gated experts without biases, which `takes` accepts, for x [tokens, hidden],
-    contiguous, float16 or bfloat16; ids [tokens, k] int32, weights [tokens, k] float32. `out` [tokens, hidden]: add the result to it, and return
-    it."""
+    """Return the weighted sum [tokens, hidden] float32 of silu-gated experts without biases, which
+    `takes` accepts, for x [tokens, hidden], contiguous, float16 or bfloat16; ids [tokens, k] int32,
+    weights [tokens, k] float32. `out` [tokens, hidden]: add the result to it, and return it."""
     tokens, top = ids.shape
     inner = torch.empty((tokens * top, down.inputs), dtype=x.dtype, device=x.device)
     multiply(x, gate_up, ids, weights, inner, gated=True, at_once=GATE_UP)
@@ -172,7 +182,8 @@ def multiply(
     x, layer: Stored, ids, weights, out, *, gated: bool = False, adds: bool = False, at_once: int
 ) -> None:
     """Compute one of the layers. `at_once`: outputs of a program, pairs if gated."""
-    top, outputs = ids.shape[1], out.shape[1]
+    top = ids.shape[1]
+    outputs = out.shape[1]
     launch(_multiply, (outputs // at_once, len(out)))(
         x,
         layer.values,
@@ -211,18 +222,16 @@ def takes(gate_up: Stored, down: Stored, per_token: int) -> bool:
 
 
 def check(device: torch.device) -> None:
-    """Raise unless they compute correct values here: Gluon may change between versions of Triton."""
+    """Raise unless they compute correct values here: Gluon may change between versions of
+    Triton."""
     numbers = torch.arange(3 * 8 * 192, device=device).remainder(5).sub(2).view(3, 8, 192)
-    ids, weights = (
-        torch.tensor([[2, 0], [1, 2]], dtype=torch.int32, device=device),
-        torch.tensor([[1.0, 2.0], [4.0, 0.5]], device=device),
-    )
+    ids = torch.tensor([[2, 0], [1, 2]], dtype=torch.int32, device=device)
+    weights = torch.tensor([[1.0, 2.0], [4.0, 0.5]], device=device)
     layer = Stored(
         numbers.to(torch.float8_e4m3fn), 192, torch.ones(3, 8, device=device), kind=FLOAT8
     )
-    x = (
-        torch.arange(2 * 2 * 192, device=device).remainder(7).sub(3).view(4, 192).bfloat16()
-    )  # small integers, so that sums are exact
+    # small integers, so that sums are exact
+    x = torch.arange(2 * 2 * 192, device=device).remainder(7).sub(3).view(4, 192).bfloat16()
     out = torch.zeros(2, 8, device=device)
     multiply(x, layer, ids, weights, out, at_once=DOWN)
     products = torch.einsum("pk,pnk->pn", x.float(), numbers[ids.flatten().long()].float()).view(

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated"
 # ruff: noqa: N803 (constants are upper case)
-"""Linear layer of few weights for 2 to 16 rows. Like `one_row`, a program requests all weights of some outputs before its input is available, and
-fuses the operations around the layer; but it uses tensor cores, each warp for a part of the inputs. With more rows or weights, reading all inputs in
+"""Linear layer of few weights for 2 to 16 rows. Like `one_row`, a program requests all weights of
+some outputs before its input is available, and fuses the operations around the layer; but it uses
+tensor cores, each warp for a part of the inputs. With more rows or weights, reading all inputs in
 every program costs more than this saves. Twin: `dovetail.nn.linear`.
 """
 
@@ -59,16 +60,21 @@ def _linear(
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute N outputs of all rows. Tensors are [WARPS, N or M, inputs of a warp in a chunk], in tuples with one per chunk."""
+    """Compute N outputs of all rows. Tensors are [WARPS, N or M, inputs of a warp in a chunk], in
+    tuples with one per chunk."""
     chunks: tl.constexpr = INPUTS // CHUNK
     part: tl.constexpr = CHUNK // WARPS
-    n, m = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, M)
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    m = tl.arange(0, M)
     i = tl.arange(0, WARPS)[:, None, None] * part + tl.arange(0, part)[None, None, :]
-    real, exists = n < outputs, m < rows
+    real = n < outputs
+    exists = m < rows
     place = weight + n.to(tl.int64)[None, :, None] * INPUTS + i
     up_place = weight + (n + outputs).to(tl.int64)[None, :, None] * INPUTS + i
     let_next_begin(PDL)
-    weights, up_weights, scales = (), (), ()
+    weights = ()
+    up_weights = ()
+    scales = ()
     for chunk in tl.static_range(chunks):
         weights += (tl.load(place + chunk * CHUNK, mask=real[None, :, None], other=0.0),)
         if GATED:
@@ -76,7 +82,8 @@ def _linear(
         if NORMED:
             scales += (tl.load(norm + i + chunk * CHUNK).to(tl.float32),)
     wait(PDL)
-    at, mask = out + m[None, :] * outputs + n[:, None], real[:, None] & exists[None, :]
+    at = out + m[None, :] * outputs + n[:, None]
+    mask = real[:, None] & exists[None, :]
     if ADDS:
         before = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     values = ()
@@ -94,13 +101,13 @@ def _linear(
             wide = values[chunk].to(tl.float32)
             squares += tl.sum(tl.sum(wide * wide, 2), 0)
         scale = tl.rsqrt(squares / INPUTS + eps)[None, :, None]
-    sums, ups = tl.zeros([WARPS, N, M], tl.float32), tl.zeros([WARPS, N, M], tl.float32)
+    sums = tl.zeros([WARPS, N, M], tl.float32)
+    ups = tl.zeros([WARPS, N, M], tl.float32)
     for chunk in tl.static_range(chunks):
         inputs = values[chunk]
         if NORMED:
-            inputs = (inputs.to(tl.float32) * scale * scales[chunk]).to(
-                x.dtype.element_ty
-            )  # round as the twin does
+            # round as the twin does
+            inputs = (inputs.to(tl.float32) * scale * scales[chunk]).to(x.dtype.element_ty)
         inputs = tl.permute(inputs, (0, 2, 1))
         sums = tl.dot(
             float8_to_16_bits(weights[chunk], inputs.dtype) if SCALED else weights[chunk],
@@ -131,8 +138,8 @@ def _linear(
 
 
 def tiling_for(weight: torch.Tensor, rows: int, gated: bool) -> Tiling | None:
-    """Return a tiling for a layer's weight [outputs, inputs], or None if `many_rows` or torch is faster. Measured with `bench.products --tune` on an
-    H200."""
+    """Return a tiling for a layer's weight [outputs, inputs], or None if `many_rows` or torch is
+    faster. Measured with `bench.products --tune` on an H200."""
     inputs = weight.shape[1]
     chunk = inputs & -inputs  # largest power of two that divides it
     if gated:
@@ -152,7 +159,8 @@ def tiling_for(weight: torch.Tensor, rows: int, gated: bool) -> Tiling | None:
 
 
 def shared_bytes(tiling: Tiling, rows: int, inputs: int, gated: bool) -> int:
-    """Return an upper bound of a program's shared memory: all its weights and a chunk of the input pass through it to the tensor cores."""
+    """Return an upper bound of a program's shared memory: all its weights and a chunk of the input
+    pass through it to the tensor cores."""
     held = tiling.outputs * inputs * (2 if gated else 1)
     return 2 * (held + padded(rows) * tiling.inputs)
 
@@ -183,9 +191,11 @@ def linear(
     into: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply x [rows, inputs] by weight [outputs, inputs], contiguous, float16 or bfloat16 -> [rows, outputs]; accumulates in float32.
+    """Multiply x [rows, inputs] by weight [outputs, inputs], contiguous, float16 or bfloat16 ->
+    [rows, outputs]; accumulates in float32.
 
-    `norm`, `gated`, `out` and `into` [rows, outputs]: see `one_row.linear`. `scales` [outputs] float32: multipliers of a float8 weight.
+    `norm`, `gated`, `out` and `into` [rows, outputs]: see `one_row.linear`. `scales` [outputs]
+    float32: multipliers of a float8 weight.
     """
     rows, inputs = x.shape
     outputs = weight.shape[0] // (2 if gated else 1)

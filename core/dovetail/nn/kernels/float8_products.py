@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Products of float8 inputs and float8 weights, for numbers of rows at which computing takes longer than reading: inputs are rounded to e4m3, with a
-scale per row or per group of a row. Twins: `twin_of_narrowed`, and the format's `dequantized`.
+"""Products of float8 inputs and float8 weights, for numbers of rows at which computing takes longer
+than reading: inputs are rounded to e4m3, with a scale per row or per group of a row. Twins:
+`twin_of_narrowed`, and the format's `dequantized`.
 """
 
 from __future__ import annotations
@@ -36,19 +37,20 @@ def _narrow(
     LARGEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Narrow some units, which are the groups of all rows; BLOCK is GROUP padded to a power of two."""
+    """Narrow some units, which are the groups of all rows; BLOCK is GROUP padded to a power of
+    two."""
     let_next_begin(PDL)
     groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
-    u, j = tl.program_id(0) * UNITS + tl.arange(0, UNITS), tl.arange(0, BLOCK)
+    u = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    j = tl.arange(0, BLOCK)
     in_row = (u % groups * GROUP)[:, None] + j[None, :]
     at = (u // groups).to(tl.int64)[:, None] * SIZE + in_row
     mask = (u < units)[:, None] & (j < GROUP)[None, :] & (in_row < SIZE)
     wait(PDL)
     values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(values), 1)
-    scale = tl.where(
-        largest > 0, tl.div_rn(largest, tl.full([UNITS], LARGEST, tl.float32)), 1.0
-    )  # round as the twin does
+    # round as the twin does
+    scale = tl.where(largest > 0, tl.div_rn(largest, tl.full([UNITS], LARGEST, tl.float32)), 1.0)
     narrow = tl.clamp(
         tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape)), -LARGEST, LARGEST
     )
@@ -57,8 +59,9 @@ def _narrow(
 
 
 def narrowed(x: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (x / scales rounded to e4m3, float8 [rows, size]; scales float32 [rows], or [rows, size / group] if there are groups) of x [rows, size],
-    contiguous. The largest magnitude of a row or group maps to the largest of e4m3. The scale of all zeros is 1."""
+    """Return (x / scales rounded to e4m3, float8 [rows, size]; scales float32 [rows], or [rows,
+    size / group] if there are groups) of x [rows, size], contiguous. The largest magnitude of a row
+    or group maps to the largest of e4m3. The scale of all zeros is 1."""
     rows, size = x.shape
     own = group or size
     groups = triton.cdiv(size, own)
@@ -103,13 +106,14 @@ def _norm_and_narrow(
     let_next_begin(PDL)
     values = normed_row(x, parts, weight, part_stride, eps, SIZE, BLOCK, PARTS, PDL)
     groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
-    values = tl.reshape(
-        values.to(x.dtype.element_ty).to(tl.float32), (BLOCK // GROUP, GROUP)
-    )  # round as if stored in between
+    # round as if stored in between
+    values = tl.reshape(values.to(x.dtype.element_ty).to(tl.float32), (BLOCK // GROUP, GROUP))
     largest = tl.max(tl.abs(values), 1)
     scale = tl.where(largest > 0, largest / LARGEST, 1.0)
     narrow = tl.reshape(tl.clamp(values / scale[:, None], -LARGEST, LARGEST), (BLOCK,))
-    row, i, g = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, BLOCK // GROUP)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    g = tl.arange(0, BLOCK // GROUP)
     tl.store(out + row * SIZE + i, narrow.to(out.dtype.element_ty), mask=i < SIZE)
     tl.store(scales + row * groups + g, scale, mask=g < groups)
 
@@ -117,8 +121,8 @@ def _norm_and_narrow(
 def normed_and_narrowed(
     x: torch.Tensor, parts: torch.Tensor | None, weight: torch.Tensor, eps: float, group: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`narrowed` of the RMS norm, with `weight` [size], of x [rows, size]; `parts` are added to x first, as by `rms_norm.add_and_norm`. `group`: a
-    power of two."""
+    """`narrowed` of the RMS norm, with `weight` [size], of x [rows, size]; `parts` are added to x
+    first, as by `rms_norm.add_and_norm`. `group`: a power of two."""
     rows, size = x.shape
     block = triton.next_power_of_2(size)
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
@@ -166,8 +170,8 @@ def linear(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Multiply narrow [rows, inputs] by weight [outputs, inputs], both float8, with x_scales [rows] and scales [outputs] float32 -> [rows, outputs]
-    bfloat16."""
+    """Multiply narrow [rows, inputs] by weight [outputs, inputs], both float8, with x_scales [rows]
+    and scales [outputs] float32 -> [rows, outputs] bfloat16."""
     return torch._scaled_mm(
         narrow,
         weight.t(),
@@ -193,7 +197,8 @@ def linear_of_blocks(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`linear` with x_scales [rows, inputs / BLOCK] and scales [outputs / BLOCK, inputs / BLOCK], for a weight that `takes_blocks`."""
+    """`linear` with x_scales [rows, inputs / BLOCK] and scales [outputs / BLOCK, inputs / BLOCK],
+    for a weight that `takes_blocks`."""
     rows = len(narrow)
     if rows % PADDED:
         narrow = torch.nn.functional.pad(narrow.view(torch.uint8), (0, 0, 0, -rows % PADDED)).view(
@@ -215,9 +220,11 @@ def linear_of_blocks(
 
 
 def check_blocks(device: torch.device) -> None:
-    """Raise unless `linear_of_blocks` computes correct values here: cuBLAS has such products from CUDA 12.9 on, for Hopper."""
+    """Raise unless `linear_of_blocks` computes correct values here: cuBLAS has such products from
+    CUDA 12.9 on, for Hopper."""
     numbers = torch.arange(256 * 512, device=device).remainder(7).sub(3).view(256, 512)
-    x, weight = numbers[:21].bfloat16(), numbers.to(torch.float8_e4m3fn)
+    x = numbers[:21].bfloat16()
+    weight = numbers.to(torch.float8_e4m3fn)
     x_scales = torch.arange(1, 85, device=device).view(21, 4) / 4
     scales = torch.arange(1, 9, device=device).view(2, 4) / 2
     ours = linear_of_blocks(x.to(torch.float8_e4m3fn), x_scales, weight, scales, None, x.dtype)
@@ -228,11 +235,12 @@ def check_blocks(device: torch.device) -> None:
 
 
 def check(device: torch.device) -> None:
-    """Raise unless it computes correct values here: not every version of torch can multiply float8 by float8 with row scales on every GPU."""
-    numbers = (
-        torch.arange(32 * 256, device=device).remainder(7).sub(3).view(32, 256)
-    )  # small integers, so that sums are exact
-    x, weight = numbers[:20].bfloat16(), numbers.to(torch.float8_e4m3fn)
+    """Raise unless it computes correct values here: not every version of torch can multiply float8
+    by float8 with row scales on every GPU."""
+    # small integers, so that sums are exact
+    numbers = torch.arange(32 * 256, device=device).remainder(7).sub(3).view(32, 256)
+    x = numbers[:20].bfloat16()
+    weight = numbers.to(torch.float8_e4m3fn)
     ours = linear(*narrowed(x), weight, torch.full((32,), 0.5, device=device), None, x.dtype)
     exact = x.float() @ weight.float().t() * 0.5
     if not torch.allclose(ours.float(), exact, rtol=2**-7, atol=exact.abs().max().item() * 2**-4):

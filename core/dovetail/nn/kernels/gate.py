@@ -20,10 +20,12 @@ def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.con
     """Compute a part of one row."""
     let_next_begin(PDL)
     wait(PDL)
-    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < SIZE
     at = gate_up + row * (2 * SIZE) + i
-    gate, up = tl.load(at, mask=mask).to(tl.float32), tl.load(at + SIZE, mask=mask).to(tl.float32)
+    gate = tl.load(at, mask=mask).to(tl.float32)
+    up = tl.load(at + SIZE, mask=mask).to(tl.float32)
     tl.store(out + row * SIZE + i, gate / (1.0 + tl.exp(-gate)) * up, mask=mask)
 
 
@@ -32,17 +34,18 @@ def _sigmoid_mul(x, gate, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: 
     """Compute a part of one row."""
     let_next_begin(PDL)
     wait(PDL)
-    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask, at = i < SIZE, x + row * SIZE + i
-    values, gates = (
-        tl.load(at, mask=mask).to(tl.float32),
-        tl.load(gate + row * stride + i, mask=mask).to(tl.float32),
-    )
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < SIZE
+    at = x + row * SIZE + i
+    values = tl.load(at, mask=mask).to(tl.float32)
+    gates = tl.load(gate + row * stride + i, mask=mask).to(tl.float32)
     tl.store(at, values / (1.0 + tl.exp(-gates)), mask=mask)
 
 
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> None:
-    """Multiply x [tokens, size], contiguous, by sigmoid(gate) in place; a row's numbers of gate [tokens, size] are contiguous."""
+    """Multiply x [tokens, size], contiguous, by sigmoid(gate) in place; a row's numbers of gate
+    [tokens, size] are contiguous."""
     tokens, size = x.shape
     if tokens:
         grid = (tokens, triton.cdiv(size, BLOCK))
@@ -58,8 +61,10 @@ def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> None:
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up [tokens, size] for gate_up [tokens, 2 * size], contiguous; computes in float32."""
-    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    """Return silu(gate) * up [tokens, size] for gate_up [tokens, 2 * size], contiguous; computes in
+    float32."""
+    tokens = gate_up.shape[0]
+    size = gate_up.shape[1] // 2
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
         launch(_silu_mul, (tokens, triton.cdiv(size, BLOCK)))(

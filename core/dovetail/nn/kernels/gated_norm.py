@@ -33,7 +33,8 @@ def _gated_norm(
     FIRST: tl.constexpr,  # the norm comes before the gate
     PDL: tl.constexpr,
 ):
-    r, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    i = tl.arange(0, BLOCK)[None, :]
     real = (r < rows) & (i < GROUP)
     group = r % GROUPS
     let_next_begin(PDL)
@@ -62,7 +63,9 @@ def gated_norm(
     norm_before_gate: bool,
 ) -> torch.Tensor:
     """See `dovetail.nn.state.gated_norm`; x and weight are contiguous."""
-    out, z, block = torch.empty_like(x), by_rows(z), triton.next_power_of_2(group)
+    out = torch.empty_like(x)
+    z = by_rows(z)
+    block = triton.next_power_of_2(group)
     at_once = max(1, AT_ONCE // block)
     if rows := x.numel() // group:
         launch(_gated_norm, (triton.cdiv(rows, at_once),))(

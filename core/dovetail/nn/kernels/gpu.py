@@ -1,4 +1,5 @@
-"""Properties of a GPU that kernels, tilings and dtypes depend on; the only place that queries them."""
+"""Properties of a GPU that kernels, tilings and dtypes depend on; the only place that queries
+them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """NVIDIA GPU model. A program is CUDA's thread block, a processor a streaming multiprocessor."""
+    """NVIDIA GPU model. A program is CUDA's thread block, a processor a streaming
+    multiprocessor."""
 
     name: str
     capability: tuple[int, int]  # NVIDIA's "compute capability"
@@ -24,12 +26,14 @@ class GPU:
 
     @property
     def is_hopper(self) -> bool:
-        """True if kernels for Hopper's matrix units and tensor memory accelerator run; they run on no other generation."""
+        """True if kernels for Hopper's matrix units and tensor memory accelerator run; they run on
+        no other generation."""
         return self.capability[0] == 9
 
     @property
     def has_bfloat16(self) -> bool:
-        """True from Ampere on. Earlier GPUs emulate bfloat16 with several instructions, and their matrix units don't support it."""
+        """True from Ampere on. Earlier GPUs emulate bfloat16 with several instructions, and their
+        matrix units don't support it."""
         return self.capability >= (8, 0)
 
     @property
@@ -44,7 +48,8 @@ class GPU:
 
 
 def gpu_of(device: torch.device) -> GPU | None:
-    """Return the GPU of a device. None for the CPU, and on machines without a GPU, where declarations may also be queried."""
+    """Return the GPU of a device. None for the CPU, and on machines without a GPU, where
+    declarations may also be queried."""
     return _gpu_of(device)
 
 

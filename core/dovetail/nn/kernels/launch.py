@@ -1,7 +1,8 @@
 """Launching Triton kernels, compiling them ahead of time, and reporting those that are unavailable.
 
-A kernel is compiled on its first launch, for each specialization of its arguments: some dozens of times, 0.1 to 3 s each, one after the other.
-Kernels launched by `launch` can be compiled earlier and in parallel, in threads: Triton spends most of that time outside of Python.
+A kernel is compiled on its first launch, for each specialization of its arguments: some dozens of
+times, 0.1 to 3 s each, one after the other. Kernels launched by `launch` can be compiled earlier
+and in parallel, in threads: Triton spends most of that time outside of Python.
 """
 
 from __future__ import annotations
@@ -20,37 +21,39 @@ from dovetail.errors import UnsupportedError
 
 log = logging.getLogger("dovetail")
 
-ALIGNMENT = (
-    16  # of addresses (bytes) and integers; Triton specializes kernels on divisibility by it
-)
+# of addresses (bytes) and integers; Triton specializes kernels on divisibility by it
+ALIGNMENT = 16
 
 
 class KernelUnavailable(UnsupportedError):
-    """A kernel can't be compiled or loaded here: nothing was launched, and its twin can be used instead."""
+    """A kernel can't be compiled or loaded here: nothing was launched, and its twin can be used
+    instead."""
 
 
-_unavailable: dict[
-    int, tuple[Any, KernelUnavailable]
-] = {}  # by the kernel's id; holds the kernel, so that the id isn't reused
+# by the kernel's id; holds the kernel, so that the id isn't reused
+_unavailable: dict[int, tuple[Any, KernelUnavailable]] = {}
 
 
 class Compiler:
     """Compiles kernels in threads, each specialization once."""
 
     def __init__(self, pool: ThreadPoolExecutor, device: torch.device) -> None:
-        self._pool, self._device = pool, device
+        self._pool = pool
+        self._device = device
         self._jobs: dict[tuple[Any, ...], Future[None]] = {}
 
     def add(self, kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> None:
-        """Enqueue the compilation that launching the kernel with these arguments would trigger. Returns at once."""
+        """Enqueue the compilation that launching the kernel with these arguments would trigger.
+        Returns at once."""
         placed = (
             _kind(value, parameter.do_not_specialize)
             for value, parameter in zip(args, kernel.params, strict=False)
         )
+        # constants, mostly
         named = (
             (name, _kind(value) if isinstance(value, torch.Tensor) else value)
             for name, value in options.items()
-        )  # constants, mostly
+        )
         kind = id(kernel), *placed, *named
         if kind not in self._jobs:
             self._jobs[kind] = self._pool.submit(
@@ -58,7 +61,8 @@ class Compiler:
             )
 
     def wait(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Wait until all kernels are compiled, calling `progress(done, total)`. If one fails to compile, its launch will report the reason."""
+        """Wait until all kernels are compiled, calling `progress(done, total)`. If one fails to
+        compile, its launch will report the reason."""
         for done, job in enumerate(self._jobs.values(), 1):
             if (error := job.exception()) is not None:
                 log.debug("not compiled ahead of time: %s", error)
@@ -78,9 +82,10 @@ _compiler: ContextVar[Compiler | None] = ContextVar("_compiler", default=None)
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """Return `kernel[grid]`, to be called with the kernel's arguments. While kernels are compiled ahead of time nothing is launched, and outputs are
-    undefined. The call raises `KernelUnavailable` if the kernel is unavailable on this device; the first time it logs a warning, and it isn't tried
-    again."""
+    """Return `kernel[grid]`, to be called with the kernel's arguments. While kernels are compiled
+    ahead of time nothing is launched, and outputs are undefined. The call raises
+    `KernelUnavailable` if the kernel is unavailable on this device; the first time it logs a
+    warning, and it isn't tried again."""
     compiler = _compiler.get()
     return (
         partial(_launch, kernel, grid) if compiler is None else partial(compiler.add, kernel, grid)
@@ -96,7 +101,8 @@ def _launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -
         if (why := _why_unavailable(kernel, grid, args, options)) is None:
             raise  # it is available; the launch itself failed
         unavailable = KernelUnavailable(
-            f"kernel {kernel.fn.__qualname__} of {kernel.fn.__module__} is unavailable on this GPU: {why}"
+            f"kernel {kernel.fn.__qualname__} of {kernel.fn.__module__} is unavailable on this "
+            f"GPU: {why}"
         )
         _unavailable[id(kernel)] = kernel, unavailable
         log.warning("%s; functions with a twin in plain torch fall back to it", unavailable)
@@ -106,7 +112,8 @@ def _launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -
 def _why_unavailable(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]
 ) -> str | None:
-    """Return why it can't be compiled or loaded for these arguments; None if it can, or is interpreted."""
+    """Return why it can't be compiled or loaded for these arguments; None if it can, or is
+    interpreted."""
     try:
         compiled = kernel.warmup(*args, grid=grid, **options)
         _ = compiled and compiled.run  # loads it
@@ -126,8 +133,9 @@ def is_compiling_ahead() -> bool:
 def compiling_ahead(
     device: torch.device, threads: int, progress: Callable[[int, int], None] | None = None
 ) -> Iterator[None]:
-    """Context in which kernels that this thread passes to `launch` are compiled for `device` instead of launched. Leaving it waits for the
-    compilation, calling `progress(done, total)`. Kernel outputs are undefined in it: they must not be used as indices."""
+    """Context in which kernels that this thread passes to `launch` are compiled for `device`
+    instead of launched. Leaving it waits for the compilation, calling `progress(done, total)`.
+    Kernel outputs are undefined in it: they must not be used as indices."""
     with ThreadPoolExecutor(threads, thread_name_prefix="dovetail-compile") as pool:
         compiler = Compiler(pool, device)
         token = _compiler.set(compiler)
@@ -169,7 +177,8 @@ def _kind(argument: Any, any_number: bool = False) -> object:
 
 
 def _stand_in(argument: Any) -> Any:
-    """Return a value with the same specialization as `argument` that doesn't keep its memory alive."""
+    """Return a value with the same specialization as `argument` that doesn't keep its memory
+    alive."""
     if isinstance(argument, torch.Tensor) and argument.data_ptr() % ALIGNMENT == 0:
         return torch.empty(0, dtype=argument.dtype, device=argument.device)
     return argument

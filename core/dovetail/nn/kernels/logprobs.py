@@ -1,10 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Log-probabilities and ranks of tokens and of the k most likely ones, reading the logits once, without sorting or copying.
+"""Log-probabilities and ranks of tokens and of the k most likely ones, reading the logits once,
+without sorting or copying.
 
-Two kernels. `_survey` processes tiles of the vocabulary in parallel: each computes its largest logit, the sum of exponentials, the number of logits
-larger than the token's own, and the largest of each GROUP of ids. `_choose` merges these, one program per row, and selects the most likely tokens
-one by one: the next is in the group with the largest remaining logit, and only this group is read again. Twin: `dovetail.nn.logprobs`.
+Two kernels. `_survey` processes tiles of the vocabulary in parallel: each computes its largest
+logit, the sum of exponentials, the number of logits larger than the token's own, and the largest of
+each GROUP of ids. `_choose` merges these, one program per row, and selects the most likely tokens
+one by one: the next is in the group with the largest remaining logit, and only this group is read
+again. Twin: `dovetail.nn.logprobs`.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wa
 from dovetail.nn.kernels.launch import launch
 
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)
-HIGHEST, NOTHING = (
-    tl.constexpr(2**31 - 1),
-    tl.constexpr(-(2**31)),
-)  # sort keys: of NaN, and after all numbers
+# sort keys: of NaN, and after all numbers
+HIGHEST = tl.constexpr(2**31 - 1)
+NOTHING = tl.constexpr(-(2**31))
 TILE = 4096  # ids per program of `_survey`
-SURVEY_WARPS, CHOOSE_WARPS = 4, 8
+SURVEY_WARPS = 4
+CHOOSE_WARPS = 8
 MOST_GROUPS = 4096  # per program of `_choose`
 
 
@@ -35,7 +38,8 @@ def _order(x):
 
 @triton.jit
 def _alternatives(place, rows, asked, asked_stride, most):
-    """Return the number of most likely tokens that the row at `place` requests; negative: not even its own token's log-probability."""
+    """Return the number of most likely tokens that the row at `place` requests; negative: not even
+    its own token's log-probability."""
     wanted = most
     if rows is not None:
         wanted = tl.load(asked + tl.load(rows + place) * asked_stride)
@@ -64,7 +68,8 @@ def _survey(
 ):
     let_next_begin(PDL)
     wait(PDL)
-    place, tile = tl.program_id(0), tl.program_id(1)
+    place = tl.program_id(0)
+    tile = tl.program_id(1)
     if _alternatives(place, rows, asked, asked_stride, most) < 0:
         return
     logits += place.to(tl.int64) * stride
@@ -113,13 +118,12 @@ def _choose(
     wanted = _alternatives(place, rows, asked, asked_stride, most)
     if wanted < 0:
         return
-    logits, best_ids, logprobs = (
-        logits + place * stride,
-        best_ids + place * columns,
-        logprobs + place * columns,
-    )
+    logits = logits + place * stride
+    best_ids = best_ids + place * columns
+    logprobs = logprobs + place * columns
     tile = tl.arange(0, WIDTH)
-    at, exists = place * WIDTH + tile, tile < tiles
+    at = place * WIDTH + tile
+    exists = tile < tiles
     top_of = tl.load(tops + at, mask=exists, other=LEAST)
     top = tl.max(top_of, 0)
     normalizer = top + tl.log(
@@ -134,17 +138,16 @@ def _choose(
 
     group = tl.arange(0, GROUPS)
     left_in = tl.load(group_tops + place * groups + group, mask=group < groups, other=NOTHING)
-    last, last_token = tl.full((), HIGHEST, tl.int32), tl.full((), -1, tl.int32)
+    last = tl.full((), HIGHEST, tl.int32)
+    last_token = tl.full((), -1, tl.int32)
     for column in range(1, tl.minimum(wanted, columns - 1) + 1):
-        _, next_in = tl.max(
-            left_in, 0, return_indices=True
-        )  # the first of ties, which has the lowest ids
+        # the first of ties, which has the lowest ids
+        _, next_in = tl.max(left_in, 0, return_indices=True)
         token = next_in * GROUP + tl.arange(0, GROUP)
         x = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         key = tl.where(token < vocab, _order(x), NOTHING)
-        key = tl.where(
-            (key < last) | ((key == last) & (token > last_token)), key, NOTHING
-        )  # exclude those already selected
+        # exclude those already selected
+        key = tl.where((key < last) | ((key == last) & (token > last_token)), key, NOTHING)
         last, at_in = tl.max(key, 0, return_indices=True)
         last_token = next_in * GROUP + at_in
         taken = token == last_token
@@ -160,11 +163,12 @@ def top_logprobs(
     rows: torch.Tensor | None = None,
     asked: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the ids [n, 1 + most] int64 and log-probabilities [n, 1 + most] float32 of token_ids [n] int64 and of the `most` most likely tokens (at
-    most vocab) under logits [n, vocab]; and ranks [n] int64.
+    """Return the ids [n, 1 + most] int64 and log-probabilities [n, 1 + most] float32 of token_ids
+    [n] int64 and of the `most` most likely tokens (at most vocab) under logits [n, vocab]; and
+    ranks [n] int64.
 
-    With `rows` [n] int64, the i-th gets only the asked[rows[i]] most likely (asked [any] int32, at most `most`), and nothing at all if that is
-    negative; the rest of the outputs is undefined.
+    With `rows` [n] int64, the i-th gets only the asked[rows[i]] most likely (asked [any] int32, at
+    most `most`), and nothing at all if that is negative; the rest of the outputs is undefined.
     """
     n, vocab = logits.shape
     best_ids = torch.empty((n, 1 + most), dtype=torch.int64, device=logits.device)
@@ -174,7 +178,8 @@ def top_logprobs(
         return best_ids, logprobs, ranks
     group = max(64, triton.next_power_of_2(triton.cdiv(vocab, MOST_GROUPS)))
     tile = max(TILE, group)
-    tiles, groups = triton.cdiv(vocab, tile), triton.cdiv(vocab, group)
+    tiles = triton.cdiv(vocab, tile)
+    groups = triton.cdiv(vocab, group)
     width = max(4, triton.next_power_of_2(tiles))  # at least 4, to align each plane
     tops, totals = torch.empty((2, n, width), dtype=torch.float32, device=logits.device)
     likelier = torch.empty((n, width), dtype=torch.int32, device=logits.device)

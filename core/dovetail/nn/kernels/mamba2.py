@@ -2,9 +2,10 @@
 # ruff: noqa: N803 (constants are upper case)
 """Mamba2's recurrence. Twin: `dovetail.nn.state.mamba`.
 
-`_recur` computes single tokens of rows, and all tokens in float32, one after the other: a program reads and replaces some rows of one head's state. A
-request's drafts are computed after its known token, likewise.
-In prefills of 16-bit numbers a program carries some rows of one head's state S [state, row] through a row's chunks of tokens (decays not shown):
+`_recur` computes single tokens of rows, and all tokens in float32, one after the other: a program
+reads and replaces some rows of one head's state. A request's drafts are computed after its known
+token, likewise. In prefills of 16-bit numbers a program carries some rows of one head's state S
+[state, row] through a row's chunks of tokens (decays not shown):
 
     out = C S + (C Bᵀ) (dt * X) + D * X      for pairs of tokens j <= i
     S = S + Bᵀ (dt * X)
@@ -83,18 +84,22 @@ def _recur(
     PDL: tl.constexpr,
 ):
     """Carry some rows of one head's state through a row's tokens."""
-    head, row = tl.program_id(1), tl.program_id(2)
-    j, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, N)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    j = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, N)
     real = j < SIZE
     let_next_begin(PDL)
-    rate, skip, shift = tl.exp(tl.load(A_log + head)), tl.load(D + head), tl.load(dt_bias + head)
+    rate = tl.exp(tl.load(A_log + head))
+    skip = tl.load(D + head)
+    shift = tl.load(dt_bias + head)
     wait(PDL)
-    first, length, kept = row.to(tl.int64), 1, 0
+    first = row.to(tl.int64)
+    length = 1
+    kept = 0
     if not DECODES:
-        first, length = (
-            tl.load(query_starts + row).to(tl.int64),
-            tl.load(query_starts + row + 1) - tl.load(query_starts + row),
-        )
+        first = tl.load(query_starts + row).to(tl.int64)
+        length = tl.load(query_starts + row + 1) - tl.load(query_starts + row)
         kept = tl.load(checkpoint_at + row)
     known = length
     if DRAFTS:
@@ -123,10 +128,12 @@ def _recur(
         group = token + HEADS * SIZE + head // (HEADS // GROUPS) * N + i
         step = tl.load(dt + t * dt_stride + head).to(tl.float32)
         x = tl.load(token + head * SIZE + j, mask=real, other=0.0).to(tl.float32)
-        into, out_of = tl.load(group).to(tl.float32), tl.load(group + GROUPS * N).to(tl.float32)
+        into = tl.load(group).to(tl.float32)
+        out_of = tl.load(group + GROUPS * N).to(tl.float32)
         step = softplus(step + shift)
         step = tl.minimum(tl.maximum(step, shortest), longest)
-        factor, added = tl.exp(-rate * step), x * step
+        factor = tl.exp(-rate * step)
+        added = x * step
         state *= factor
         state += added[:, None] * into[None, :]
         result = tl.sum(state * out_of[None, :], 1) + skip * x
@@ -195,16 +202,19 @@ def _carry(
     PDL: tl.constexpr,
 ):
     """Carry some rows of one head's state through a row's chunks."""
-    head, row = tl.program_id(1), tl.program_id(2)
-    j, i, r = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, N), tl.arange(0, CHUNK)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    j = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, N)
+    r = tl.arange(0, CHUNK)
     real = j < SIZE
     let_next_begin(PDL)
-    rate, skip, shift = tl.exp(tl.load(A_log + head)), tl.load(D + head), tl.load(dt_bias + head)
+    rate = tl.exp(tl.load(A_log + head))
+    skip = tl.load(D + head)
+    shift = tl.load(dt_bias + head)
     wait(PDL)
-    first, length = (
-        tl.load(query_starts + row).to(tl.int64),
-        tl.load(query_starts + row + 1) - tl.load(query_starts + row),
-    )
+    first = tl.load(query_starts + row).to(tl.int64)
+    length = tl.load(query_starts + row + 1) - tl.load(query_starts + row)
     kept = tl.load(checkpoint_at + row)
     at = (
         rows_at(
@@ -284,10 +294,11 @@ def mamba2(
     *,
     in_chunks: bool | None = None,
 ) -> torch.Tensor:
-    """See `dovetail.nn.state.mamba2`; A_log, D and dt_bias are contiguous. `in_chunks`: how steps of several tokens a row are computed; None: those
-    of 16-bit numbers are."""
+    """See `dovetail.nn.state.mamba2`; A_log, D and dt_bias are contiguous. `in_chunks`: how steps
+    of several tokens a row are computed; None: those of 16-bit numbers are."""
     batch = state.batch
-    xbc, dt = by_rows(xbc), by_rows(dt)
+    xbc = by_rows(xbc)
+    dt = by_rows(dt)
     out = empty_outputs(state, xbc, shape.heads, shape.head_size)
     unit_stride, line_stride = state_strides(state, tensor)
     constants = {

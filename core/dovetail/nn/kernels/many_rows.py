@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Linear layer for a few to some dozens of rows, on Hopper's matrix units. Like `one_row`, a program requests weights before its input is
-available: the tensor memory accelerator loads as many as fit into shared memory. Twin: `dovetail.nn.linear`.
+"""Linear layer for a few to some dozens of rows, on Hopper's matrix units. Like `one_row`, a
+program requests weights before its input is available: the tensor memory accelerator loads as many
+as fit into shared memory. Twin: `dovetail.nn.linear`.
 
 A program computes a tile of the output, over all inputs or over a part of them:
 
@@ -10,8 +11,9 @@ A program computes a tile of the output, over all inputs or over a part of them:
     inputs   | chunk 0 | chunk 1 | …  through a ring of stages
     products   chunk 0,  chunk 1,  …  each as soon as both are loaded; then their buffers are reused
 
-Matrix units multiply at least 64 rows by 8 columns. With fewer than 64 rows the tile is computed transposed: its outputs are the rows, so that 2 to 8
-rows of the input are multiplied as 8. A row's result doesn't depend on the others.
+Matrix units multiply at least 64 rows by 8 columns. With fewer than 64 rows the tile is computed
+transposed: its outputs are the rows, so that 2 to 8 rows of the input are multiplied as 8. A row's
+result doesn't depend on the others.
 """
 
 from __future__ import annotations
@@ -55,15 +57,13 @@ MOST_BYTES = {
     2: 96 << 20,
     4: 24 << 20,
 }  # of weights, by the number of row tiles; likewise
-LARGE_BYTES, VERY_LARGE_BYTES = (
-    16 << 20,
-    128 << 20,
-)  # of weights; above, 2 to 32 or 2 to 64 rows have tilings for large layers
+# of weights; above, 2 to 32 or 2 to 64 rows have tilings for large layers
+LARGE_BYTES = 16 << 20
+VERY_LARGE_BYTES = 128 << 20
 LEAST_PROGRAMS = 40  # of such tilings; fewer weren't measured
 MOST_INPUTS = 2048  # with several tiles, unless in parts
-SHARED_BYTES = (
-    208 << 10
-)  # of a multiprocessor for these programs; the rest is for neighboring kernels
+# of a multiprocessor for these programs; the rest is for neighboring kernels
+SHARED_BYTES = 208 << 10
 PROCESSORS = 132
 GROUP_ROWS = 64  # computed by four warps together; or outputs, if there are fewer rows
 LEAST_ROWS = 8  # of a tile
@@ -75,8 +75,8 @@ PART_COST = 8  # cost of a byte of partial sums, relative to a byte read by a pr
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Share of one program: rows, outputs (pairs if gated), and number of parts that the inputs are split into; inputs per chunk, and number of
-    chunks of weights and of inputs in shared memory."""
+    """Share of one program: rows, outputs (pairs if gated), and number of parts that the inputs are
+    split into; inputs per chunk, and number of chunks of weights and of inputs in shared memory."""
 
     rows: int
     outputs: int
@@ -87,13 +87,15 @@ class Tiling:
 
     @property
     def outputs_first(self) -> bool:
-        """True if matrix units take the outputs as rows, of which they need `GROUP_ROWS`, since there are fewer rows."""
+        """True if matrix units take the outputs as rows, of which they need `GROUP_ROWS`, since
+        there are fewer rows."""
         return self.rows < GROUP_ROWS
 
 
 @gluon.jit
 def _operands(inputs, weights, OUTPUTS_FIRST: gl.constexpr):
-    """Return the operands of a product of inputs [M, K] and weights [N, K]: of [M, N] sums, or [N, M]."""
+    """Return the operands of a product of inputs [M, K] and weights [N, K]: of [M, N] sums, or [N,
+    M]."""
     if OUTPUTS_FIRST:
         return weights, inputs.permute((1, 0))
     else:
@@ -107,7 +109,8 @@ def _linear(
     bias,  # [outputs]; GATED: likewise
     out,  # [rows, outputs]; or [parts, rows, outputs], partial sums
     x_scales,  # of float8 inputs: [rows] float32; GROUPS: [rows, GROUPS], for K inputs each
-    scales,  # of float8 weights: [outputs]; GROUPS: [outputs / SHARING, GROUPS]; GATED: gates', then ups'
+    # of float8 weights: [outputs]; GROUPS: [outputs / SHARING, GROUPS]; GATED: gates', then ups'
+    scales,
     rows,
     outputs,  # GATED: pairs
     M: gl.constexpr,
@@ -136,7 +139,9 @@ def _linear(
     shape: gl.constexpr = [N, M] if OUTPUTS_FIRST else [M, N]
     input_bytes: gl.constexpr = M * K * size
     weight_bytes: gl.constexpr = N * K * size * (2 if GATED else 1)
-    m0, n0, part = gl.program_id(1) * M, gl.program_id(0) * N, gl.program_id(2)
+    m0 = gl.program_id(1) * M
+    n0 = gl.program_id(0) * N
+    part = gl.program_id(2)
     k0 = part * (CHUNKS * K)
     inputs = gl.allocate_shared_memory(dtype, [STAGES, M, K], x.layout)
     weights = gl.allocate_shared_memory(dtype, [HELD, N, K], weight.layout)
@@ -200,7 +205,8 @@ def _linear(
             some = warpgroup_mma(left, right, zeros, use_acc=False, is_async=True)
             if GATED:
                 more_ups = warpgroup_mma(up_left, up_right, zeros, use_acc=False, is_async=True)
-            scale, there = next_scale, (m < rows) & (k + 1 < CHUNKS)
+            scale = next_scale
+            there = (m < rows) & (k + 1 < CHUNKS)
             of_row = gl.load(row_scales + k + 1, mask=there, other=0.0)
             next_scale = of_row * gl.load(weight_scales + k + 1, mask=k + 1 < CHUNKS, other=0.0)
             if GATED:
@@ -228,14 +234,16 @@ def _linear(
                 sums = warpgroup_mma_wait(1, deps=[sums])
             debug_barrier()  # all warps are done with chunk k - 1
         if STAGES < CHUNKS:
-            place, more = (k + STAGES - 1) % STAGES, (k > 0) & (k + STAGES - 1 < CHUNKS)
+            place = (k + STAGES - 1) % STAGES
+            more = (k > 0) & (k + STAGES - 1 < CHUNKS)
             mbarrier.expect(input_there.index(place), input_bytes, pred=more)
             at = k0 + (k + STAGES - 1) * K
             tma.async_copy_global_to_shared(
                 x, [m0, at], input_there.index(place), inputs.index(place), pred=more
             )
         if HELD < CHUNKS:
-            place, more = (k + HELD - 1) % HELD, (k > 0) & (k + HELD - 1 < CHUNKS)
+            place = (k + HELD - 1) % HELD
+            more = (k > 0) & (k + HELD - 1 < CHUNKS)
             mbarrier.expect(weight_there.index(place), weight_bytes, pred=more)
             at = k0 + (k + HELD - 1) * K
             tma.async_copy_global_to_shared(
@@ -279,8 +287,9 @@ def tiling_for(
     in_parts: bool = False,
     sharing: int = 0,
 ) -> Tiling | None:
-    """Return a tiling for a layer's weight [outputs, inputs]; None if torch is faster or no tiling fits. `in_parts`: partial sums are allowed.
-    `sharing`: number of outputs that share the scales of input groups, 0 without groups; a tile stays within one such range."""
+    """Return a tiling for a layer's weight [outputs, inputs]; None if torch is faster or no tiling
+    fits. `in_parts`: partial sums are allowed. `sharing`: number of outputs that share the scales
+    of input groups, 0 without groups; a tile stays within one such range."""
     outputs, inputs = weight.shape
     if weight.element_size() == 1:
         return _tiling_of_float8(
@@ -295,9 +304,8 @@ def tiling_for(
         )
         if tiling is not None:
             return tiling
-    tiles = (
-        1 << (ceil(rows / GROUP_ROWS) - 1).bit_length()
-    )  # round up to a power of two: each tiling is a kernel to compile
+    # round up to a power of two: each tiling is a kernel to compile
+    tiles = 1 << (ceil(rows / GROUP_ROWS) - 1).bit_length()
     if rows > MOST_ROWS or weight.nbytes > MOST_BYTES[tiles]:
         return None
     if rows <= GROUP_ROWS // (4 if in_parts else 2) and weight.nbytes > LARGE_BYTES:
@@ -312,9 +320,11 @@ def tiling_for(
 def _tiling_of_large(
     rows: int, inputs: int, outputs: int, per_output: int, in_parts: bool
 ) -> Tiling | None:
-    """Return a tiling for a layer of more weights than multiprocessors hold, measured on an H100: one program per multiprocessor, with as many
-    weights in flight as fit, and parts if there are too few programs."""
-    tiles, m = outputs // GROUP_ROWS, max(LEAST_ROWS, 1 << (rows - 1).bit_length())
+    """Return a tiling for a layer of more weights than multiprocessors hold, measured on an H100:
+    one program per multiprocessor, with as many weights in flight as fit, and parts if there are
+    too few programs."""
+    tiles = outputs // GROUP_ROWS
+    m = max(LEAST_ROWS, 1 << (rows - 1).bit_length())
     most = min(MOST_PARTS, PROCESSORS // max(1, tiles)) if in_parts else 1
     parts = max((parts for parts in range(1, most + 1) if inputs % (parts * 128) == 0), default=1)
     if outputs % GROUP_ROWS or tiles * parts < LEAST_PROGRAMS:
@@ -325,7 +335,8 @@ def _tiling_of_large(
 def _tiling_of_float8(
     rows: int, inputs: int, outputs: int, gated: bool, in_parts: bool, sharing: int
 ) -> Tiling | None:
-    """Return the fastest tiling measured on an H200 for the layers of Qwen3-8B. Outputs have few bytes, so tiles have many of them."""
+    """Return the fastest tiling measured on an H200 for the layers of Qwen3-8B. Outputs have few
+    bytes, so tiles have many of them."""
     most = MOST_ROWS_OF_BLOCKS if sharing else MOST_ROWS_OF_FLOAT8[gated, in_parts]
     if rows > most:
         return None
@@ -339,7 +350,8 @@ def _tiling_of_float8(
     for m, n in sizes:
         if outputs % n or (sharing and sharing % n):
             continue
-        parts, programs = 1, ceil(rows / m) * outputs // n
+        parts = 1
+        programs = ceil(rows / m) * outputs // n
         while (
             in_parts
             and parts < MOST_PARTS
@@ -359,7 +371,8 @@ def _tiling_of_float8(
 def _cheapest(
     rows: int, inputs: int, outputs: int, per_output: int, in_parts: bool
 ) -> Tiling | None:
-    """Return the tiling with the lowest `_cost`, with weights measured on an H200; None if none fits."""
+    """Return the tiling with the lowest `_cost`, with weights measured on an H200; None if none
+    fits."""
     every = product(
         (GROUP_ROWS, 2 * GROUP_ROWS),
         (16, 32, 64, 128),
@@ -388,14 +401,13 @@ def _with_room(
     size: int,
     chunks_of: tuple[int, ...],
 ) -> Tiling | None:
-    """Return a tiling that holds all inputs of a program if they fit beside some weights, since programs wait for inputs; otherwise equally many
-    chunks of both, with the remaining space for inputs. Prefers large chunks, since each costs an iteration."""
+    """Return a tiling that holds all inputs of a program if they fit beside some weights, since
+    programs wait for inputs; otherwise equally many chunks of both, with the remaining space for
+    inputs. Prefers large chunks, since each costs an iteration."""
     for chunk in chunks_of:
-        chunks, of_weights, of_inputs = (
-            inputs // chunk,
-            size * n * chunk * per_output,
-            size * m * chunk,
-        )
+        chunks = inputs // chunk
+        of_weights = size * n * chunk * per_output
+        of_inputs = size * m * chunk
         least = min(chunks, LEAST_STAGES)
         if inputs % chunk:
             continue
@@ -419,7 +431,8 @@ def _with_room(
 def _cost(
     tiling: Tiling, at_once: int, rows: int, inputs: int, outputs: int, per_output: int
 ) -> float:
-    """Return the bytes read by the busiest multiprocessor; weights loaded before the input is available count half."""
+    """Return the bytes read by the busiest multiprocessor; weights loaded before the input is
+    available count half."""
     programs = ceil(rows / tiling.rows) * outputs // tiling.outputs * tiling.parts
     share = inputs // tiling.parts
     early = tiling.held * tiling.chunk / share
@@ -443,13 +456,15 @@ def linear(
     scales: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply x [rows, inputs] by weight [outputs, inputs], contiguous, float16 or bfloat16 -> [rows, outputs]; accumulates in float32.
+    """Multiply x [rows, inputs] by weight [outputs, inputs], contiguous, float16 or bfloat16 ->
+    [rows, outputs]; accumulates in float32.
 
-    If both are float8, `x_scales` and `scales` are their multipliers: [rows] and [outputs] float32, or [rows, groups] and [outputs / n, groups] with
-    one scale for `CHUNK_OF_GROUPS` inputs; the result is `dtype`.
+    If both are float8, `x_scales` and `scales` are their multipliers: [rows] and [outputs] float32,
+    or [rows, groups] and [outputs / n, groups] with one scale for `CHUNK_OF_GROUPS` inputs; the
+    result is `dtype`.
 
-    `gated`, `into` [rows, outputs]: see `one_row.linear`. `in_parts`: return partial sums [parts, rows, outputs] float32
-    (see `rms_norm.add_and_norm`).
+    `gated`, `into` [rows, outputs]: see `one_row.linear`. `in_parts`: return partial sums [parts,
+    rows, outputs] float32 (see `rms_norm.add_and_norm`).
     """
     rows, inputs = x.shape
     outputs = weight.shape[0] // (2 if gated else 1)
@@ -489,10 +504,10 @@ def linear(
 
 def check(device: torch.device) -> None:
     """Raise unless it computes correct values here: Gluon may change between versions of Triton."""
-    numbers = (
-        torch.arange(64 * 256, device=device).remainder(7).sub(3).view(64, 256)
-    )  # small integers, so that sums are exact
-    x, weight = numbers[:20].bfloat16(), numbers.bfloat16()
+    # small integers, so that sums are exact
+    numbers = torch.arange(64 * 256, device=device).remainder(7).sub(3).view(64, 256)
+    x = numbers[:20].bfloat16()
+    weight = numbers.bfloat16()
     exact = (x.float() @ weight.float().t()).bfloat16()
     for rows, tiling in ((20, Tiling(64, 32, 1, 64, 3, 3)), (5, Tiling(8, 64, 1, 64, 3, 3))):
         if not torch.equal(linear(x[:rows], weight, tiling=tiling), exact[:rows]):

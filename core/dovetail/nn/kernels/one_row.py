@@ -1,10 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Linear layer for one row, at the speed of reading the weights from memory: most of the work of decoding a single request.
+"""Linear layer for one row, at the speed of reading the weights from memory: most of the work of
+decoding a single request.
 
-A program requests all weights of some outputs at once, before its input is available, while the previous kernel still runs (`dependent_launch`); so
-all loads of a small layer are in flight together. Operations around the layer that would cost a launch and a pass through memory are fused: the norm
-of its input, the gate of its output, the addition to the residual stream. Twin: `dovetail.nn.linear`.
+A program requests all weights of some outputs at once, before its input is available, while the
+previous kernel still runs (`dependent_launch`); so all loads of a small layer are in flight
+together. Operations around the layer that would cost a launch and a pass through memory are fused:
+the norm of its input, the gate of its output, the addition to the residual stream. Twin:
+`dovetail.nn.linear`.
 """
 
 from __future__ import annotations
@@ -43,8 +46,10 @@ def _linear(
     PDL: tl.constexpr,
 ):
     """Compute N outputs."""
-    n, i = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, PADDED)
-    real, inside = n < outputs, i < INPUTS
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    i = tl.arange(0, PADDED)
+    real = n < outputs
+    inside = i < INPUTS
     mask = real[:, None] & inside[None, :]
     place = weight + n.to(tl.int64)[:, None] * INPUTS + i[None, :]
     let_next_begin(PDL)
@@ -102,13 +107,16 @@ def linear(
     scales: torch.Tensor | None = None,
     group: int = 0,
 ) -> torch.Tensor:
-    """Multiply x [1, inputs] by weight [outputs, inputs], contiguous -> [1, outputs]; computes in float32.
+    """Multiply x [1, inputs] by weight [outputs, inputs], contiguous -> [1, outputs]; computes in
+    float32.
 
-    `norm`: (weight [inputs], eps) of an RMS norm to apply to x first. `gated`: silu of the first half of the outputs, times the second half. `out`
-    [1, outputs]: add the result to it. `into` [1, outputs]: write the result to it. `scales` of float8 weights: as in `streamed.Stored`, with
+    `norm`: (weight [inputs], eps) of an RMS norm to apply to x first. `gated`: silu of the first
+    half of the outputs, times the second half. `out` [1, outputs]: add the result to it. `into` [1,
+    outputs]: write the result to it. `scales` of float8 weights: as in `streamed.Stored`, with
     `group`, if `takes_scales` allows it.
     """
-    inputs, outputs = x.shape[1], weight.shape[0] // (2 if gated else 1)
+    inputs = x.shape[1]
+    outputs = weight.shape[0] // (2 if gated else 1)
     adds = out is not None
     if out is None:
         out = torch.empty((1, outputs), dtype=x.dtype, device=x.device) if into is None else into

@@ -1,21 +1,25 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated"
 # ruff: noqa: N803 (constants are upper case)
-"""Linear layer for one row with float8 weights, on matrix units. Like `one_row`, a program requests all weights of some outputs before its input is
-available, and fuses the operations around the layer; but it issues at most half as many instructions, so that a program, which reads nothing
+"""Linear layer for one row with float8 weights, on matrix units. Like `one_row`, a program requests
+all weights of some outputs before its input is available, and fuses the operations around the
+layer; but it issues at most half as many instructions, so that a program, which reads nothing
 meanwhile, finishes sooner.
 
-Matrix units multiply [16, 16] by [16, 8], but there is one row of inputs, not eight. So each warp cuts its inputs into eight slices, and an output's
-weights likewise. Of the products of each slice of weights with each slice of inputs, the 8 on the diagonal of 64 are needed, and then added up:
+Matrix units multiply [16, 16] by [16, 8], but there is one row of inputs, not eight. So each warp
+cuts its inputs into eight slices, and an output's weights likewise. Of the products of each slice
+of weights with each slice of inputs, the 8 on the diagonal of 64 are needed, and then added up:
 
     weights of output 0, slice 0 │ w … │              slice   0 1 … 7          │ ✓        │
     weights of output 0, slice 1 │ w … │   inputs of    │ x x … x │         =  │   ✓      │   ✓: the slices are the same
                                … │     │   a slice, ↓   │ …       │            │     …    │
     weights of output 0, slice 7 │ w … │                                       │        ✓ │
 
-Weights become float16, which is exact. Inputs also become float16, multiplied by a power of two per slice that moves the slice's largest magnitude
-to between 2**14 and 2**15: a bfloat16 is exact unless it is below 2**-31 of that magnitude. A thread loads the 16 weights that its matrix unit
-reads from it, so that neither weights nor inputs go through shared memory. Twin: `Float8.dequantized` and a product.
+Weights become float16, which is exact. Inputs also become float16, multiplied by a power of two per
+slice that moves the slice's largest magnitude to between 2**14 and 2**15: a bfloat16 is exact
+unless it is below 2**-31 of that magnitude. A thread loads the 16 weights that its matrix unit
+reads from it, so that neither weights nor inputs go through shared memory. Twin:
+`Float8.dequantized` and a product.
 """
 
 from __future__ import annotations
@@ -53,15 +57,15 @@ def index(size: gl.constexpr, dim: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def added(sums, weights, inputs, scales):
-    """Return sums plus the products, on the diagonal, of a chunk's weights [warps, outputs and slices, SLICE] and inputs [warps, SLICE, slices]
-    float32, times `scales` [warps, outputs and slices, 1], or a number."""
+    """Return sums plus the products, on the diagonal, of a chunk's weights [warps, outputs and
+    slices, SLICE] and inputs [warps, SLICE, slices] float32, times `scales` [warps, outputs and
+    slices, 1], or a number."""
     num_warps: gl.constexpr = sums.shape[0]
     rows: gl.constexpr = sums.shape[1]
     layout: gl.constexpr = sums.type.layout
     largest = gl.max(gl.abs(inputs), 1).to(gl.int32, bitcast=True)
-    power = gl.maximum(
-        largest & 0x7F800000, 22 << 23
-    )  # of two, as float32 bits; clamped so that its reciprocal is finite
+    # of two, as float32 bits; clamped so that its reciprocal is finite
+    power = gl.maximum(largest & 0x7F800000, 22 << 23)
     factor = ((254 << 23) - power + (14 << 23)).to(gl.float32, bitcast=True)
     back = (power - (14 << 23)).to(gl.float32, bitcast=True)
     narrow = (inputs * gl.expand_dims(factor, 1)).to(gl.float16)
@@ -81,7 +85,9 @@ def _linear(
     bias,  # [outputs]; GATED: likewise
     norm,  # [INPUTS]
     out,  # [outputs]; ADDS: accumulated into
-    scales,  # [outputs]; GROUPS: [outputs / SHARING, GROUPS], for GROUP inputs each; GATED: gates', then ups'
+    # [outputs]; GROUPS: [outputs / SHARING, GROUPS], for GROUP inputs each; GATED: gates', then
+    # ups'
+    scales,
     outputs,  # GATED: pairs
     eps,
     INPUTS: gl.constexpr,
@@ -98,8 +104,9 @@ def _linear(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Compute N outputs. Tensors of weights are [warps, outputs and slices, SLICE], of inputs [warps, SLICE, slices], of products [warps, outputs and
-    slices, slices], in tuples with one per chunk."""
+    """Compute N outputs. Tensors of weights are [warps, outputs and slices, SLICE], of inputs
+    [warps, SLICE, slices], of products [warps, outputs and slices, slices], in tuples with one per
+    chunk."""
     per_output: gl.constexpr = 2 if GATED else 1
     of_program: gl.constexpr = N * per_output  # a gate and its up are adjacent
     rows: gl.constexpr = of_program * 8
@@ -111,13 +118,13 @@ def _linear(
     inputs_layout: gl.constexpr = gl.DotOperandLayout(1, sums_layout, 16)
     first = gl.program_id(0) * N
 
-    row, i = index(rows, 1, weights_layout), index(SLICE, 2, weights_layout)
+    row = index(rows, 1, weights_layout)
+    i = index(SLICE, 2, weights_layout)
     n = first + row // 8 // per_output + row // 8 % per_output * outputs
-    k, s = index(SLICE, 1, inputs_layout), index(8, 2, inputs_layout)
-    of_warp, of_inputs_warp = (
-        index(num_warps, 0, weights_layout) * (8 * SLICE),
-        index(num_warps, 0, inputs_layout) * (8 * SLICE),
-    )
+    k = index(SLICE, 1, inputs_layout)
+    s = index(8, 2, inputs_layout)
+    of_warp = index(num_warps, 0, weights_layout) * (8 * SLICE)
+    of_inputs_warp = index(num_warps, 0, inputs_layout) * (8 * SLICE)
     if GROUPS > 0 or SLICE == 64:  # a slice has one scale, or a warp's loads are contiguous anyway
         at_weight = of_warp + row % 8 * SLICE + i
         at_input = of_inputs_warp + s * SLICE + k
@@ -130,7 +137,8 @@ def _linear(
         )
     if PDL:
         gdc_launch_dependents()
-    weights, group_scales = (), ()
+    weights = ()
+    group_scales = ()
     for chunk in gl.static_range(CHUNKS):
         place = weight + n.to(gl.int64) * INPUTS + at_weight + chunk * chunk_inputs
         if INPUTS % chunk_inputs == 0:
@@ -149,15 +157,15 @@ def _linear(
     if PDL:
         gdc_wait()
 
-    inputs, squares = (), gl.zeros([num_warps, SLICE, 8], gl.float32, layout=inputs_layout)
+    inputs = ()
+    squares = gl.zeros([num_warps, SLICE, 8], gl.float32, layout=inputs_layout)
     for chunk in gl.static_range(CHUNKS):
         at = at_input + chunk * chunk_inputs
         values = gl.load(x + at, mask=at < INPUTS, other=0.0).to(gl.float32)
         if NORMED:
             squares = gl.fma(values, values, squares)
-            values *= gl.load(norm + at, mask=at < INPUTS, other=0.0).to(
-                gl.float32
-            )  # the rest of the norm is one factor, applied last
+            # the rest of the norm is one factor, applied last
+            values *= gl.load(norm + at, mask=at < INPUTS, other=0.0).to(gl.float32)
         inputs += (values,)
     sums = gl.zeros([num_warps, rows, 8], gl.float32, layout=sums_layout)
     for chunk in gl.static_range(CHUNKS):
@@ -165,9 +173,8 @@ def _linear(
             sums, weights[chunk], inputs[chunk], group_scales[chunk] if GROUPS > 0 else 1.0
         )
 
-    across: gl.constexpr = min(
-        32, 32 * num_warps // N
-    )  # threads that sum an output, or two adjacent ones
+    # threads that sum an output, or two adjacent ones
+    across: gl.constexpr = min(32, 32 * num_warps // N)
     by_output: gl.constexpr = gl.BlockedLayout(
         [per_output, num_warps * 64 // across], [32 // across, across], [num_warps, 1], [1, 0]
     )
@@ -208,13 +215,15 @@ def linear(
     scales: torch.Tensor,
     at_once: int | None = None,
 ) -> torch.Tensor:
-    """Multiply x [1, inputs], float16 or bfloat16, by a weight [outputs, inputs] that `takes` accepts, contiguous -> [1, outputs]; accumulates in
-    float32.
+    """Multiply x [1, inputs], float16 or bfloat16, by a weight [outputs, inputs] that `takes`
+    accepts, contiguous -> [1, outputs]; accumulates in float32.
 
-    `norm`, `gated`, `out`, `into`: see `one_row.linear`. `scales` [outputs], or [outputs / n, inputs / SLICE] (rounded up): multipliers of the
-    weight. `at_once`: outputs per program, instead of the best ones measured.
+    `norm`, `gated`, `out`, `into`: see `one_row.linear`. `scales` [outputs], or [outputs / n,
+    inputs / SLICE] (rounded up): multipliers of the weight. `at_once`: outputs per program, instead
+    of the best ones measured.
     """
-    inputs, outputs = x.shape[1], weight.shape[0] // (2 if gated else 1)
+    inputs = x.shape[1]
+    outputs = weight.shape[0] // (2 if gated else 1)
     adds = out is not None
     if out is None:
         out = torch.empty((1, outputs), dtype=x.dtype, device=x.device) if into is None else into
@@ -257,10 +266,11 @@ def slice_of(inputs: int) -> int:
 
 
 def outputs_at_once(weight: torch.Tensor, gated: bool) -> int:
-    """Return the number of outputs of a weight [outputs, inputs] that a program computes, counting gates and ups separately: a power of two; 0 if
-    not even two fit. Measured on an H200."""
+    """Return the number of outputs of a weight [outputs, inputs] that a program computes, counting
+    gates and ups separately: a power of two; 0 if not even two fit. Measured on an H200."""
     outputs, inputs = weight.shape
-    chunks, gpu = ceil(inputs / CHUNK), gpu_of(weight.device)
+    chunks = ceil(inputs / CHUNK)
+    gpu = gpu_of(weight.device)
     if chunks == 1 and not gated and gpu is not None and outputs <= 16 * 2 * gpu.processors:
         return 16  # all programs fit at once
     most = min(8 if chunks == 1 else 4, MOST_HELD // chunks)
@@ -268,10 +278,12 @@ def outputs_at_once(weight: torch.Tensor, gated: bool) -> int:
 
 
 def takes(weight: torch.Tensor, scales: torch.Tensor, group: int, gated: bool) -> bool:
-    """True if the kernel can multiply this weight [outputs, inputs], with a scale per output, or per `group` of inputs, and is faster than
-    `one_row`: not if more than an eighth of what it multiplies would be padding, with several chunks."""
+    """True if the kernel can multiply this weight [outputs, inputs], with a scale per output, or
+    per `group` of inputs, and is faster than `one_row`: not if more than an eighth of what it
+    multiplies would be padding, with several chunks."""
     outputs, inputs = weight.shape
-    chunks, at_once = ceil(inputs / CHUNK), outputs_at_once(weight, gated)
+    chunks = ceil(inputs / CHUNK)
+    at_once = outputs_at_once(weight, gated)
     if inputs < LEAST_INPUTS or inputs % 16 or not at_once or outputs % at_once:
         return False
     return (chunks == 1 or 8 * inputs >= 7 * chunks * CHUNK) and (
@@ -281,9 +293,8 @@ def takes(weight: torch.Tensor, scales: torch.Tensor, group: int, gated: bool) -
 
 def check(device: torch.device) -> None:
     """Raise unless it computes correct values here: Gluon may change between versions of Triton."""
-    x = (
-        torch.arange(CHUNK + SLICE, device=device).remainder(7).sub(3)[None].bfloat16()
-    )  # small integers, so that sums are exact
+    # small integers, so that sums are exact
+    x = torch.arange(CHUNK + SLICE, device=device).remainder(7).sub(3)[None].bfloat16()
     weight = torch.arange(8 * x.shape[1], device=device).remainder(5).sub(2).view(8, -1).float()
     ours = linear(x, weight.to(torch.float8_e4m3fn), scales=torch.ones(8, device=device))
     if not torch.equal(ours, (x.float() @ weight.t()).bfloat16()):

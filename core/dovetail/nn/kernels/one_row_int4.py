@@ -1,13 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment, misc"
 # ruff: noqa: N803 (constants are upper case)
-"""Linear layer for one row with 4-bit weights: like `one_row`, but reading weights as 32-bit words of eight. Twin: `dequantized` of the format in
-`dovetail.nn.format.int4`.
+"""Linear layer for one row with 4-bit weights: like `one_row`, but reading weights as 32-bit words
+of eight. Twin: `dequantized` of the format in `dovetail.nn.format.int4`.
 
-Unpacking weights and multiplying each by a float takes more instructions than there is time for while memory delivers them. So inputs become
-integers, since a GPU accumulates four byte products in one instruction (dp4a): the 32 inputs of four words (a chunk) share a power of two as their
-scale, with which the largest has 22 bits, in three bytes. Sums of integers are exact. An input is rounded only if it is less than 2**-14 of the
-largest of its chunk (float16: 2**-11), and then by at most 2**-22 of that one.
+Unpacking weights and multiplying each by a float takes more instructions than there is time for
+while memory delivers them. So inputs become integers, since a GPU accumulates four byte products in
+one instruction (dp4a): the 32 inputs of four words (a chunk) share a power of two as their scale,
+with which the largest has 22 bits, in three bytes. Sums of integers are exact. An input is rounded
+only if it is less than 2**-14 of the largest of its chunk (float16: 2**-11), and then by at most
+2**-22 of that one.
 
     word  ┌ bytes 0 to 3 & 15 = weights of inputs first + 0 … 3  ┐     bytes of these integers: high (signed), middle, low
           └ bytes 0 to 3 >> 4 = weights of inputs first + 64 … 67 ┘ ×  sums = (high × 256 + middle) × 256 + low - zero point × sum of the integers
@@ -26,13 +28,17 @@ from dovetail.nn.kernels.streamed import Stored
 
 WARPS = 4
 TILE = 128  # chunks per iteration of a program: one per thread of four warps
-MOST_CHUNKS = 3584  # per program: with fewer, inputs are converted more often than needed; with more, registers run out
-MOST_OUTPUTS = 16  # like MOST_CHUNKS, chosen by counting instructions (`bench.instructions`), confirmed by `bench.formats --only one-row`
+# per program: with fewer, inputs are converted more often than needed; with more, registers run out
+MOST_CHUNKS = 3584
+# like MOST_CHUNKS, chosen by counting instructions
+# (`bench.instructions`), confirmed by `bench.formats --only one-row`
+MOST_OUTPUTS = 16
 
 
 @triton.jit
 def _quarters(words):
-    """Split [N, 4 * CHUNKS] into four [N, CHUNKS]: the first words of chunks, the second words, …"""
+    """Split [N, 4 * CHUNKS] into four [N, CHUNKS]: the first words of chunks, the second words,
+    …"""
     even, odd = tl.split(tl.reshape(words, (words.shape[0], words.shape[1] // 4, 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -41,14 +47,15 @@ def _quarters(words):
 
 @triton.jit
 def _first_input(chunk):
-    """Return the first input of a chunk, which has 16 inputs from there and 16 more from 64 inputs later."""
+    """Return the first input of a chunk, which has 16 inputs from there and 16 more from 64 inputs
+    later."""
     return chunk // 4 * 128 + chunk % 4 * 16
 
 
 @triton.jit
 def _load_inputs(values, chunk, at: tl.constexpr, INPUTS: tl.constexpr):
-    """Load [CHUNKS, 8] float32: 8 inputs of each chunk, at offset `at`. A thread reads 16 bytes at once, so it gets the inputs of the chunk whose
-    weights it also reads."""
+    """Load [CHUNKS, 8] float32: 8 inputs of each chunk, at offset `at`. A thread reads 16 bytes at
+    once, so it gets the inputs of the chunk whose weights it also reads."""
     i = _first_input(chunk)[:, None] + at + tl.arange(0, 8)[None, :]
     return tl.load(values + i, mask=i < INPUTS, other=0.0).to(tl.float32)
 
@@ -81,8 +88,10 @@ def _load(
     GROUP: tl.constexpr,
     ASYMMETRIC: tl.constexpr,
 ):
-    """Load the weights of outputs n in one tile: words [N, 4 * CHUNKS], then scales and zero points of their low and of their high halves."""
-    chunk, w = tile * CHUNKS + tl.arange(0, CHUNKS), tile * CHUNKS * 4 + tl.arange(0, CHUNKS * 4)
+    """Load the weights of outputs n in one tile: words [N, 4 * CHUNKS], then scales and zero points
+    of their low and of their high halves."""
+    chunk = tile * CHUNKS + tl.arange(0, CHUNKS)
+    w = tile * CHUNKS * 4 + tl.arange(0, CHUNKS * 4)
     words = tl.load(
         weight + n.to(tl.int64)[:, None] * WORDS + w[None, :],
         mask=real[:, None] & (w < WORDS)[None, :],
@@ -102,13 +111,15 @@ def _load(
             else _load_of_groups(zeros, n, real, chunk, 64, outputs, INPUTS, GROUP)
         )
     else:
-        low_zero, high_zero = 8, 8
+        low_zero = 8
+        high_zero = 8
     return words, low_scale, high_scale, low_zero, high_zero
 
 
 @triton.jit
 def _words(numbers, factor):
-    """Convert [CHUNKS, 8] to integers: two words [CHUNKS] each of their low, middle and high bytes; and their sums [CHUNKS]."""
+    """Convert [CHUNKS, 8] to integers: two words [CHUNKS] each of their low, middle and high bytes;
+    and their sums [CHUNKS]."""
     integers = raised(numbers, factor[:, None])
     even, odd = tl.split(tl.reshape(integers, (integers.shape[0], 2, 2, 2)))
     a, c = tl.split(even)
@@ -119,7 +130,8 @@ def _words(numbers, factor):
 
 @triton.jit
 def _integers(first, second, factor):
-    """Convert 16 inputs of each chunk to integers: three tuples of bytes, high first, with four words [CHUNKS] each; and their sums [CHUNKS]."""
+    """Convert 16 inputs of each chunk to integers: three tuples of bytes, high first, with four
+    words [CHUNKS] each; and their sums [CHUNKS]."""
     low, middle, high, sums = _words(first, factor)
     more_low, more_middle, more_high, more_sums = _words(second, factor)
     return (high + more_high, middle + more_middle, low + more_low), sums + more_sums
@@ -145,7 +157,8 @@ def _sums(stored, integers, GROUP: tl.constexpr):
     words, low_scale, high_scale, low_zero, high_zero = stored
     low_bytes, low_sum, high_bytes, high_sum, scale = integers
     quarters = _quarters(words)
-    low_halves, high_halves = (), ()
+    low_halves = ()
+    high_halves = ()
     for quarter in tl.static_range(4):
         low_halves += (quarters[quarter] & 0x0F0F0F0F,)
         high_halves += (quarters[quarter] >> 4 & 0x0F0F0F0F,)
@@ -196,11 +209,13 @@ def _linear_int4(
     PDL: tl.constexpr,
 ):
     """Compute N outputs."""
-    n, chunk = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, CHUNKS)
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    chunk = tl.arange(0, CHUNKS)
     real = n < outputs
     stored_outputs = outputs * 2 if GATED else outputs
     let_next_begin(PDL)
-    stored, stored_ups = (), ()
+    stored = ()
+    stored_ups = ()
     for tile in tl.static_range(TILES):
         stored += (
             _load(
@@ -236,7 +251,8 @@ def _linear_int4(
                 ),
             )
     wait(PDL)
-    inputs, squares = (), tl.zeros([CHUNKS, 8], tl.float32)
+    inputs = ()
+    squares = tl.zeros([CHUNKS, 8], tl.float32)
     for tile in tl.static_range(TILES):
         own = ()
         for part in tl.static_range(4):
@@ -245,9 +261,11 @@ def _linear_int4(
             own += (values,)
         inputs += (own,)
     scale = tl.rsqrt(tl.sum(squares) / INPUTS + eps) if NORMED else 1.0
-    sums, ups = tl.zeros([N, CHUNKS], tl.float32), tl.zeros([N, CHUNKS], tl.float32)
+    sums = tl.zeros([N, CHUNKS], tl.float32)
+    ups = tl.zeros([N, CHUNKS], tl.float32)
     for tile in tl.static_range(TILES):
-        own, largest = (), tl.zeros([CHUNKS], tl.int32)
+        own = ()
+        largest = tl.zeros([CHUNKS], tl.int32)
         for part in tl.static_range(4):
             values = inputs[tile][part]
             if NORMED:
@@ -293,9 +311,11 @@ def linear(
     at_once: int | None = None,
     warps: int | None = None,
 ) -> torch.Tensor:
-    """Multiply x [1, inputs], contiguous, by a 4-bit weight -> [1, outputs] in x's dtype; multiplies integers and accumulates in float32.
+    """Multiply x [1, inputs], contiguous, by a 4-bit weight -> [1, outputs] in x's dtype;
+    multiplies integers and accumulates in float32.
 
-    `norm`, `gated`, `out`, `into`: see `one_row.linear`. `at_once` and `warps`: outputs and warps per program, instead of the best ones measured.
+    `norm`, `gated`, `out`, `into`: see `one_row.linear`. `at_once` and `warps`: outputs and warps
+    per program, instead of the best ones measured.
     """
     words = weight.values.view(torch.int32)
     outputs = len(words) // (2 if gated else 1)
@@ -334,5 +354,6 @@ def linear(
 
 
 def outputs_at_once(chunks: int) -> int:
-    """Return the number of outputs per program, a power of two, for outputs of `chunks` chunks each."""
+    """Return the number of outputs per program, a power of two, for outputs of `chunks` chunks
+    each."""
     return max(2, min(MOST_OUTPUTS, 1 << (MOST_CHUNKS // chunks).bit_length() >> 1))

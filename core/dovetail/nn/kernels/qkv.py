@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Everything between the projection of q, k and v and attention, fused: reads and writes each value once. Twin: `dovetail.nn.qkv`.
+"""Everything between the projection of q, k and v and attention, fused: reads and writes each value
+once. Twin: `dovetail.nn.qkv`.
 
 A program handles some heads of one token, of any of the three kinds:
 
@@ -9,7 +10,8 @@ A program handles some heads of one token, of any of the three kinds:
                            normed, rotated, to the cache
                                           unchanged, to the cache
 
-Values for an FP8 cache are rounded to the dtype of qkv first, as if they had been passed to `AttentionLayer.write`.
+Values for an FP8 cache are rounded to the dtype of qkv first, as if they had been passed to
+`AttentionLayer.write`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from dovetail.nn.kernels.e4m3 import scaled_codes
 from dovetail.nn.kernels.launch import launch
 
 NUMBERS = 2048  # per program, approximately
-NUMBERS_PER_WARP = 512  # 16 bytes of bfloat16 of each half per thread; with less than one value, some would be overwritten before they are read
+# 16 bytes of bfloat16 of each half per thread; with less than one value, some would be overwritten
+# before they are read
+NUMBERS_PER_WARP = 512
 
 
 @triton.jit
@@ -67,21 +71,18 @@ def _norm_turn_write(
     i = tl.arange(0, HALF)[None, :]
     exists = (head < HEADS + 2 * KV_HEADS) & (i < D // 2)
     is_v = head >= HEADS + KV_HEADS
-    low_at, high_at = (
-        i,
-        i + D // 2,
-    )  # the numbers of pair i; those beyond the rotated ones form pairs, too
+    # the numbers of pair i; those beyond the rotated ones form pairs, too
+    low_at = i
+    high_at = i + D // 2
     if ROTATED < D:
-        low_at, high_at = (
-            tl.where(i < ROTATED // 2, i, i + ROTATED // 2),
-            tl.where(i < ROTATED // 2, i + ROTATED // 2, i + D // 2),
-        )
+        low_at = tl.where(i < ROTATED // 2, i, i + ROTATED // 2)
+        high_at = tl.where(i < ROTATED // 2, i + ROTATED // 2, i + D // 2)
     place = qkv + token * TOKEN + head * D
-    low_kept, high_kept = (
-        tl.load(place + low_at, mask=exists, other=0.0),
-        tl.load(place + high_at, mask=exists, other=0.0),
-    )  # [M, HALF]
-    low, high = low_kept.to(tl.float32), high_kept.to(tl.float32)
+    # [M, HALF]
+    low_kept = tl.load(place + low_at, mask=exists, other=0.0)
+    high_kept = tl.load(place + high_at, mask=exists, other=0.0)
+    low = low_kept.to(tl.float32)
+    high = high_kept.to(tl.float32)
 
     if NORMED:
         scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / D + eps)[:, None]
@@ -89,19 +90,19 @@ def _norm_turn_write(
         low *= scale * tl.load(weight + head * D + low_at, mask=weighed, other=0.0).to(tl.float32)
         high *= scale * tl.load(weight + head * D + high_at, mask=weighed, other=0.0).to(tl.float32)
     angles = table + tl.load(positions + token) * ROTATED + i
-    cos, sin = (
-        tl.load(angles, mask=i < ROTATED // 2, other=1.0),
-        tl.load(angles + ROTATED // 2, mask=i < ROTATED // 2, other=0.0),
-    )
+    cos = tl.load(angles, mask=i < ROTATED // 2, other=1.0)
+    sin = tl.load(angles + ROTATED // 2, mask=i < ROTATED // 2, other=0.0)
     low, high = low * cos - high * sin, high * cos + low * sin
-    low, high = low.to(qkv.dtype.element_ty), high.to(qkv.dtype.element_ty)
+    low = low.to(qkv.dtype.element_ty)
+    high = high.to(qkv.dtype.element_ty)
 
     in_place = exists & (head < HEADS if WRITES else head < HEADS + KV_HEADS)
     tl.store(place + low_at, low, mask=in_place)
     tl.store(place + high_at, high, mask=in_place)
     if WRITES:
         slot = tl.load(slots + token)
-        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        block = slot // BLOCK_SIZE
+        offset = slot % BLOCK_SIZE
         to_k = k_cache + block * K_BLOCK + offset * K_TOKEN + (head - HEADS) * K_HEAD
         is_k = exists & (head >= HEADS) & (head < HEADS + KV_HEADS) & (slot >= 0)
         tl.store(to_k + low_at, _kept(low, k_scale, SCALED), mask=is_k)
@@ -129,9 +130,11 @@ def norm_turn_write(
     positions: torch.Tensor,
     cache: FusedCache | None,
 ) -> None:
-    """Norm (if `weight` [(heads + kv_heads) * head_size] is given) and rotate q and k of qkv [tokens, heads + 2 * kv_heads, head_size], each token's
-    heads contiguous, by `table` [max_len, rotated numbers of a head] float32 at `positions` [tokens] int64. q stays in place, and so does k without
-    a `cache`; with one, k and v are stored there, as e4m3 codes if it has `scales`, and k's values in qkv become undefined. Computes in float32."""
+    """Norm (if `weight` [(heads + kv_heads) * head_size] is given) and rotate q and k of qkv
+    [tokens, heads + 2 * kv_heads, head_size], each token's heads contiguous, by `table` [max_len,
+    rotated numbers of a head] float32 at `positions` [tokens] int64. q stays in place, and so does
+    k without a `cache`; with one, k and v are stored there, as e4m3 codes if it has `scales`, and
+    k's values in qkv become undefined. Computes in float32."""
     tokens, all_heads, size = qkv.shape
     half = triton.next_power_of_2(size // 2)
     heads_at_once = min(triton.next_power_of_2(all_heads), max(1, NUMBERS // (2 * half)))
@@ -140,16 +143,12 @@ def norm_turn_write(
     k, v, slots = (qkv, qkv, positions) if cache is None else (cache.k, cache.v, cache.slots)
     k_scale = v_scale = table  # unused
     if cache is not None and cache.scales is not None:
-        k, v, k_scale, v_scale = (
-            k.view(torch.uint8),
-            v.view(torch.uint8),
-            cache.scales.k,
-            cache.scales.v,
-        )
-    k_strides, v_strides = (
-        _strides(cache.k if cache else None),
-        _strides(cache.v if cache else None),
-    )
+        k = k.view(torch.uint8)
+        v = v.view(torch.uint8)
+        k_scale = cache.scales.k
+        v_scale = cache.scales.v
+    k_strides = _strides(cache.k if cache else None)
+    v_strides = _strides(cache.v if cache else None)
     launch(_norm_turn_write, (tokens, triton.cdiv(all_heads, heads_at_once)))(
         qkv,
         qkv if weight is None else weight,

@@ -1,18 +1,21 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Collectives over several GPUs, each in one kernel: `add_shares` adds a sum to the residual stream and norms it for the next layer;
-`sum_parts` and `gather_parts` are all-reduce and all-gather.
+"""Collectives over several GPUs, each in one kernel: `add_shares` adds a sum to the residual stream
+and norms it for the next layer; `sum_parts` and `gather_parts` are all-reduce and all-gather.
 
-Each rank has written its part to memory that all ranks can read. A program signals its counterparts on the other ranks that its rank's part is
-ready, waits for their signals, and reads all parts. `runtime.rank_shares` explains when the memory may be overwritten. Twins: an all-reduce with
+Each rank has written its part to memory that all ranks can read. A program signals its counterparts
+on the other ranks that its rank's part is ready, waits for their signals, and reads all parts.
+`runtime.rank_shares` explains when the memory may be overwritten. Twins: an all-reduce with
 `dovetail.nn.residual`, an all-reduce, an all-gather.
 
-A dead rank never signals, and a GPU that is full of waiting programs and their successors can't run a kernel that would release them. So waiting
-programs occasionally poll `released`, a value in host memory: once it isn't 0 they stop waiting, and their results are undefined.
+A dead rank never signals, and a GPU that is full of waiting programs and their successors can't run
+a kernel that would release them. So waiting programs occasionally poll `released`, a value in host
+memory: once it isn't 0 they stop waiting, and their results are undefined.
 
-Such a poll is expensive: the host answers reads one after the other. If all threads of all programs poll at once, this takes milliseconds, in which
-no program sees a signal that has arrived meanwhile; then the rank is late for the next sum, the other ranks poll, and so on. So only one thread of
-a program polls, and programs take turns.
+Such a poll is expensive: the host answers reads one after the other. If all threads of all programs
+poll at once, this takes milliseconds, in which no program sees a signal that has arrived meanwhile;
+then the rank is late for the next sum, the other ranks poll, and so on. So only one thread of a
+program polls, and programs take turns.
 """
 
 from __future__ import annotations
@@ -29,18 +32,19 @@ from dovetail.nn.kernels.row import warps_of_row
 
 MOST_PROGRAMS = 264  # per launch: two per multiprocessor of a Hopper, so that all run at once
 BLOCK = 4096  # numbers per program and iteration
-LOOK = tl.constexpr(
-    4096
-)  # attempts between two polls of host memory by a program: some milliseconds
+# attempts between two polls of host memory by a program: some milliseconds
+LOOK = tl.constexpr(4096)
 TURN = tl.constexpr(LOOK.value // MOST_PROGRAMS)  # attempts between the polls of two programs
 
 
 @triton.jit
 def _meet(flags, released, program, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Signal the counterparts of this program on the other ranks, and wait for their signals. Returns 0, or 1 if `released` ended the wait.
+    """Signal the counterparts of this program on the other ranks, and wait for their signals.
+    Returns 0, or 1 if `released` ended the wait.
 
-    All threads of a program must leave the loop together. An atomic operation is executed by one thread and its result broadcast; so the value that
-    one thread polled passes through the flag that no rank sets, this rank's own. BLOCK: at least the number of threads."""
+    All threads of a program must leave the loop together. An atomic operation is executed by one
+    thread and its result broadcast; so the value that one thread polled passes through the flag
+    that no rank sets, this rank's own. BLOCK: at least the number of threads."""
     i = tl.arange(0, BLOCK)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
@@ -110,7 +114,8 @@ def _add_shares(
 @triton.jit
 def _exchange(
     parts,  # [RANKS] int64: addresses of the ranks' memory
-    arrived,  # [RANKS] int64: addresses of the ranks' flags, [MOST_PROGRAMS, RANKS] int32: the part is ready
+    # [RANKS] int64: addresses of the ranks' flags, [MOST_PROGRAMS, RANKS] int32: the part is ready
+    arrived,
     read,  # likewise: all parts have been read
     released,  # [1] int32 in host memory
     out,  # [numbers], or [numbers / columns, RANKS, columns]
@@ -160,14 +165,17 @@ def add_shares(
     rank: int,
     norm: tuple[torch.Tensor, float] | None,
 ) -> torch.Tensor | None:
-    """Add to x [rows, size], in place, the sum over the ranks of their shares, which have x's shape and dtype; accumulates in float32.
+    """Add to x [rows, size], in place, the sum over the ranks of their shares, which have x's shape
+    and dtype; accumulates in float32.
 
-    `shares` and `flags` [ranks] int64: addresses, valid on this GPU, of each rank's share and of its flags [MOST_PROGRAMS, ranks] int32, which are 0
-    before and after. `released` [1] int32: pinned host memory. `rank`: this rank. All ranks must call it with the same number of rows.
+    `shares` and `flags` [ranks] int64: addresses, valid on this GPU, of each rank's share and of
+    its flags [MOST_PROGRAMS, ranks] int32, which are 0 before and after. `released` [1] int32:
+    pinned host memory. `rank`: this rank. All ranks must call it with the same number of rows.
     `norm`: (weight [size], eps) of an RMS norm; then the normed x is returned, otherwise None.
     """
     rows, size = x.shape
-    out, block = None if norm is None else torch.empty_like(x), triton.next_power_of_2(size)
+    out = None if norm is None else torch.empty_like(x)
+    block = triton.next_power_of_2(size)
     weight, eps = norm or (x, 0.0)
     launch(_add_shares, (min(rows, MOST_PROGRAMS),))(
         shares,
@@ -191,25 +199,27 @@ def add_shares(
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Addresses of one collective, each [ranks] int64 and valid on this GPU, and the rank that uses them."""
+    """Addresses of one collective, each [ranks] int64 and valid on this GPU, and the rank that uses
+    them."""
 
     parts: torch.Tensor  # each rank's part
-    arrived: (
-        torch.Tensor
-    )  # flags [MOST_PROGRAMS, ranks] int32, 0 before and after: the part is ready
+    # flags [MOST_PROGRAMS, ranks] int32, 0 before and after: the part is ready
+    arrived: torch.Tensor
     read: torch.Tensor  # likewise: all parts have been read
     released: torch.Tensor  # [1] int32, pinned host memory
     rank: int  # this rank
 
 
 def sum_parts(out: torch.Tensor, exchange: Exchange) -> None:
-    """Set out, contiguous, to the sum over the ranks of their parts, which have out's size and dtype; accumulates in float32. All ranks must call it
-    with the same size; when it has run, all ranks have read all parts."""
+    """Set out, contiguous, to the sum over the ranks of their parts, which have out's size and
+    dtype; accumulates in float32. All ranks must call it with the same size; when it has run, all
+    ranks have read all parts."""
     _launch_exchange(out, out.numel(), 1, exchange, sums=True)
 
 
 def gather_parts(out: torch.Tensor, columns: int, exchange: Exchange) -> None:
-    """Set out [rows, ranks, columns] to the ranks' parts [rows, columns]; otherwise like `sum_parts`."""
+    """Set out [rows, ranks, columns] to the ranks' parts [rows, columns]; otherwise like
+    `sum_parts`."""
     _launch_exchange(out, out.numel() // len(exchange.parts), columns, exchange, sums=False)
 
 

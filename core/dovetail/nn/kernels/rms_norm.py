@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""RMSNorm that reads its input once, optionally fused with a preceding addition. Twins: `dovetail.nn.norm`, `dovetail.nn.residual`."""
+"""RMSNorm that reads its input once, optionally fused with a preceding addition. Twins:
+`dovetail.nn.norm`, `dovetail.nn.residual`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def normed_row(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Return the norm of this program's row of x [rows, SIZE]: [BLOCK] float32, 0 beyond SIZE. PARTS are first added to the row in memory."""
+    """Return the norm of this program's row of x [rows, SIZE]: [BLOCK] float32, 0 beyond SIZE.
+    PARTS are first added to the row in memory."""
     i = tl.arange(0, BLOCK)
     mask = i < SIZE
     weights = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
@@ -62,14 +64,16 @@ def _rms_norm(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the RMS norm of x [..., size] with weight [size], contiguous, in x's shape and dtype; computes in float32."""
+    """Return the RMS norm of x [..., size] with weight [size], contiguous, in x's shape and dtype;
+    computes in float32."""
     return _normed(x, None, weight, eps)
 
 
 def add_and_norm(
     x: torch.Tensor, parts: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Add the sum of parts [parts, rows, size], float32 or of x's dtype, to x [rows, size] in place; return the norm of x. All contiguous."""
+    """Add the sum of parts [parts, rows, size], float32 or of x's dtype, to x [rows, size] in
+    place; return the norm of x. All contiguous."""
     return _normed(x, parts, weight, eps)
 
 
@@ -77,7 +81,8 @@ def _normed(
     x: torch.Tensor, parts: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     size = x.shape[-1]
-    out, block = torch.empty_like(x), triton.next_power_of_2(size)
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(size)
     if rows := x.numel() // size:
         launch(_rms_norm, (rows,))(
             x,

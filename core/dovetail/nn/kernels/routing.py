@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Choice of experts: logits in float32, the largest ones, their softmax. Twins: `dovetail.nn.moe`."""
+"""Choice of experts: logits in float32, the largest ones, their softmax. Twins:
+`dovetail.nn.moe`."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def _choose(
     PDL: tl.constexpr,
 ):
     """Route one token. NaN logits count as the lowest."""
-    token, e = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, PADDED)
     let_next_begin(PDL)
     wait(PDL)
     lowest = float("-inf")
@@ -62,7 +64,8 @@ def choose(
     logits: torch.Tensor, k: int, normalize: bool, shared: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Like `dovetail.nn.moe.choose`, for logits whose rows are contiguous."""
-    tokens, count = logits.shape[0], logits.shape[1] - shared
+    tokens = logits.shape[0]
+    count = logits.shape[1] - shared
     ids = torch.empty((tokens, k + shared), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, k + shared), dtype=torch.float32, device=logits.device)
     if tokens:
@@ -84,8 +87,8 @@ def choose(
 
 
 def logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [tokens, hidden] and weight [experts, hidden], contiguous and of the same dtype -> [tokens, experts] float32, without intermediate
-    rounding."""
+    """x [tokens, hidden] and weight [experts, hidden], contiguous and of the same dtype -> [tokens,
+    experts] float32, without intermediate rounding."""
     out = torch.empty((len(x), len(weight)), dtype=torch.float32, device=x.device)
     if len(x) == 1:
         return one_row.linear(x, weight, bias, into=out)

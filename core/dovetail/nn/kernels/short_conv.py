@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
 # ruff: noqa: N803 (constants are upper case)
-"""Short causal convolution. One kernel computes a step of single tokens, another one of known tokens and drafts; of other steps, one computes
-outputs, by chunks of tokens, and then another replaces past inputs, which programs of the first may still read. Twin: `dovetail.nn.state.conv`."""
+"""Short causal convolution. One kernel computes a step of single tokens, another one of known
+tokens and drafts; of other steps, one computes outputs, by chunks of tokens, and then another
+replaces past inputs, which programs of the first may still read. Twin: `dovetail.nn.state.conv`."""
 
 from __future__ import annotations
 
@@ -25,8 +26,12 @@ from dovetail.nn.kernels.states import (
     step_tensors,
 )
 
-STEP_CHANNELS, STEP_WARPS = 512, 4  # of a program
-CHANNELS_AT_ONCE, TOKENS_AT_ONCE, WARPS = 128, 16, 4
+# of a program
+STEP_CHANNELS = 512
+STEP_WARPS = 4
+CHANNELS_AT_ONCE = 128
+TOKENS_AT_ONCE = 16
+WARPS = 4
 
 
 @triton.jit
@@ -50,7 +55,8 @@ def _conv_step(
     PDL: tl.constexpr,
 ):
     """Compute some channels of one row's token, and shift its past inputs."""
-    row, c = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(1)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = c < CHANNELS
     let_next_begin(PDL)
     weights = ()
@@ -103,8 +109,10 @@ def _conv_lines(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute some channels of a request's known token and its drafts, note the drafts' inputs, and shift the past inputs by the known token."""
-    first, c = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Compute some channels of a request's known token and its drafts, note the drafts' inputs, and
+    shift the past inputs by the known token."""
+    first = tl.program_id(1)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = c < CHANNELS
     let_next_begin(PDL)
     weights = ()
@@ -181,7 +189,8 @@ def _conv_chunk(
     PDL: tl.constexpr,
 ):
     """Compute some channels of a chunk."""
-    chunk, c = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    chunk = tl.program_id(1)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = (c < CHANNELS)[None, :]
     let_next_begin(PDL)
     weights = ()
@@ -191,14 +200,13 @@ def _conv_chunk(
         tl.load(bias + c, mask=c < CHANNELS, other=0.0).to(tl.float32)[None, :] if BIASED else 0.0
     )
     wait(PDL)
-    begin, end = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
+    begin = tl.load(chunks + 2 * chunk)
+    end = tl.load(chunks + 2 * chunk + 1)
     if begin == end:
         return  # padding
     row = row_of_chunk(chunk, chunk_starts, rows)
-    first, length = (
-        tl.load(query_starts + row),
-        tl.load(query_starts + row + 1) - tl.load(query_starts + row),
-    )
+    first = tl.load(query_starts + row)
+    length = tl.load(query_starts + row + 1) - tl.load(query_starts + row)
     held = (tl.load(kv_lens + row) > length) & (begin - first < KERNEL - 1)
     at = rows_at(
         memory,
@@ -272,14 +280,13 @@ def _keep_inputs(
     PDL: tl.constexpr,
 ):
     """Replace a row's past inputs, and write its checkpoint, for some channels."""
-    row, c = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(1)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = c < CHANNELS
     let_next_begin(PDL)
     wait(PDL)
-    first, length = (
-        tl.load(query_starts + row),
-        tl.load(query_starts + row + 1) - tl.load(query_starts + row),
-    )
+    first = tl.load(query_starts + row)
+    length = tl.load(query_starts + row + 1) - tl.load(query_starts + row)
     kept = tl.load(checkpoint_at + row)
     held = tl.load(kv_lens + row) > length
     at = rows_at(
@@ -313,7 +320,8 @@ def short_conv(
     batch, (channels, kernel) = state.batch, weight.shape
     x = by_rows(x)
     out = empty_outputs(state, x, channels)
-    memory, units = state.memory[tensor], state.units[tensor]
+    memory = state.memory[tensor]
+    units = state.units[tensor]
     unit_stride, line_stride = state_strides(state, tensor)
     constants = {
         "CHANNELS": channels,
@@ -321,7 +329,8 @@ def short_conv(
         "PER_UNIT": per_unit(state, tensor),
         **pdl_options(x.device),
     }
-    biases, biased = (x if bias is None else bias), bias is not None
+    biases = x if bias is None else bias
+    biased = bias is not None
     if batch.ahead is not None:
         launch(_conv_lines, (triton.cdiv(channels, STEP_CHANNELS), len(x)))(
             x,

@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Functions that the kernels of recurrent layers share: addresses of a state's rows, tilings, and gates."""
+"""Functions that the kernels of recurrent layers share: addresses of a state's rows, tilings, and
+gates."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ import triton.language as tl
 from dovetail.api.state import Changes, StateLayer
 from dovetail.nn.kernels.gpu import GPU, gpu_of
 
-SMALLEST, LARGEST = (
-    16,
-    128,
-)  # rows of states that kernels for chunks take: what matrix units do, and what registers hold
-ROWS_AT_ONCE, LINES_AT_ONCE = tl.constexpr(128), tl.constexpr(32)
+# rows of states that kernels for chunks take: what matrix units do, and what registers hold
+SMALLEST = 16
+LARGEST = 128
+ROWS_AT_ONCE = tl.constexpr(128)
+LINES_AT_ONCE = tl.constexpr(32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +32,15 @@ class Tiling:
 
 
 def tiling_of_tokens(rows: int, row_size: int) -> Tiling:
-    """Return the tiling of kernels that compute token by token, for heads with states [rows, row_size]."""
-    return Tiling(
-        min(triton.next_power_of_2(rows), max(1, 1024 // row_size)), 1
-    )  # many small programs: also one row of a step is many
+    """Return the tiling of kernels that compute token by token, for heads with states [rows,
+    row_size]."""
+    # many small programs: also one row of a step is many
+    return Tiling(min(triton.next_power_of_2(rows), max(1, 1024 // row_size)), 1)
 
 
 def tiling_of_chunks(rows: int, gpu: GPU | None) -> Tiling:
-    """Return the tiling of kernels that compute chunks of tokens, for heads with `rows` rows of a state."""
+    """Return the tiling of kernels that compute chunks of tokens, for heads with `rows` rows of a
+    state."""
     held = max(SMALLEST, triton.next_power_of_2(rows))
     if gpu is not None and gpu.shared_bytes < 200 << 10:
         return Tiling(min(held, 32), 8)
@@ -76,8 +78,10 @@ def row_of_chunk(chunk, chunk_starts, rows):
 
 @triton.jit
 def lines_of(ahead, first, lines):
-    """Return the number of lines of the request whose known token is line `first` of `lines`: see `StateBatch.ahead`."""
-    count, goes_on = 0, True
+    """Return the number of lines of the request whose known token is line `first` of `lines`: see
+    `StateBatch.ahead`."""
+    count = 0
+    goes_on = True
     while goes_on:
         i = count + tl.arange(0, LINES_AT_ONCE)
         own = tl.sum(
@@ -108,8 +112,9 @@ def state_strides(state: StateLayer, tensor: int) -> tuple[int, int]:
 
 
 def step_tensors(state: StateLayer, tensor: int) -> tuple[torch.Tensor, ...]:
-    """Return (memory, units, lines, kv_lens, query_starts, checkpoint_at, checkpoint_lines), which kernels take that replace states and write
-    checkpoints. In a step of single tokens, which has no checkpoints, kernels don't read the last two."""
+    """Return (memory, units, lines, kv_lens, query_starts, checkpoint_at, checkpoint_lines), which
+    kernels take that replace states and write checkpoints. In a step of single tokens, which has no
+    checkpoints, kernels don't read the last two."""
     batch = state.batch
     at = batch.lines if batch.checkpoint_at is None else batch.checkpoint_at
     to = batch.lines if batch.checkpoint_lines is None else batch.checkpoint_lines
@@ -125,8 +130,10 @@ def step_tensors(state: StateLayer, tensor: int) -> tuple[torch.Tensor, ...]:
 
 
 def draft_tensors(state: StateLayer, tensor: int) -> tuple[tuple[torch.Tensor, ...], bool]:
-    """Return ((ahead, decay, change, key), DRAFTS) for kernels that accumulate. Without `StateBatch.ahead` they read and write none of these."""
-    ahead, changes = state.batch.ahead, state.changes[tensor] if state.changes else None
+    """Return ((ahead, decay, change, key), DRAFTS) for kernels that accumulate. Without
+    `StateBatch.ahead` they read and write none of these."""
+    ahead = state.batch.ahead
+    changes = state.changes[tensor] if state.changes else None
     if ahead is None or not isinstance(changes, Changes):
         memory = state.memory[tensor]
         return (state.batch.lines, memory, memory, memory), False
@@ -139,7 +146,8 @@ def per_unit(state: StateLayer, tensor: int) -> int:
 
 
 def by_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x [tokens, channels] such that a token's numbers are neighbours: itself, if it is a slice of a wider tensor."""
+    """Return x [tokens, channels] such that a token's numbers are neighbours: itself, if it is a
+    slice of a wider tensor."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -157,7 +165,8 @@ def rows_of(state: StateLayer, x: torch.Tensor) -> int:
 
 
 def fits_matrix_units(x: torch.Tensor, row_size: int) -> bool:
-    """True if chunks of tokens are computed by matrix units: for 16-bit inputs x, with states of rows of `row_size`."""
+    """True if chunks of tokens are computed by matrix units: for 16-bit inputs x, with states of
+    rows of `row_size`."""
     gpu = gpu_of(x.device)
     return (
         x.itemsize == 2

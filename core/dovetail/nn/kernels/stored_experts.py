@@ -11,8 +11,9 @@ CHUNK = 128  # inputs whose 4-bit weights are stored together
 
 
 class Stored(NamedTuple):
-    """The weights of one layer of all experts, contiguous: [experts, outputs, inputs], or as `streamed.Stored` has them, with experts before. FP4 are
-    laid out as INT4: codes of e2m1, and `scales` [experts, inputs / 32, outputs] uint8, powers of two as e8m0 has them."""
+    """The weights of one layer of all experts, contiguous: [experts, outputs, inputs], or as
+    `streamed.Stored` has them, with experts before. FP4 are laid out as INT4: codes of e2m1, and
+    `scales` [experts, inputs / 32, outputs] uint8, powers of two as e8m0 has them."""
 
     values: torch.Tensor
     inputs: int
@@ -49,7 +50,8 @@ class Stored(NamedTuple):
 
 
 def takes(kind: int, inputs: int, group: int) -> bool:
-    """Return True if the kernels of `experts` support weights with this number of inputs, and one scale per `group` of them."""
+    """Return True if the kernels of `experts` support weights with this number of inputs, and one
+    scale per `group` of them."""
     if kind == INT4:
         return group >= CHUNK or inputs % CHUNK == 0
     return kind == FP4 or group == 0 or (group >= 16 and group & (group - 1) == 0)

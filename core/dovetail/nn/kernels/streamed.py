@@ -1,11 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
 # ruff: noqa: N803, N806 (constants are upper case)
-"""Linear layer for few to many rows with low-bit weights: they stream through shared memory as stored, and are widened in registers right
-before matrix units multiply them. Twins: `dequantized` of the formats in `dovetail.nn.format`.
+"""Linear layer for few to many rows with low-bit weights: they stream through shared memory as
+stored, and are widened in registers right before matrix units multiply them. Twins: `dequantized`
+of the formats in `dovetail.nn.format`.
 
-A program computes a tile of the output, transposed, since matrix units take their left operand from registers. If many inputs share a scale, their
-sums are scaled instead of the weights, so that no weight is rounded:
+A program computes a tile of the output, transposed, since matrix units take their left operand from
+registers. If many inputs share a scale, their sums are scaled instead of the weights, so that no
+weight is rounded:
 
     weights [N outputs, K inputs]  8 or 4 bits → 16 bits ─┐
     inputs  [K inputs, M rows]     16 bits (or 8) ────────┴─▶ sums [N, M] float32, × scales, added up over all K
@@ -31,9 +33,8 @@ PROCESSORS = 132
 LEAST_ROWS = 16  # minimum of matrix units
 MOST_ROWS = 128  # per tile, with widened weights
 MOST_NARROW_ROWS = 512  # in total, for small tiles; above, there are enough large ones
-SHARED_BYTES = (
-    92 << 10
-)  # per program, so that two fit on a processor of a Hopper, and one on an Ada's
+# per program, so that two fit on a processor of a Hopper, and one on an Ada's
+SHARED_BYTES = 92 << 10
 FETCHED = 8  # chunks in flight before the input is available
 MOST_PARTS = 8
 ENOUGH = 3 * PROCESSORS // 2  # programs; with that many, inputs aren't split further
@@ -42,7 +43,8 @@ LEAST_CHUNKS = 4  # per part
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Share of one program: rows, outputs (pairs if gated), number of parts that the inputs are split into, and chunks in flight."""
+    """Share of one program: rows, outputs (pairs if gated), number of parts that the inputs are
+    split into, and chunks in flight."""
 
     rows: int
     outputs: int
@@ -54,8 +56,9 @@ class Tiling:
 class Stored(NamedTuple):
     """Weights in the kernel's layout, contiguous.
 
-    8 bits: `values` [outputs, inputs] float8, `scales` [outputs] float32, or [outputs / n, inputs / group] with one for n outputs and `group` inputs.
-    4 bits: `values` [outputs, inputs / 2] uint8: of each 128 inputs, byte j of 64 has input j in its low half and input 64 + j in its high half;
+    8 bits: `values` [outputs, inputs] float8, `scales` [outputs] float32, or [outputs / n, inputs /
+    group] with one for n outputs and `group` inputs. 4 bits: `values` [outputs, inputs / 2] uint8:
+    of each 128 inputs, byte j of 64 has input j in its low half and input 64 + j in its high half;
     `scales` and `zeros` (uint8; None: 8 everywhere) [inputs / group, outputs].
     """
 
@@ -74,7 +77,8 @@ class Stored(NamedTuple):
 def _scale_of(
     scales, zeros, n, exists, group, outputs, DTYPE: tl.constexpr, ASYMMETRIC: tl.constexpr
 ):
-    """Load scales and zero points, [groups, outputs], of outputs n for one or several groups of inputs."""
+    """Load scales and zero points, [groups, outputs], of outputs n for one or several groups of
+    inputs."""
     at = group * outputs + n
     scale = tl.load(scales + at, mask=exists, other=0.0).to(tl.float32)
     if ASYMMETRIC:
@@ -86,7 +90,8 @@ def _scale_of(
 
 @triton.jit
 def _scaled(weights, scales, zeros, n, exists, group, outputs, ASYMMETRIC: tl.constexpr):
-    """Return (weights - zero points) * scales for weights [N, 64] of two groups of 32 inputs, from `group` on."""
+    """Return (weights - zero points) * scales for weights [N, 64] of two groups of 32 inputs, from
+    `group` on."""
     DTYPE: tl.constexpr = weights.dtype
     both = group + tl.arange(0, 2)
     scale, zero = _scale_of(
@@ -211,9 +216,11 @@ def _linear(
     PDL: tl.constexpr,
 ):
     """Compute a tile [N, M] of the output's transpose."""
-    n, m = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1) * M + tl.arange(0, M)
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    m = tl.program_id(1) * M + tl.arange(0, M)
     first = tl.program_id(2) * CHUNKS
-    exists, there = n < outputs, m < rows
+    exists = n < outputs
+    there = m < rows
     WHOLE: tl.constexpr = INPUTS % K == 0
     BYTES: tl.constexpr = (INPUTS + 127) // 128 * 64 if INT4 else INPUTS
     stored = outputs * 2 if GATED else outputs
@@ -231,7 +238,8 @@ def _linear(
     let_next_begin(PDL)
     wait(PDL)
     row = x + m.to(tl.int64)[None, :] * INPUTS
-    sums, ups = tl.zeros([N, M], tl.float32), tl.zeros([N, M], tl.float32)
+    sums = tl.zeros([N, M], tl.float32)
+    ups = tl.zeros([N, M], tl.float32)
     input_scale = tl.full([M], 1.0, tl.float32)
     for chunk in tl.range(first, first + CHUNKS, num_stages=STAGES):
         if INT4:
@@ -345,15 +353,15 @@ def tiling_for(
     in_parts: bool = False,
     narrow: bool = False,
 ) -> Tiling:
-    """Return a tiling for the number of rows (padded to a power of two), outputs (pairs if gated) and inputs. `in_parts`: partial sums are
-    allowed. `narrow`: the inputs have 8 bits."""
+    """Return a tiling for the number of rows (padded to a power of two), outputs (pairs if gated)
+    and inputs. `in_parts`: partial sums are allowed. `narrow`: the inputs have 8 bits."""
     if narrow and rows > MOST_NARROW_ROWS:
         return Tiling(128, 64 if gated else 128, 1, 3, 8)
-    m, chunks = (
-        max(LEAST_ROWS, min(MOST_ROWS // (2 if gated and not narrow else 1), rows)),
-        ceil(inputs / CHUNK),
-    )
-    tiles, n, parts = ceil(rows / m), 64, 1
+    m = max(LEAST_ROWS, min(MOST_ROWS // (2 if gated and not narrow else 1), rows))
+    chunks = ceil(inputs / CHUNK)
+    tiles = ceil(rows / m)
+    n = 64
+    parts = 1
     while (
         in_parts
         and parts < MOST_PARTS
@@ -388,10 +396,12 @@ def linear(
     tiling: Tiling | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply x [rows, inputs], contiguous, float16 or bfloat16 -> [rows, outputs] in x's dtype; accumulates in float32.
+    """Multiply x [rows, inputs], contiguous, float16 or bfloat16 -> [rows, outputs] in x's dtype;
+    accumulates in float32.
 
-    `gated`: see `one_row.linear`. `in_parts`: return partial sums [parts, rows, outputs] float32 (see `rms_norm.add_and_norm`).
-    `x_scales` [rows, inputs / group] float32, or [rows] if the weight has one per output: multipliers of a float8 x; the result is `dtype`.
+    `gated`: see `one_row.linear`. `in_parts`: return partial sums [parts, rows, outputs] float32
+    (see `rms_norm.add_and_norm`). `x_scales` [rows, inputs / group] float32, or [rows] if the
+    weight has one per output: multipliers of a float8 x; the result is `dtype`.
     """
     rows, inputs = x.shape
     outputs = weight.values.shape[0] // (2 if gated else 1)

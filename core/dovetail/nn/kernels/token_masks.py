@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Sets logits of tokens that a grammar forbids to -inf, in place. Twin: `dovetail.nn.token_masks`."""
+"""Sets logits of tokens that a grammar forbids to -inf, in place. Twin:
+`dovetail.nn.token_masks`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Conversion of 4-bit weights to 16 bits, used before products of many rows, where its cost is small. Twin: `Int4.dequantized`."""
+"""Conversion of 4-bit weights to 16 bits, used before products of many rows, where its cost is
+small. Twin: `Int4.dequantized`."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def _widen(
 ):
     """Widen 128 inputs of N outputs."""
     let_next_begin(PDL)
-    n, chunk, j = tl.program_id(1) * N + tl.arange(0, N), tl.program_id(0), tl.arange(0, 64)
+    n = tl.program_id(1) * N + tl.arange(0, N)
+    chunk = tl.program_id(0)
+    j = tl.arange(0, 64)
     exists = (n < outputs)[:, None]
     pairs = tl.load(
         values + n.to(tl.int64)[:, None] * ((INPUTS + 127) // 128 * 64) + chunk * 64 + j[None, :],

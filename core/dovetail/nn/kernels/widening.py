@@ -1,11 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
 # ruff: noqa: N803, SIM300 (constants are upper case, and arguments)
-"""Conversion of 8-bit and 4-bit numbers to 16 bits within kernels, without rounding. Twins: `tensor.to(dtype)`, except for NaN, which is rejected
-when weights are loaded; and the integers themselves.
+"""Conversion of 8-bit and 4-bit numbers to 16 bits within kernels, without rounding. Twins:
+`tensor.to(dtype)`, except for NaN, which is rejected when weights are loaded; and the integers
+themselves.
 
-A GPU's own conversion to bfloat16 takes longer than loading the numbers from memory, and so does Triton's code for the same shifts and masks. So
-bytes are spread over the upper or lower halves of 16-bit lanes and masked, two lanes at once.
+A GPU's own conversion to bfloat16 takes longer than loading the numbers from memory, and so does
+Triton's code for the same shifts and masks. So bytes are spread over the upper or lower halves of
+16-bit lanes and masked, two lanes at once.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import triton.language as tl
 
 @triton.jit
 def float8_to_16_bits(narrow, DTYPE: tl.constexpr):
-    """Convert e4m3 to bfloat16 or float16. For bfloat16, sign, exponent and mantissa are shifted into place, and the difference of the exponent
-    biases, 127 - 7, is made up by multiplying by 2**120."""
+    """Convert e4m3 to bfloat16 or float16. For bfloat16, sign, exponent and mantissa are shifted
+    into place, and the difference of the exponent biases, 127 - 7, is made up by multiplying by
+    2**120."""
     if DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{
@@ -43,7 +46,8 @@ def float8_to_16_bits(narrow, DTYPE: tl.constexpr):
 
 @triton.jit
 def pairs_to_16_bits(pairs, DTYPE: tl.constexpr):
-    """Return the low and the high halves of bytes, 0 to 15, as the lowest mantissa bits of 128 (bfloat16) or 1024 (float16)."""
+    """Return the low and the high halves of bytes, 0 to 15, as the lowest mantissa bits of 128
+    (bfloat16) or 1024 (float16)."""
     if DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{
@@ -79,8 +83,9 @@ def shifted(small, DTYPE: tl.constexpr):
 
 @triton.jit
 def e2m1_to_16_bits(pairs, DTYPE: tl.constexpr):
-    """Return the low and the high halves of bytes, which are e2m1 numbers (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives). Their bits are moved to
-    where `DTYPE` has its own, and the difference of the exponents is made up by a product, as in `float8_to_16_bits`."""
+    """Return the low and the high halves of bytes, which are e2m1 numbers (0, 0.5, 1, 1.5, 2, 3, 4,
+    6 and their negatives). Their bits are moved to where `DTYPE` has its own, and the difference of
+    the exponents is made up by a product, as in `float8_to_16_bits`."""
     if DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{

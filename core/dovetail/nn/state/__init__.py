@@ -1,8 +1,9 @@
-"""Recurrent layers: Gated DeltaNet (arXiv:2412.06464) and Mamba2 (arXiv:2405.21060), over states that lie in the page pool (`dovetail.api.state`).
+"""Recurrent layers: Gated DeltaNet (arXiv:2412.06464) and Mamba2 (arXiv:2405.21060), over states
+that lie in the page pool (`dovetail.api.state`).
 
-A layer's state is a short convolution's past inputs, and a matrix for each head. The functions compute a step's tokens for all rows of
-`StateLayer.batch` at once, replace the rows' states in place and write checkpoints on the way. A row whose tokens are all in this step starts from
-zero.
+A layer's state is a short convolution's past inputs, and a matrix for each head. The functions
+compute a step's tokens for all rows of `StateLayer.batch` at once, replace the rows' states in
+place and write checkpoints on the way. A row whose tokens are all in this step starts from zero.
 
     x = short_conv(qkv, weight, bias, state, 0)                                  # causal convolution over a few tokens, then silu
     y = gated_delta_rule(x, a, b, A_log, dt_bias, shape, state, 1)               # or `mamba2`

@@ -1,4 +1,5 @@
-"""Applies what accepted drafts change to the live states of rows, after a step that checked drafts: see `dovetail.api.state`."""
+"""Applies what accepted drafts change to the live states of rows, after a step that checked drafts:
+see `dovetail.api.state`."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from dovetail.nn.state.scan import changed
 def accept_drafts(
     alike: AlikeLayers, batch: StateBatch, known: torch.Tensor, num_tokens: torch.Tensor
 ) -> None:
-    """Enqueue the changes of the drafts that count in a step with `StateBatch.ahead`. `known` [n] int64: the indices in it of the known tokens that
-    have drafts. `num_tokens` [lines] int32: tokens of each row, including those that the step has yielded: accepted drafts and one more."""
+    """Enqueue the changes of the drafts that count in a step with `StateBatch.ahead`. `known` [n]
+    int64: the indices in it of the known tokens that have drafts. `num_tokens` [lines] int32:
+    tokens of each row, including those that the step has yielded: accepted drafts and one more."""
     for tensor in range(len(alike.firsts)):
         _accept(alike, tensor, batch, known, num_tokens)
 
@@ -38,7 +40,8 @@ def _accept(
     lines = batch.lines[known]
     yielded = num_tokens[lines] - batch.kv_lens[known]
     for layer in alike.layers:
-        noted, held = layer.changes[tensor], layer.read(tensor, lines)
+        noted = layer.changes[tensor]
+        held = layer.read(tensor, lines)
         for draft in range(1, int(yielded.max())):
             rows = (yielded > draft).nonzero()[:, 0]
             tokens = known[rows] + draft

@@ -20,8 +20,9 @@ from dovetail.nn.state.scan import fresh, lines_in_turn, live_states, with_draft
 def short_conv(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int
 ) -> torch.Tensor:
-    """Return silu of the causal convolution of x [tokens, channels] with weight [channels, kernel] and bias [channels]: the last column weighs the
-    token itself, those before it earlier tokens. Tensor `tensor` of the state, [channels, kernel - 1], has a row's last inputs. Computed in
+    """Return silu of the causal convolution of x [tokens, channels] with weight [channels, kernel]
+    and bias [channels]: the last column weighs the token itself, those before it earlier tokens.
+    Tensor `tensor` of the state, [channels, kernel - 1], has a row's last inputs. Computed in
     float32."""
 
     def compute(x: torch.Tensor) -> torch.Tensor:
@@ -38,7 +39,8 @@ def short_conv(
 def _plain(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int
 ) -> torch.Tensor:
-    batch, past = state.batch, weight.shape[1] - 1
+    batch = state.batch
+    past = weight.shape[1] - 1
     if batch.ahead is not None:
         return _of_lines(x, weight, bias, state, tensor)
     if batch.decodes:
@@ -53,19 +55,18 @@ def _plain(
         state.write(tensor, lines, seen[:, :, 1:])
         y = (seen * weight).sum(-1)
         return F.silu(y if bias is None else y + bias).to(x.dtype)
-    rows, lines = batch.num_rows, batch.lines[: batch.num_rows]
-    before = live_states(state, tensor, lines, fresh(batch)).transpose(
-        1, 2
-    )  # [rows, past, channels]
+    rows = batch.num_rows
+    lines = batch.lines[: batch.num_rows]
+    # [rows, past, channels]
+    before = live_states(state, tensor, lines, fresh(batch)).transpose(1, 2)
     starts = batch.query_starts[: rows + 1].long()
     lengths = starts.diff()
     row_of = torch.repeat_interleave(
         torch.arange(rows, device=x.device), lengths, output_size=batch.num_tokens
     )
     steps = torch.arange(past, device=x.device)
-    firsts = starts[:-1] + past * torch.arange(
-        rows, device=x.device
-    )  # of each row's part of `seen`: its past inputs, then its tokens
+    # of each row's part of `seen`: its past inputs, then its tokens
+    firsts = starts[:-1] + past * torch.arange(rows, device=x.device)
     seen = x.new_empty((batch.num_tokens + past * rows, x.shape[1]), dtype=torch.float32)
     seen[(firsts[:, None] + steps).flatten()] = before.flatten(0, 1)
     places = torch.arange(batch.num_tokens, device=x.device) + past * (row_of + 1)
@@ -88,7 +89,9 @@ def _of_lines(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int
 ) -> torch.Tensor:
     """The convolution of single tokens that may be drafts, whose inputs it notes."""
-    batch, out, held = state.batch, torch.empty_like(x), torch.empty(0)
+    batch = state.batch
+    out = torch.empty_like(x)
+    held = torch.empty(0)
     noted = state.changes[tensor]
     assert isinstance(noted, torch.Tensor)
     for ahead, tokens, row in lines_in_turn(batch, len(x)):
@@ -106,16 +109,19 @@ def _of_lines(
 
 
 class ShortConv(nn.Module):
-    """Weight and bias of a short convolution. The channels of a checkpoint's tensor are sections (shard id -> size on this rank), each split evenly
-    over the ranks."""
+    """Weight and bias of a short convolution. The channels of a checkpoint's tensor are sections
+    (shard id -> size on this rank), each split evenly over the ranks."""
 
     def __init__(
         self, sections: Mapping[str, int], kernel: int, context: BuildContext, *, bias: bool
     ) -> None:
         super().__init__()
-        ranks, rank = context.parallel.size, context.parallel.rank
+        ranks = context.parallel.size
+        rank = context.parallel.rank
         channels = sum(sections.values())
-        weights, biases, at = dict[str | None, Part](), dict[str | None, Part](), 0
+        weights = dict[str | None, Part]()
+        biases = dict[str | None, Part]()
+        at = 0
         for name, size in sections.items():
             where = (0, at * ranks + rank * size, size, at)
             weights[name] = Part((channels * ranks, 1, kernel), *where)

@@ -1,6 +1,8 @@
-"""Gated DeltaNet (arXiv:2412.06464): a state that forgets, and that replaces what it holds for a key instead of adding to it.
+"""Gated DeltaNet (arXiv:2412.06464): a state that forgets, and that replaces what it holds for a
+key instead of adding to it.
 
-For each v head, with S [v_size, k_size], and for each token q, k [k_size], v [v_size], decay g <= 0 and 0 <= beta <= 1:
+For each v head, with S [v_size, k_size], and for each token q, k [k_size], v [v_size], decay g <= 0
+and 0 <= beta <= 1:
 
     S = exp(g) * S
     S = S + beta * (v - S k) kᵀ
@@ -38,9 +40,11 @@ def gated_delta_rule(
     state: StateLayer,
     tensor: int,
 ) -> torch.Tensor:
-    """Return the outputs [tokens, v_heads, v_size] of the rule for qkv [tokens, channels], all heads of q, then k, then v. q and k are divided by
-    their lengths, and q by sqrt(k_size). Decay: -exp(A_log) * softplus(a + dt_bias); beta: sigmoid(b). a, b [tokens, v_heads]; A_log, dt_bias
-    [v_heads] float32. Tensor `tensor` of the state is [v_heads * v_size, k_size]. Computed in float32, but for products of 16-bit numbers."""
+    """Return the outputs [tokens, v_heads, v_size] of the rule for qkv [tokens, channels], all
+    heads of q, then k, then v. q and k are divided by their lengths, and q by sqrt(k_size). Decay:
+    -exp(A_log) * softplus(a + dt_bias); beta: sigmoid(b). a, b [tokens, v_heads]; A_log, dt_bias
+    [v_heads] float32. Tensor `tensor` of the state is [v_heads * v_size, k_size]. Computed in
+    float32, but for products of 16-bit numbers."""
 
     def compute(qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if use_kernels(A_log, dt_bias):
@@ -90,8 +94,8 @@ RULE = Rule(
 
 
 def in_chunks(states: torch.Tensor, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """`RULE` as matrix products. What tokens change at their keys depends on the changes of earlier tokens: a triangular system (WY
-    representation, arXiv:2406.06484)."""
+    """`RULE` as matrix products. What tokens change at their keys depends on the changes of earlier
+    tokens: a triangular system (WY representation, arXiv:2406.06484)."""
     if inputs[0].shape[1] == 1:
         return RULE.token_by_token(states, inputs)
     q, k, v, decay, beta = (x.transpose(1, 2) for x in inputs)  # [n, heads, length, ...]
@@ -100,9 +104,8 @@ def in_chunks(states: torch.Tensor, inputs: Tensors) -> tuple[torch.Tensor, torc
     total, between = decays(decay)
     system = beta[..., None] * (k @ k.mT) * between
     wanted = beta[..., None] * (v - total.exp()[..., None] * (k @ held.mT))
-    change = torch.linalg.solve_triangular(
-        system, wanted, upper=False, unitriangular=True
-    )  # [n, heads, length, v_size]
+    # [n, heads, length, v_size]
+    change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     outputs = total.exp()[..., None] * (q @ held.mT) + (q @ k.mT * between) @ change
     to_end = (total[..., -1:] - total).exp()[..., None]
     after = total[..., -1].exp()[..., None, None] * held + change.mT @ (k * to_end)
@@ -110,8 +113,9 @@ def in_chunks(states: torch.Tensor, inputs: Tensors) -> tuple[torch.Tensor, torc
 
 
 def decays(decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums of decays [..., length] from the first token on, and the factors from token j to token i [..., i, j], 0 where j > i.
-    Differences are taken before `exp`, which would overflow otherwise."""
+    """Return the sums of decays [..., length] from the first token on, and the factors from token j
+    to token i [..., i, j], 0 where j > i. Differences are taken before `exp`, which would overflow
+    otherwise."""
     total = decay.cumsum(-1)
     later = torch.ones(
         decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=decay.device
@@ -126,16 +130,19 @@ def per_head(heads: int, context: BuildContext) -> Weight:
 
 
 class GatedDeltaNet(Layer):
-    """A Gated DeltaNet layer without its projections: qkv [tokens, conv_channels], z [tokens, v_heads * v_size], b and a [tokens, v_heads], which are
-    parts of projections of the stream -> [tokens, v_heads * v_size], the input of the last projection. `shape` and all sizes are this rank's: heads
-    are split evenly over the ranks."""
+    """A Gated DeltaNet layer without its projections: qkv [tokens, conv_channels], z [tokens,
+    v_heads * v_size], b and a [tokens, v_heads], which are parts of projections of the stream ->
+    [tokens, v_heads * v_size], the input of the last projection. `shape` and all sizes are this
+    rank's: heads are split evenly over the ranks."""
 
     def __init__(
         self, shape: DeltaShape, eps: float, state: StateLayer, context: BuildContext
     ) -> None:
         """`state`: made of `shape.spec`. `eps`: of the norm."""
         super().__init__()
-        self.shape, self.eps, self.state = shape, eps, state
+        self.shape = shape
+        self.eps = eps
+        self.state = state
         keys = shape.k_heads * shape.k_size
         self.conv = ShortConv(
             {"q": keys, "k": keys, "v": shape.v_heads * shape.v_size},
@@ -159,7 +166,8 @@ class GatedDeltaNet(Layer):
         )
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
-        """Yield the rules for a checkpoint's tensors: `{prefix}conv1d.weight`, `A_log`, `dt_bias` and `norm.weight`."""
+        """Yield the rules for a checkpoint's tensors: `{prefix}conv1d.weight`, `A_log`, `dt_bias`
+        and `norm.weight`."""
         yield from self.conv.weights(f"{prefix}conv1d.")
         yield WeightRule(f"{prefix}A_log", self.A_log)
         yield WeightRule(f"{prefix}dt_bias", self.dt_bias)

@@ -1,6 +1,7 @@
 """Mamba2 (arXiv:2405.21060): a state that forgets, and to which each token adds.
 
-For each head, with S [head_size, state_size], and for each token x [head_size], B, C [state_size], step dt > 0, and numbers A < 0, D of the head:
+For each head, with S [head_size, state_size], and for each token x [head_size], B, C [state_size],
+step dt > 0, and numbers A < 0, D of the head:
 
     S = exp(A * dt) * S + dt * x Bᵀ
     out = S C + D * x
@@ -41,9 +42,10 @@ def mamba2(
     state: StateLayer,
     tensor: int,
 ) -> torch.Tensor:
-    """Return the outputs [tokens, heads, head_size] for xBC [tokens, channels], all heads of x, then all groups of B, then C. Steps: softplus(dt +
-    dt_bias), clamped to `limits`; dt [tokens, heads]. A = -exp(A_log); A_log, D, dt_bias [heads] float32. Tensor `tensor` of the state is [heads *
-    head_size, state_size]. Computed in float32, but for products of 16-bit numbers."""
+    """Return the outputs [tokens, heads, head_size] for xBC [tokens, channels], all heads of x,
+    then all groups of B, then C. Steps: softplus(dt + dt_bias), clamped to `limits`; dt [tokens,
+    heads]. A = -exp(A_log); A_log, D, dt_bias [heads] float32. Tensor `tensor` of the state is
+    [heads * head_size, state_size]. Computed in float32, but for products of 16-bit numbers."""
 
     def compute(xBC: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:  # noqa: N803
         if use_kernels(A_log, D, dt_bias):
@@ -80,7 +82,8 @@ def _scanned(
     return y.to(xBC.dtype)
 
 
-# The recurrence without D. Inputs: dt * x [n, heads, head_size], B, C [n, groups, state_size], A * dt [n, heads]
+# The recurrence without D. Inputs: dt * x [n, heads, head_size], B, C [n, groups, state_size], A *
+# dt [n, heads]
 RULE = Rule(
     decay=lambda inputs: inputs[3].exp(),
     change=lambda held, inputs: inputs[:2],  # type: ignore[arg-type, return-value]
@@ -89,12 +92,12 @@ RULE = Rule(
 
 
 def in_chunks(states: torch.Tensor, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """`RULE` as matrix products: attention within the chunk, whose scores decay, and what the state adds."""
+    """`RULE` as matrix products: attention within the chunk, whose scores decay, and what the state
+    adds."""
     if inputs[0].shape[1] == 1:
         return RULE.token_by_token(states, inputs)
-    x, into, out_of, decay = (
-        part.transpose(1, 2) for part in inputs
-    )  # [n, heads or groups, length, ...]
+    # [n, heads or groups, length, ...]
+    x, into, out_of, decay = (part.transpose(1, 2) for part in inputs)
     sharing = x.shape[1] // into.shape[1]
     held = states.view(len(x), x.shape[1], x.shape[3], -1)
     total, between = decays(decay)
@@ -107,9 +110,10 @@ def in_chunks(states: torch.Tensor, inputs: Tensors) -> tuple[torch.Tensor, torc
 
 
 class Mamba2Mixer(Layer):
-    """A Mamba2 layer without its projections: xBC [tokens, conv_channels], z [tokens, heads * head_size] and dt [tokens, heads], which are parts of a
-    projection of the stream -> [tokens, heads * head_size], the input of the last projection. `shape` and all sizes are this rank's: heads and groups
-    are split evenly over the ranks."""
+    """A Mamba2 layer without its projections: xBC [tokens, conv_channels], z [tokens, heads *
+    head_size] and dt [tokens, heads], which are parts of a projection of the stream -> [tokens,
+    heads * head_size], the input of the last projection. `shape` and all sizes are this rank's:
+    heads and groups are split evenly over the ranks."""
 
     def __init__(
         self,
@@ -123,17 +127,23 @@ class Mamba2Mixer(Layer):
         norm_before_gate: bool = False,
         limits: tuple[float, float] = UNLIMITED,
     ) -> None:
-        """`state`: made of `shape.spec`. `eps`: of the norm, which norms groups of `norm_group` channels; for `norm_before_gate` see `gated_norm`.
-        `limits`: of dt. Raises `UnsupportedError` if the ranks don't hold whole groups."""
+        """`state`: made of `shape.spec`. `eps`: of the norm, which norms groups of `norm_group`
+        channels; for `norm_before_gate` see `gated_norm`. `limits`: of dt. Raises
+        `UnsupportedError` if the ranks don't hold whole groups."""
         super().__init__()
         channels = shape.heads * shape.head_size
         if channels % norm_group:
             raise UnsupportedError(
-                f"Mamba2: the gated norm has groups of {norm_group} channels, and each of {context.parallel.size} ranks has {channels}: groups would "
+                f"Mamba2: the gated norm has groups of {norm_group} channels, and each of "
+                f"{context.parallel.size} ranks has {channels}: groups would "
                 "cross ranks"
             )
-        self.shape, self.eps, self.state, self.limits = shape, eps, state, limits
-        self.norm_group, self.norm_before_gate = norm_group, norm_before_gate
+        self.shape = shape
+        self.eps = eps
+        self.state = state
+        self.limits = limits
+        self.norm_group = norm_group
+        self.norm_before_gate = norm_before_gate
         groups = shape.groups * shape.state_size
         self.conv = ShortConv(
             {"x": channels, "B": groups, "C": groups}, shape.kernel, context, bias=conv_bias
@@ -166,7 +176,8 @@ class Mamba2Mixer(Layer):
         )
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
-        """Yield the rules for a checkpoint's tensors: `{prefix}conv1d.weight` and `.bias`, `A_log`, `D`, `dt_bias` and `norm.weight`."""
+        """Yield the rules for a checkpoint's tensors: `{prefix}conv1d.weight` and `.bias`, `A_log`,
+        `D`, `dt_bias` and `norm.weight`."""
         yield from self.conv.weights(f"{prefix}conv1d.")
         for name, parameter in (
             ("A_log", self.A_log),

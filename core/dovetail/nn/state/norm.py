@@ -20,8 +20,10 @@ def gated_norm(
     *,
     norm_before_gate: bool,
 ) -> torch.Tensor:
-    """Return the RMS norms of groups of `group` channels of x [tokens, channels], times weight [channels], or [group] for each group, and silu(z), z
-    [tokens, channels]: norm(x) * weight * silu(z) if `norm_before_gate`, otherwise norm(x * silu(z)) * weight. Computed in float32, in x's dtype."""
+    """Return the RMS norms of groups of `group` channels of x [tokens, channels], times weight
+    [channels], or [group] for each group, and silu(z), z [tokens, channels]: norm(x) * weight *
+    silu(z) if `norm_before_gate`, otherwise norm(x * silu(z)) * weight. Computed in float32, in x's
+    dtype."""
     if use_kernels(x, weight):
         from dovetail.nn.kernels import gated_norm as kernels
 

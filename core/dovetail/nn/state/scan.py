@@ -1,4 +1,5 @@
-"""Carries the states of a batch's rows through its tokens, in plain torch operations: the twin of what the kernels do."""
+"""Carries the states of a batch's rows through its tokens, in plain torch operations: the twin of
+what the kernels do."""
 
 from __future__ import annotations
 
@@ -10,17 +11,19 @@ import torch
 from dovetail.api.state import CHUNK, Changes, StateBatch, StateLayer
 from dovetail.errors import DovetailError
 
-# (states [n, rows, row_size] float32, inputs [n, length, ...] each) -> (outputs [n, length, ...], the states after these tokens). All inputs of
-# tokens that are missing are 0, which must leave a state as it is.
+# (states [n, rows, row_size] float32, inputs [n, length, ...] each) -> (outputs [n, length, ...],
+# the states after these tokens). All inputs of tokens that are missing are 0, which must leave a
+# state as it is.
 Tensors = tuple[torch.Tensor, ...]
 Compute = Callable[[torch.Tensor, Tensors], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One token of a recurrence, for inputs [n, ...]. `decay` [n, heads]: factors of the states. `change`: from states times these, [n, heads, size,
-    row_size], (change [n, heads, size], key [n, keys, row_size]), see `dovetail.api.state.StateTensor`. `outputs` [n, heads, size]: from the states
-    after the token."""
+    """One token of a recurrence, for inputs [n, ...]. `decay` [n, heads]: factors of the states.
+    `change`: from states times these, [n, heads, size, row_size], (change [n, heads, size], key [n,
+    keys, row_size]), see `dovetail.api.state.StateTensor`. `outputs` [n, heads, size]: from the
+    states after the token."""
 
     decay: Callable[[Tensors], torch.Tensor]
     change: Callable[[torch.Tensor, Tensors], tuple[torch.Tensor, torch.Tensor]]
@@ -71,7 +74,8 @@ def shared(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens [begin, end) of a step, which are of `row`. `kept`: the state after them is a checkpoint."""
+    """Tokens [begin, end) of a step, which are of `row`. `kept`: the state after them is a
+    checkpoint."""
 
     row: int
     begin: int
@@ -82,8 +86,9 @@ class Piece:
 def scan(
     state: StateLayer, tensor: int, inputs: Sequence[torch.Tensor], compute: Compute, rule: Rule
 ) -> torch.Tensor:
-    """Return the outputs [tokens, ...] for inputs [tokens, ...] of a step, 0 for padding; replace the states of its rows, write its checkpoints, and
-    note the changes of drafts. `compute` and `rule` are the same recurrence."""
+    """Return the outputs [tokens, ...] for inputs [tokens, ...] of a step, 0 for padding; replace
+    the states of its rows, write its checkpoints, and note the changes of drafts. `compute` and
+    `rule` are the same recurrence."""
     batch = state.batch
     if batch.ahead is not None:
         return _scan_lines(state, tensor, tuple(inputs), rule)
@@ -125,9 +130,12 @@ def scan(
 
 
 def _scan_lines(state: StateLayer, tensor: int, inputs: Tensors, rule: Rule) -> torch.Tensor:
-    """`scan` of single tokens that may be drafts: each sees the states after those before it, in the memory's dtype, as if they were steps."""
-    batch, noted = state.batch, state.changes[tensor]
-    held, result = torch.empty(0), torch.empty(0)
+    """`scan` of single tokens that may be drafts: each sees the states after those before it, in
+    the memory's dtype, as if they were steps."""
+    batch = state.batch
+    noted = state.changes[tensor]
+    held = torch.empty(0)
+    result = torch.empty(0)
     for ahead, tokens, row in lines_in_turn(batch, len(inputs[0])):
         if not ahead:
             held = live_states(state, tensor, batch.lines[tokens], batch.kv_lens[tokens] <= 1)
@@ -147,8 +155,9 @@ def _scan_lines(state: StateLayer, tensor: int, inputs: Tensors, rule: Rule) -> 
 def lines_in_turn(
     batch: StateBatch, count: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield the `count` tokens of a step with `StateBatch.ahead` such that all that a token follows are before it: (drafts before each, the tokens
-    [n], the indices of their requests among those of the step [n])."""
+    """Yield the `count` tokens of a step with `StateBatch.ahead` such that all that a token follows
+    are before it: (drafts before each, the tokens [n], the indices of their requests among those of
+    the step [n])."""
     ahead = (
         batch.ahead[:count]
         if batch.ahead is not None
@@ -163,8 +172,8 @@ def lines_in_turn(
 def with_drafts(
     state: StateLayer, compute: Callable[..., torch.Tensor], *inputs: torch.Tensor
 ) -> torch.Tensor:
-    """Return compute(*inputs) [tokens, ...] of a layer's planned step, for inputs [tokens, ...]; of tokens that are computed apart
-    (`StateBatch.drafted`) from them alone."""
+    """Return compute(*inputs) [tokens, ...] of a layer's planned step, for inputs [tokens, ...]; of
+    tokens that are computed apart (`StateBatch.drafted`) from them alone."""
     outputs = compute(*inputs)
     if (drafted := state.batch.drafted) is not None:
         with state.computing(drafted.batch):
@@ -181,16 +190,18 @@ def fresh(batch: StateBatch) -> torch.Tensor:
 def live_states(
     state: StateLayer, tensor: int, lines: torch.Tensor, from_zero: torch.Tensor
 ) -> torch.Tensor:
-    """Return the states of `lines` [n, rows, row_size] float32, 0 where `from_zero` [n], whatever the memory holds."""
+    """Return the states of `lines` [n, rows, row_size] float32, 0 where `from_zero` [n], whatever
+    the memory holds."""
     return state.read(tensor, lines).float().masked_fill_(from_zero[:, None, None], 0)
 
 
 def _rounds(batch: StateBatch) -> Iterator[list[Piece]]:
-    """Yield the tokens of a step in pieces of at most CHUNK, of each row at most one at a time. Single tokens aren't padded to the length of
-    others."""
+    """Yield the tokens of a step in pieces of at most CHUNK, of each row at most one at a time.
+    Single tokens aren't padded to the length of others."""
     if batch.host_checkpoint_at is None:
         raise DovetailError("a step of several tokens a row has no chunks")
-    rows, begin = list[list[Piece]](), 0
+    rows = list[list[Piece]]()
+    begin = 0
     for row, (length, at) in enumerate(
         zip(batch.host_query_lens.tolist(), batch.host_checkpoint_at.tolist(), strict=True)
     ):

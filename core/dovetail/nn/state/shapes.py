@@ -13,8 +13,8 @@ LARGEST = 256  # numbers of a row of a state: what kernels were made for
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """Sizes of a Gated DeltaNet. v heads [i * v_heads / k_heads, (i + 1) * v_heads / k_heads) use q and k of head i. `kernel`: tokens that the
-    convolution sees.
+    """Sizes of a Gated DeltaNet. v heads [i * v_heads / k_heads, (i + 1) * v_heads / k_heads) use q
+    and k of head i. `kernel`: tokens that the convolution sees.
 
     Raises `UnsupportedError` for sizes that aren't implemented.
     """
@@ -38,7 +38,8 @@ class DeltaShape:
         )
         if not 0 < self.v_size <= LARGEST:
             raise UnsupportedError(
-                f"Gated DeltaNet: a value head size of {self.v_size} is not implemented: at most {LARGEST}"
+                f"Gated DeltaNet: a value head size of {self.v_size} is not implemented: at most "
+                f"{LARGEST}"
             )
 
     @property
@@ -47,7 +48,8 @@ class DeltaShape:
         return 2 * self.k_heads * self.k_size + self.v_heads * self.v_size
 
     def spec(self, index: int) -> StateSpec:
-        """Return the state of layer `index`: the convolution's inputs, and each v head's matrix [v_size, k_size]."""
+        """Return the state of layer `index`: the convolution's inputs, and each v head's matrix
+        [v_size, k_size]."""
         matrices = StateTensor(
             self.v_heads * self.v_size, self.k_size, heads=self.v_heads, keys=self.k_heads
         )
@@ -56,8 +58,8 @@ class DeltaShape:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Shape:
-    """Sizes of a Mamba2 mixer. Heads [i * heads / groups, (i + 1) * heads / groups) use B and C of group i. `kernel`: tokens that the convolution
-    sees.
+    """Sizes of a Mamba2 mixer. Heads [i * heads / groups, (i + 1) * heads / groups) use B and C of
+    group i. `kernel`: tokens that the convolution sees.
 
     Raises `UnsupportedError` for sizes that aren't implemented.
     """
@@ -90,7 +92,8 @@ class Mamba2Shape:
         return self.heads * self.head_size + 2 * self.groups * self.state_size
 
     def spec(self, index: int) -> StateSpec:
-        """Return the state of layer `index`: the convolution's inputs, and each head's matrix [head_size, state_size]."""
+        """Return the state of layer `index`: the convolution's inputs, and each head's matrix
+        [head_size, state_size]."""
         matrices = StateTensor(
             self.heads * self.head_size, self.state_size, heads=self.heads, keys=self.groups
         )
@@ -113,7 +116,8 @@ def _check(
 ) -> None:
     if not 0 < row_size <= LARGEST or row_size & (row_size - 1):
         raise UnsupportedError(
-            f"{layer}: a {row} of {row_size} is not implemented: it must be a power of two, at most {LARGEST}"
+            f"{layer}: a {row} of {row_size} is not implemented: it must be a power of two, at "
+            f"most {LARGEST}"
         )
     if groups < 1 or heads < 1 or heads % groups:
         raise UnsupportedError(

@@ -1,4 +1,5 @@
-"""Recurrent states of the rows: where each lies in the pool, and the part of a step that concerns them."""
+"""Recurrent states of the rows: where each lies in the pool, and the part of a step that concerns
+them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ Int64 = NDArray[np.int64]
 
 
 def cached_state(spec: StateSpec, dtype: torch.dtype, state_dtype: torch.dtype) -> CachedState:
-    """Return the sizes of a layer's state. `dtype`: of the model; `state_dtype`: of what isn't past inputs."""
+    """Return the sizes of a layer's state. `dtype`: of the model; `state_dtype`: of what isn't past
+    inputs."""
     sizes = [
         (tensor.rows, tensor.row_size * _dtype(tensor, dtype, state_dtype).itemsize)
         for tensor in spec.tensors
@@ -44,8 +46,9 @@ def _dtype(tensor: StateTensor, dtype: torch.dtype, state_dtype: torch.dtype) ->
 
 
 class States:
-    """Table of the units of all states that a step may use: line i is the live state of row i, line `max_rows` that of padding, and line
-    `max_rows` + 1 + i the checkpoint of the i-th row of a step. `max_lines`: most that a step with drafts has; 0: no step has any."""
+    """Table of the units of all states that a step may use: line i is the live state of row i, line
+    `max_rows` that of padding, and line `max_rows` + 1 + i the checkpoint of the i-th row of a
+    step. `max_lines`: most that a step with drafts has; 0: no step has any."""
 
     def __init__(
         self,
@@ -58,9 +61,13 @@ class States:
     ) -> None:
         self.steps = StateSteps()
         self.layers: dict[int, StateLayer] = {}
-        self.max_rows, self.device, self.max_lines = max_rows, device, max_lines
+        self.max_rows = max_rows
+        self.device = device
+        self.max_lines = max_lines
         self._alike: list[AlikeLayers] = []  # made with the first pool, if there are drafts
-        self._planned, self._dtype, self._state_dtype = planned, dtype, state_dtype
+        self._planned = planned
+        self._dtype = dtype
+        self._state_dtype = state_dtype
         self._num_slots = len(planned.slot_bytes)
         self._num_units = max(
             (place.first[-1] + place.units[-1] for place in planned.states.values()), default=0
@@ -72,7 +79,8 @@ class States:
         self._stride = 0  # pages, with the waste page
 
     def make_layer(self, spec: StateSpec) -> StateLayer:
-        """Return a layer that `bind` binds. Raises `DovetailError` for a layer that the layout doesn't have."""
+        """Return a layer that `bind` binds. Raises `DovetailError` for a layer that the layout
+        doesn't have."""
         if spec.index not in self._planned.states:
             raise DovetailError(
                 f"the model has made state layer {spec.index}, which isn't among its state_specs"
@@ -81,7 +89,8 @@ class States:
         return layer
 
     def bind(self, memory: torch.Tensor) -> None:
-        """Bind all layers to the pool, uint8 [slots, num_pages + 1, bytes]; all lines lead to the waste page."""
+        """Bind all layers to the pool, uint8 [slots, num_pages + 1, bytes]; all lines lead to the
+        waste page."""
         self._stride = memory.shape[1]
         flat = memory.view(-1, memory.shape[2])
         self._units.copy_(
@@ -119,7 +128,8 @@ class States:
         return (self._slot_of * self._stride + pages[:, self._page_of]).astype(np.int32)
 
     def _make_room_for_changes(self) -> list[AlikeLayers]:
-        """Allocate `StateLayer.changes` of all layers, and return these, those of equal states together."""
+        """Allocate `StateLayer.changes` of all layers, and return these, those of equal states
+        together."""
         alike: dict[object, list[StateLayer]] = {}
         for index, layer in self.layers.items():
             alike.setdefault(
@@ -128,10 +138,8 @@ class States:
         return [self._noting(layers) for layers in alike.values()]
 
     def _noting(self, layers: list[StateLayer]) -> AlikeLayers:
-        places, tensors = (
-            [self._planned.states[layer.spec.index] for layer in layers],
-            layers[0].spec.tensors,
-        )
+        places = [self._planned.states[layer.spec.index] for layer in layers]
+        tensors = layers[0].spec.tensors
         firsts = torch.tensor(
             [place.first for place in places], dtype=torch.int32, device=self.device
         ).T.contiguous()
@@ -152,7 +160,8 @@ class States:
         return Changes(make(tensor.heads), make(tensor.rows), make(tensor.keys, tensor.row_size))
 
     def accept(self, checked: CheckedDrafts, num_tokens: torch.Tensor) -> None:
-        """Enqueue the changes to live states of the drafts that count. `num_tokens` [rows] int32: of each row, with all that the step has yielded."""
+        """Enqueue the changes to live states of the drafts that count. `num_tokens` [rows] int32:
+        of each row, with all that the step has yielded."""
         known = to_device(checked.known, self.device)
         for layers in self._alike:
             accept_drafts(layers, checked.batch, known, num_tokens)
@@ -165,8 +174,8 @@ class States:
         query_lens: Int32,
         checkpoint_at: Int32,
     ) -> StateBatch:
-        """Return the part of a step that concerns states. `query_lens` [b] and `checkpoint_at` [b]: on the host. A checkpoint of the i-th row goes to
-        line `max_rows` + 1 + i."""
+        """Return the part of a step that concerns states. `query_lens` [b] and `checkpoint_at` [b]:
+        on the host. A checkpoint of the i-th row goes to line `max_rows` + 1 + i."""
         b = len(query_lens)
         if (query_lens == 1).all() and not checkpoint_at.any():
             return StateBatch(b, b, lines, query_starts, kv_lens, query_lens, decodes=True)
@@ -198,9 +207,11 @@ class States:
     def with_drafts(
         self, step: StateBatch, rows: Int64, kv_lens: Int32, num_lines: Int32, counts: Int32
     ) -> tuple[StateBatch, CheckedDrafts | None]:
-        """Return `step`, a result of `batch`, for rows that check drafts, and what `accept` needs after it. On the host: `rows` [b]; `kv_lens` [b],
-        their tokens with these drafts; `num_lines` [b]; `counts` [b] of drafts. Rows with drafts have no checkpoints."""
-        lens, drafting = step.host_query_lens, counts > 0
+        """Return `step`, a result of `batch`, for rows that check drafts, and what `accept` needs
+        after it. On the host: `rows` [b]; `kv_lens` [b], their tokens with these drafts;
+        `num_lines` [b]; `counts` [b] of drafts. Rows with drafts have no checkpoints."""
+        lens = step.host_query_lens
+        drafting = counts > 0
         alone = (lens == num_lines).all() and (
             step.host_checkpoint_at is None or not step.host_checkpoint_at.any()
         )
@@ -208,11 +219,10 @@ class States:
         each = 1 + counts[own]
         ahead = (np.arange(each.sum()) - (each.cumsum() - each).repeat(each)).astype(np.int32)
         tokens = (lens.cumsum() - lens)[own].repeat(each) + ahead
-        lines, lens_of_lines = rows[own].repeat(each), (kv_lens - counts)[own].repeat(each) + ahead
-        others, starts = (
-            np.where(drafting, self.max_rows, rows),
-            np.arange(len(ahead) + 1, dtype=np.int32),
-        )
+        lines = rows[own].repeat(each)
+        lens_of_lines = (kv_lens - counts)[own].repeat(each) + ahead
+        others = np.where(drafting, self.max_rows, rows)
+        starts = np.arange(len(ahead) + 1, dtype=np.int32)
         arrays = [
             tokens.astype(np.int64),
             lines,
@@ -224,7 +234,8 @@ class States:
         tokens_there, lines_there, lens_there, ahead_there, starts_there, others_there = (
             all_to_device(arrays, self.device)
         )
-        n, ones = len(ahead), np.ones_like(ahead)
+        n = len(ahead)
+        ones = np.ones_like(ahead)
         batch = StateBatch(
             n, n, lines_there, starts_there, lens_there, ones, decodes=True, ahead=ahead_there
         )
@@ -237,21 +248,26 @@ class States:
 
 
 class CheckedDrafts(NamedTuple):
-    """The lines of a step with drafts, and where in them the known tokens are that have drafts, [n]."""
+    """The lines of a step with drafts, and where in them the known tokens are that have drafts,
+    [n]."""
 
     batch: StateBatch  # with `ahead`
     known: Int64
 
     @classmethod
     def of(cls, batch: StateBatch, ahead: Int32) -> CheckedDrafts | None:
-        """`ahead` is that of `batch`, perhaps without its padding, on the host. Returns None if there are no drafts."""
+        """`ahead` is that of `batch`, perhaps without its padding, on the host. Returns None if
+        there are no drafts."""
         known = np.flatnonzero((ahead[:-1] == 0) & (ahead[1:] > 0))
         return cls(batch, known) if len(known) else None
 
 
 def cut(query_lens: Int32, checkpoint_at: Int32) -> tuple[Int32, Int32]:
-    """Return (chunks [n, 2], chunk_starts [b + 1]) of rows with these numbers of tokens: see `StateBatch`."""
-    chunks, starts, begin = list[tuple[int, int]](), [0], 0
+    """Return (chunks [n, 2], chunk_starts [b + 1]) of rows with these numbers of tokens: see
+    `StateBatch`."""
+    chunks = list[tuple[int, int]]()
+    starts = [0]
+    begin = 0
     for tokens, at in zip(query_lens.tolist(), checkpoint_at.tolist(), strict=True):
         for first, last in ((0, at), (at, tokens)):
             chunks += [
@@ -264,6 +280,7 @@ def cut(query_lens: Int32, checkpoint_at: Int32) -> tuple[Int32, Int32]:
 
 
 def _as_rows(flat: torch.Tensor, dtype: torch.dtype, rows: int, row_size: int) -> torch.Tensor:
-    """View flat uint8 [units, bytes] as [units, rows, row_size] of `dtype`; the rest of a unit is unused."""
+    """View flat uint8 [units, bytes] as [units, rows, row_size] of `dtype`; the rest of a unit is
+    unused."""
     typed = flat.view(dtype)
     return typed.as_strided((len(typed), rows, row_size), (typed.stride(0), row_size, 1))
