@@ -69,7 +69,8 @@ def write_adapter(
     *,
     seed: int = 0,
 ) -> Path:
-    """Write an adapter for the fake executor's model, with other files if they are given; in place of one that is there."""
+    """Write an adapter for the fake executor's model, with other files if they are given; in place
+    of one that is there."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(
         json.dumps(config_of() if config is None else config)
@@ -83,6 +84,9 @@ def write_adapter(
 
 def install_fake(site: Site) -> None:
     """Offer the fake executor as `fake`."""
-    fake = 'kind="executor", name="fake", api="0.9", target="dovetail.testing.fake_executor:FakeExecutor"'
+    fake = (
+        'kind="executor", name="fake", api="0.9", '
+        'target="dovetail.testing.fake_executor:FakeExecutor"'
+    )
     options = 'options="dovetail.testing.fake_executor:FakeExecutorOptions"'
     site.install("dovetail-fakes", modules={"fakes_plugin": components(f"{fake}, {options}")})

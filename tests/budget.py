@@ -1,12 +1,13 @@
-"""Budget of a test in `make test`: CPU seconds, those of its child processes included, and seconds of wall time. Also what
-a bound of CPU time in a test is judged by: `least_s`.
+"""Budget of a test in `make test`: CPU seconds, those of its child processes included, and seconds
+of wall time. Also what a bound of CPU time in a test is judged by: `least_s`.
 
-`tests/conftest.py` registers `Budget` in the quick profile. A test above its budget is listed at the end of the run, and
-one that takes more than twice its budget fails. Fixtures of a module or of the session count for themselves.
+`tests/conftest.py` registers `Budget` in the quick profile. A test above its budget is listed at
+the end of the run, and one that takes more than twice its budget fails. Fixtures of a module or of
+the session count for themselves.
 
-Seconds are in units of the reference loop: a machine that needs twice the time for the loop has twice the budget. Wall
-time leaves out what the test's thread waited for a processor, and is divided by the programs that want each processor,
-so other programs on the machine don't fail a test.
+Seconds are in units of the reference loop: a machine that needs twice the time for the loop has
+twice the budget. Wall time leaves out what the test's thread waited for a processor, and is divided
+by the programs that want each processor, so other programs on the machine don't fail a test.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ OVER = "over budget"  # name of a report's property
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """CPU seconds of this process and of its children, and wall seconds in which it ran or waited for others."""
+    """CPU seconds of this process and of its children, and wall seconds in which it ran or waited
+    for others."""
 
     cpu_s: float
     wall_s: float
@@ -52,7 +54,8 @@ class Spent:
 
 
 def descendants_cpu_s(pid: int) -> float:
-    """Return the CPU seconds of the living descendants of a process and of the children that they have waited for.
+    """Return the CPU seconds of the living descendants of a process and of the children that they
+    have waited for.
 
     `RUSAGE_CHILDREN` has neither: it counts a child once it has been waited for.
     """
@@ -89,14 +92,17 @@ def crowding() -> float:
 
 
 def slowness() -> float:
-    """Return how many times as long as the reference machine this one takes for the reference loop now, and at least 1."""
+    """Return how many times as long as the reference machine this one takes for the reference loop
+    now, and at least 1."""
     return max(1.0, reference_loop() / LOOP_S)
 
 
 def least_s(measure: Callable[[], float], bound_s: float) -> float:
-    """Return the least of up to three measurements, in CPU seconds of the reference machine. The first within `bound_s` is the last.
+    """Return the least of up to three measurements, in CPU seconds of the reference machine. The
+    first within `bound_s` is the last.
 
-    One measurement may include a garbage collection of everything that tests have imported, or a first import.
+    One measurement may include a garbage collection of everything that tests have imported, or a
+    first import.
     """
     least = math.inf
     for _ in range(TRIES):
@@ -136,7 +142,8 @@ class Budget:
     """Pytest plugin that measures each test, and fails those far above their budget."""
 
     def __init__(self, factor: float = 1.0) -> None:
-        """`factor`: by how much more time everything takes, where other programs run at the same time."""
+        """`factor`: by how much more time everything takes, where other programs run at the same
+        time."""
         self._factor = factor
         self.unit = factor * slowness()
         self._shared = Spent(0.0, 0.0)  # by fixtures of modules and sessions, all together
@@ -174,7 +181,8 @@ class Budget:
             item.user_properties.append((OVER, took))
             if share > FAILS_AT:
                 pytest.fail(
-                    f"took {took}; a test has {CPU_S * self.unit:.2f} CPU s and {WALL_S * self.unit:.2f} s here. "
+                    f"took {took}; a test has {CPU_S * self.unit:.2f} CPU s and "
+                    f"{WALL_S * self.unit:.2f} s here. "
                     "Share a fixture, test it at a cheaper level, or mark it slow with a reason.",
                     pytrace=False,
                 )

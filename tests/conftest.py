@@ -1,5 +1,5 @@
-"""Settings of every test: one torch thread where torch is used, so that tests can run in parallel and results don't depend on the machine; and slow
-tests only on request."""
+"""Settings of every test: one torch thread where torch is used, so that tests can run in parallel
+and results don't depend on the machine; and slow tests only on request."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ from tests.support import FULL, PROFILE, examples
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# half a minute and more, and late in the alphabet
 LONG = (
     "test_interpreter.py",
     "server/test_processes.py",
     "structured/test_same_tokens.py",
-)  # half a minute and more, and late in the alphabet
+)
 
 
-# `tests/without_torch.sh` writes names of tests that have passed to this file; then CI doesn't run them again, with torch, which they don't use.
+# `tests/without_torch.sh` writes names of tests that have passed to this file; then CI doesn't run
+# them again, with torch, which they don't use.
 PASSED_TO = os.environ.get("DOVETAIL_TEST_PASSED_TO")
 PASSED = os.environ.get("DOVETAIL_TEST_PASSED")
 
@@ -53,7 +55,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def is_of_profile(marks: set[str]) -> bool:
-    """Whether `make test` (quick), `make test-slow` (slow) or `make test-full` (full: all) runs a test."""
+    """Whether `make test` (quick), `make test-slow` (slow) or `make test-full` (full: all) runs a
+    test."""
     if FULL:
         return True
     return "full" not in marks and ("slow" in marks) == (PROFILE == "slow")
@@ -67,7 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def leave_unjudged(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Expect no verdict of a suite whose checks belong to several profiles; `make test-full` gives one for each."""
+    """Expect no verdict of a suite whose checks belong to several profiles; `make test-full` gives
+    one for each."""
     suites = config.pluginmanager.get_plugin("dovetail-suites")
     for item in items:
         if suites is not None and item.parent is not None:
@@ -75,9 +79,8 @@ def leave_unjudged(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(
-        key=lambda item: not item.nodeid.partition("::")[0].endswith(LONG)
-    )  # with `-n`, nobody is left alone with one at the end
+    # with `-n`, nobody is left alone with one at the end
+    items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith(LONG))
     kept = []
     other = []
     for item in items:
@@ -112,7 +115,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """While tests are imported the garbage collector would look through them again and again, and find little; and afterwards, too."""
+    """While tests are imported the garbage collector would look through them again and again, and
+    find little; and afterwards, too."""
     gc.disable()
     try:
         return (yield)
@@ -135,7 +139,8 @@ def nothing_is_kept_for_the_next_run(tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(autouse=True, scope="session")
 def an_engine_has_run(nothing_is_kept_for_the_next_run: None) -> None:
-    """Import what an engine imports late, so that no test's budget pays for it because it is the first."""
+    """Import what an engine imports late, so that no test's budget pays for it because it is the
+    first."""
     if PROFILE != "quick" or find_spec("torch") is None:
         return
     import transformers
@@ -152,8 +157,9 @@ def an_engine_has_run(nothing_is_kept_for_the_next_run: None) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def hypothesis_has_its_tables() -> None:
-    """Let Hypothesis compute the categories of all characters, and collect the constants of imported
-    modules: both take more than a test's budget. It keeps them in the checkout, so a fresh one pays."""
+    """Let Hypothesis compute the categories of all characters, and collect the constants of
+    imported modules: both take more than a test's budget. It keeps them in the checkout, so a fresh
+    one pays."""
 
     @examples(quick=100, full=100)
     @given(text(), integers(), floats())
@@ -171,14 +177,16 @@ def imported_things_are_counted_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def certificates_are_read_once() -> Iterator[None]:
-    """Each new client of httpx or openai reads all certificates for TLS, which takes longer than most tests that make one."""
+    """Each new client of httpx or openai reads all certificates for TLS, which takes longer than
+    most tests that make one."""
     with patch.object(ssl, "create_default_context", cache(ssl.create_default_context)):
         yield
 
 
 @pytest.fixture(scope="session")
 def preloaded() -> Iterator[Preloaded]:
-    """Starts programs in Python that import torch or Dovetail, without the time of these imports."""
+    """Starts programs in Python that import torch or Dovetail, without the time of these
+    imports."""
     pytest.importorskip("torch")
     with closing(Preloaded()) as process:
         yield process
@@ -186,7 +194,8 @@ def preloaded() -> Iterator[Preloaded]:
 
 @pytest.fixture
 def sockets_with_a_time_limit() -> Iterator[None]:
-    """New sockets have one, as a program sets it that fetches things: to the system they are then ones that never block."""
+    """New sockets have one, as a program sets it that fetches things: to the system they are then
+    ones that never block."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(600.0)
     yield
@@ -203,7 +212,8 @@ def forgetting_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_kernel_is_missed() -> Iterator[None]:
-    """A kernel that can't be had is replaced by its twin, with which a test of the kernel would pass."""
+    """A kernel that can't be had is replaced by its twin, with which a test of the kernel would
+    pass."""
     yield
     if (launch := sys.modules.get("dovetail.nn.kernels.launch")) is not None:
         assert [str(error) for _, error in launch._unavailable.values()] == []

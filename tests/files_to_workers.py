@@ -1,4 +1,5 @@
-"""Distribution of tests to the workers of `pytest -n`: `FilesToWorkers`. Only pytest-xdist's controller imports this."""
+"""Distribution of tests to the workers of `pytest -n`: `FilesToWorkers`. Only pytest-xdist's
+controller imports this."""
 
 from __future__ import annotations
 
@@ -9,14 +10,16 @@ SPREAD = ("tests/docs/test_code_blocks.py",)  # long files whose tests have noth
 
 
 class FilesToWorkers(LoadFileScheduling):
-    """The tests of a file run in one process, which makes its fixtures once; those of `SPREAD` in any. If a test ends its worker, it fails, and the
-    rest of its file goes to another one: `LoadFileScheduling` would assign the same test again and again, and then wait forever."""
+    """The tests of a file run in one process, which makes its fixtures once; those of `SPREAD` in
+    any. If a test ends its worker, it fails, and the rest of its file goes to another one:
+    `LoadFileScheduling` would assign the same test again and again, and then wait forever."""
 
     def _split_scope(self, nodeid: str) -> str:
         return nodeid if nodeid.startswith(SPREAD) else super()._split_scope(nodeid)
 
     def remove_node(self, node: WorkerController) -> str | None:
-        """Return the test that was running, if a worker with tests left has gone, and deal out the others again."""
+        """Return the test that was running, if a worker with tests left has gone, and deal out the
+        others again."""
         running = next(
             (
                 (unit, test)
@@ -35,7 +38,8 @@ class FilesToWorkers(LoadFileScheduling):
         return test
 
     def _reschedule(self, node: WorkerController) -> None:
-        """Give a worker more to do, or send it home: it begins its last test only once it knows which of the two comes next."""
+        """Give a worker more to do, or send it home: it begins its last test only once it knows
+        which of the two comes next."""
         while (
             node in self.registered_collections
             and not node.shutting_down

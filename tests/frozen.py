@@ -1,5 +1,6 @@
-"""Tests import a million objects, more as they run. `conftest.py` excludes them from garbage collection by `freeze_what_lasts`,
-since each engine collects garbage on closing; `count_once` keeps them from being counted for each engine."""
+"""Tests import a million objects, more as they run. `conftest.py` excludes them from garbage
+collection by `freeze_what_lasts`, since each engine collects garbage on closing; `count_once` keeps
+them from being counted for each engine."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ def freeze_what_lasts() -> None:
 
 @contextmanager
 def count_once() -> Iterator[None]:
-    """`gc.get_freeze_count` says how many things there were when they were frozen: to count them, it walks through all, which takes a tenth of a
-    second, and each engine that is made asks twice."""
+    """`gc.get_freeze_count` says how many things there were when they were frozen: to count them,
+    it walks through all, which takes a tenth of a second, and each engine that is made asks
+    twice."""
     freeze, unfreeze, count = gc.freeze, gc.unfreeze, gc.get_freeze_count
     known = count()
 
     def freeze_and_count() -> None:
         nonlocal known
         freeze()
-        known = max(
-            known + 1, count()
-        )  # more than before, also if things have died since that were counted
+        # more than before, also if things have died since that were counted
+        known = max(known + 1, count())
 
     def unfreeze_all() -> None:
         nonlocal known

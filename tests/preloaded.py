@@ -1,12 +1,13 @@
-"""A Python process that has torch and Dovetail imported, and forks a child for each program that a test starts.
+"""A Python process that has torch and Dovetail imported, and forks a child for each program that a
+test starts.
 
-An import of torch takes longer than most tests. A child has it from the start; otherwise it is a program of its own,
-with its own `__main__`, arguments, environment, folder, files and exit code. The process is started by `exec`, not
-forked from pytest: torch hangs in a child of a process that has run an operation with two threads, and CUDA fails in one
-of a process that has used it.
+An import of torch takes longer than most tests. A child has it from the start; otherwise it is a
+program of its own, with its own `__main__`, arguments, environment, folder, files and exit code.
+The process is started by `exec`, not forked from pytest: torch hangs in a child of a process that
+has run an operation with two threads, and CUDA fails in one of a process that has used it.
 
-Claims about imports, the environment or how a process starts need a real `exec`: `subprocess.run([sys.executable, ...])`.
-The fixture is `preloaded` of `tests/conftest.py`.
+Claims about imports, the environment or how a process starts need a real `exec`:
+`subprocess.run([sys.executable, ...])`. The fixture is `preloaded` of `tests/conftest.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from tests.frozen import count_once
 ROOT = Path(__file__).parents[1]
 TIME_LIMIT_S = 120.0
 MAX_MESSAGE = 2**20
-# What programs of tests import. An import that runs a torch operation, as that of `dovetail_attention`, is left to them.
+# What programs of tests import. An import that runs a torch operation, as that of
+# `dovetail_attention`, is left to them.
 MODULES = (
     "torch",
     "dovetail",
@@ -71,7 +73,8 @@ class PreloadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A program that has ended. `exit_code` is negative if a signal ended it, as that of `subprocess`."""
+    """A program that has ended. `exit_code` is negative if a signal ended it, as that of
+    `subprocess`."""
 
     pid: int
     exit_code: int
@@ -133,7 +136,8 @@ class Preloaded:
         cwd: str | Path | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> int:
-        """Start `python ARGS` with these standard files. Returns its pid, which is also that of its process group."""
+        """Start `python ARGS` with these standard files. Returns its pid, which is also that of its
+        process group."""
         environ = dict(os.environ if environ is None else environ)
         for name in sorted({*environ, *os.environ}):
             fixed = name in FIXED or name.startswith(("LD_", "PYTHON"))
@@ -153,7 +157,8 @@ class Preloaded:
         return int(answer["pid"])
 
     def wait(self, pid: int, timeout_s: float = TIME_LIMIT_S) -> Ended:
-        """Return how a program has ended. One that takes longer is killed with its group, and `TimeoutError` raised."""
+        """Return how a program has ended. One that takes longer is killed with its group, and
+        `TimeoutError` raised."""
         until = time.monotonic() + timeout_s
         while pid not in self._ended:
             self._link.settimeout(max(0.001, until - time.monotonic()))
@@ -288,7 +293,8 @@ def why_not_fork(operations: Operations) -> str | None:
 
 
 def serve(link: socket.socket, operations: Operations) -> Program:
-    """Fork a child for each request, and report the end of each. Returns in a child, with its program."""
+    """Fork a child for each request, and report the end of each. Returns in a child, with its
+    program."""
     children: dict[int, int] = {}  # pidfd: pid
     selector = selectors.DefaultSelector()
     selector.register(link, selectors.EVENT_READ)
@@ -333,7 +339,8 @@ def _ending_of(pid: int) -> dict[str, Any]:
 
 
 class End:
-    """Ends a child after its exit handlers, in place of the interpreter, which would take all modules apart for 0.2 s."""
+    """Ends a child after its exit handlers, in place of the interpreter, which would take all
+    modules apart for 0.2 s."""
 
     def __init__(self) -> None:
         self.code: int | None = None  # unknown: the interpreter ends it

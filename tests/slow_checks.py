@@ -1,6 +1,8 @@
-"""Tests above the budget of a quick one that can't be marked where they are defined, by their ids, with the reason.
+"""Tests above the budget of a quick one that can't be marked where they are defined, by their ids,
+with the reason.
 
-Most are checks that a test class inherits from a conformance suite: they are slow with one component only.
+Most are checks that a test class inherits from a conformance suite: they are slow with one
+component only.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ SLOW_CHECKS = {
     f"{OF_MUTANTS}[parser-SearchesAllOfItAgain]": LARGE,
     f"{OF_GARBAGE}[delta-None]": MANY_CASES,
     f"{OF_GARBAGE}[cumulative-stop1]": MANY_CASES,
-    "tests/attention/test_other_gpus.py::test_attention_has_room_on_other_architectures[sm_75, float16, 2 x 16, block 16]": COMPILES,
+    "tests/attention/test_other_gpus.py::test_attention_has_room_on_other_architectures[sm_75, "
+    "float16, 2 x 16, block 16]": COMPILES,
     f"{OF_MUTANTS}[scheduler-ReadsAnotherClock]": PROCESS,
     f"{OF_MUTANTS}[sampler-NoiseBeginsAgain]": LARGE,
     f"{OF_BUILTINS}kv_cache_prefix::test_a_new_block_is_nobodys": MANY_CASES,

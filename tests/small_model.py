@@ -1,4 +1,5 @@
-"""A model named "demo" as the bundled one, with its tokenizer, and a third of its work per token: the weights are those of the bundled draft model."""
+"""A model named "demo" as the bundled one, with its tokenizer, and a third of its work per token:
+the weights are those of the bundled draft model."""
 
 from __future__ import annotations
 

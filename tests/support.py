@@ -13,8 +13,8 @@ FULL = PROFILE == "full"
 def examples(quick: int, full: int) -> settings:
     """Hypothesis settings with the profile's number of examples.
 
-    `full` in `make test-full`, a quarter of `quick` in `make test` and `make test-slow`, and a tenth of `quick` in
-    "brief", for tests that run once more in another environment.
+    `full` in `make test-full`, a quarter of `quick` in `make test` and `make test-slow`, and a
+    tenth of `quick` in "brief", for tests that run once more in another environment.
     """
     few = -(-quick // 4)
     count = {"full": full, "quick": few, "slow": few, "brief": max(1, quick // 10)}[PROFILE]

@@ -1,4 +1,5 @@
-"""Bounds on JSON texts: lists, objects, keys and nesting are counted as they will be read, before anything is built."""
+"""Bounds on JSON texts: lists, objects, keys and nesting are counted as they will be read, before
+anything is built."""
 
 from __future__ import annotations
 
@@ -14,9 +15,8 @@ from tests.budget import least_cpu_s
 from tests.support import examples
 
 ANY = JsonBounds(10**9, 10**6)
-TEXTS = st.text(
-    st.sampled_from('[]{}:,"\\/ a\u00e9\u5b22\U0001f600')
-)  # what looks like structure; U+5B22 has the bytes of `["` in UTF-16
+# what looks like structure; U+5B22 has the bytes of `["` in UTF-16
+TEXTS = st.text(st.sampled_from('[]{}:,"\\/ a\u00e9\u5b22\U0001f600'))
 VALUES = st.recursive(
     st.none() | st.integers() | TEXTS,
     lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),

@@ -1,7 +1,7 @@
 """Runs all tests of Triton kernels in Triton's interpreter, on a machine without a GPU.
 
-A kernel is interpreted or compiled for good when its module, or triton, is first imported: it takes another process. One does for all files, as it
-imports torch for seconds.
+A kernel is interpreted or compiled for good when its module, or triton, is first imported: it takes
+another process. One does for all files, as it imports torch for seconds.
 """
 
 from __future__ import annotations

@@ -82,7 +82,10 @@ def test_a_handler_or_level_of_the_program_on_the_librarys_logger_is_respected()
 
 
 def test_a_stderr_that_is_replaced_or_missing_is_no_problem() -> None:
-    program = f"import dovetail, sys, io\nkept, sys.stderr = sys.stderr, io.StringIO()\n{SPEAK}\ntext, sys.stderr = sys.stderr.getvalue(), None\n{SPEAK}"
+    program = (
+        f"import dovetail, sys, io\nkept, sys.stderr = sys.stderr, "
+        f"io.StringIO()\n{SPEAK}\ntext, sys.stderr = sys.stderr.getvalue(), None\n{SPEAK}"
+    )
     lines = said(f"{program}\nsys.stderr = kept\nprint(text.count('an info'), file=sys.stderr)")
     assert lines == ["1"]
 

@@ -1,4 +1,5 @@
-"""The process watch: a process that is stopped for long is found, unless watcher and watched were suspended together."""
+"""The process watch: a process that is stopped for long is found, unless watcher and watched were
+suspended together."""
 
 from __future__ import annotations
 

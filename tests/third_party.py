@@ -1,7 +1,8 @@
-"""Runs an engine of a config, and sees to it that all of Dovetail comes from a folder: `third_party.py engine.yaml KIND NAME FOLDER [MODEL]`.
+"""Runs an engine of a config, and sees to it that all of Dovetail comes from a folder:
+`third_party.py engine.yaml KIND NAME FOLDER [MODEL]`.
 
-MODEL is a directory with a config.json and no weights, for components of the kind model. `third_party.sh` calls this in a venv of its own; it imports
-nothing of this repository.
+MODEL is a directory with a config.json and no weights, for components of the kind model.
+`third_party.sh` calls this in a venv of its own; it imports nothing of this repository.
 """
 
 import sys

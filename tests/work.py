@@ -22,7 +22,8 @@ class Work:
 
 @contextmanager
 def at_most(calls: int) -> Iterator[Work]:
-    """Raise `TooMuchWorkError` in the block once it has called `calls` functions, in Python or C: endless work fails soon."""
+    """Raise `TooMuchWorkError` in the block once it has called `calls` functions, in Python or C:
+    endless work fails soon."""
     work = Work()
 
     def count(frame: FrameType, event: str, argument: object) -> None:

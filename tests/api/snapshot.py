@@ -1,4 +1,5 @@
-"""Text of what plugin authors and users rely on: every public signature of `dovetail.api`, and the values of a request.
+"""Text of what plugin authors and users rely on: every public signature of `dovetail.api`, and the
+values of a request.
 
 `python -m tests.api.snapshot > tests/api/signatures.txt` writes it anew.
 """
@@ -43,7 +44,8 @@ def lines() -> Iterator[str]:
 
 
 def _public(module: ModuleType) -> list[str]:
-    """Return what the module itself defines: classes, functions, constants, aliases; not its imports."""
+    """Return what the module itself defines: classes, functions, constants, aliases; not its
+    imports."""
     if module is dovetail.api:
         return []
     names = [name for name in vars(module) if not name.startswith("_") and name != "annotations"]

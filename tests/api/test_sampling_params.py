@@ -1,4 +1,5 @@
-"""`SamplingParams` as a value: frozen, hashable, copied, and forgiving of what other engines call things."""
+"""`SamplingParams` as a value: frozen, hashable, copied, and forgiving of what other engines call
+things."""
 
 from __future__ import annotations
 

@@ -46,5 +46,8 @@ def test_a_change_shows_as_a_readable_difference(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_snapshot_is_made_without_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None; from tests.api import snapshot; list(snapshot.lines())"
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None; from "
+        "tests.api import snapshot; list(snapshot.lines())"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,5 +1,5 @@
-"""Ragged steps, drawn as in the conformance suite and run through the backend interface only; compared with an oracle that shares no code with the
-suite's."""
+"""Ragged steps, drawn as in the conformance suite and run through the backend interface only;
+compared with an oracle that shares no code with the suite's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ __all__ = ["TOLERANCE", "Bench", "Case", "assert_close", "cases"]
 
 
 class Bench:
-    """A backend with room for a case, whose every slot is NaN, and the true K, V and q of the case's rows."""
+    """A backend with room for a case, whose every slot is NaN, and the true K, V and q of the
+    case's rows."""
 
     def __init__(self, backend: type[AttentionBackend], case: Case, *, relabel: int = 0) -> None:
         self.case = case
@@ -48,10 +49,11 @@ class Bench:
         self.table = self._table(np.random.default_rng(relabel).permutation(case.num_blocks))
         rng = np.random.default_rng(case.seed)
         kv_shape, q_shape = (case.kv_heads, case.head_size), (case.heads, case.head_size)
+        # [layer][row]
         self.k, self.v = (
             [[rng.normal(size=(n, *kv_shape)) for n in case.lens] for _ in case.windows]
             for _ in range(2)
-        )  # [layer][row]
+        )
         if case.v_in_k is not None:
             self.v = [[row[..., : case.v_in_k] for row in rows] for rows in self.k]
         self.q = [[rng.normal(size=(n, *q_shape)) for n in case.queries] for _ in case.windows]
@@ -78,7 +80,8 @@ class Bench:
         return table
 
     def poison(self) -> None:
-        """NaN in every slot of the pool, and in the waste page: all bits set is one in each dtype."""
+        """NaN in every slot of the pool, and in the waste page: all bits set is one in each
+        dtype."""
         for memory in self.pool:
             memory.fill_(0xFF)
 
@@ -178,7 +181,8 @@ class Bench:
         return self.attend(self.case.padding)
 
     def _kept(self, values: NDArray[np.float64], scale: float) -> NDArray[np.float64]:
-        """K or V as stored in the cache; not rounded to the case's dtype, which tolerances allow for."""
+        """K or V as stored in the cache; not rounded to the case's dtype, which tolerances allow
+        for."""
         if self.case.cache_dtype is None:
             return values
         return kept_in_e4m3(torch.from_numpy(values).to(self.dtype).double().numpy(), scale)

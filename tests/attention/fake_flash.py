@@ -1,7 +1,9 @@
-"""Stand-ins for FlashAttention's two packages: their documented calls, as far as the backend uses them, in plain torch.
+"""Stand-ins for FlashAttention's two packages: their documented calls, as far as the backend uses
+them, in plain torch.
 
-Signatures and shapes are those of flash_attn 2.8 (`flash_attn/flash_attn_interface.py`) and of FlashAttention 3 (`hopper/flash_attn_interface.py`):
-an argument that a real one doesn't have is an error here too, and so is a tensor that a real one would refuse.
+Signatures and shapes are those of flash_attn 2.8 (`flash_attn/flash_attn_interface.py`) and of
+FlashAttention 3 (`hopper/flash_attn_interface.py`): an argument that a real one doesn't have is an
+error here too, and so is a tensor that a real one would refuse.
 """
 
 from __future__ import annotations
@@ -128,7 +130,8 @@ def attend_rectangle(q, k, v, lens, table, scale, causal, window):
 
 
 def attend_rows(q, k, v, starts, longest, lens, table, scale: float, causal: bool, window: Window):
-    """q [tokens, heads, size]; k, v [blocks, block_size, kv_heads, size] -> like q. Bottom-right aligned; a query that sees nothing gets zeros."""
+    """q [tokens, heads, size]; k, v [blocks, block_size, kv_heads, size] -> like q. Bottom-right
+    aligned; a query that sees nothing gets zeros."""
     check_starts(starts, len(table))
     require(len(table) > 0, "batch size must be positive")
     require(q.dtype == k.dtype == v.dtype, "query, key and value must have the same dtype")
@@ -147,9 +150,10 @@ def attend_rows(q, k, v, starts, longest, lens, table, scale: float, causal: boo
     for row, (begin, end, length) in enumerate(
         zip(starts[:-1].tolist(), starts[1:].tolist(), lens.tolist(), strict=True)
     ):
+        # tiles begin in the first page that is seen
         first_page = (
             0 if window[0] < 0 else max(0, length - (end - begin) - window[0]) // k.shape[1]
-        )  # tiles begin in the first page that is seen
+        )
         blocks, first = (
             table[row, first_page : -(-length // k.shape[1])].long(),
             first_page * k.shape[1],

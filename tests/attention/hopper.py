@@ -18,7 +18,8 @@ def compiling_for_hopper(only: str | None = None) -> AbstractContextManager[list
 
 
 def compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Find launches as usual, but compile them to nothing: for tests of which launches there are."""
+    """Find launches as usual, but compile them to nothing: for tests of which launches there
+    are."""
     nothing = SimpleNamespace(
         asm={"cubin": b"", "ptx": ""}, metadata=SimpleNamespace(shared=0, num_warps=4)
     )

@@ -1,4 +1,5 @@
-"""Triton's interpreter, mended where it doesn't suit today's numpy, without its repeated work, and in another order than its own."""
+"""Triton's interpreter, mended where it doesn't suit today's numpy, without its repeated work, and
+in another order than its own."""
 
 from __future__ import annotations
 
@@ -23,9 +24,8 @@ _np_dtype_of_scalars = cache(_np_dtype)  # otherwise a table is built for each n
 
 def _patch_and_index(tensor: Any, scope: Any) -> None:
     _patch(tensor, scope)
-    scope.set_attr(
-        tensor, "__index__", lambda self: self.handle.data.item()
-    )  # numpy >= 2.4: int() of an array [1] is an error
+    # numpy >= 2.4: int() of an array [1] is an error
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
 def _convert_by_torch(numbers: Any, input_type: Any, output_type: Any, rounding: Any) -> Any:
@@ -51,10 +51,11 @@ def _patch_once() -> Any:
 
 
 def mend() -> None:
-    """Triton 3.6 turns arrays of one number into an index with int(), which numpy 2.4 refuses; and what it rounds up to e4m3 lacks the carry.
+    """Triton 3.6 turns arrays of one number into an index with int(), which numpy 2.4 refuses; and
+    what it rounds up to e4m3 lacks the carry.
 
-    It also patches its language for each call of a function, nested ones included, which takes half of the time: here once is enough, as nothing is
-    compiled in this process.
+    It also patches its language for each call of a function, nested ones included, which takes half
+    of the time: here once is enough, as nothing is compiled in this process.
     """
     interpreter._patch_lang_tensor = _patch_and_index
     interpreter._convert_float = _convert_by_torch
@@ -64,7 +65,8 @@ def mend() -> None:
 
 @contextmanager
 def shuffled(seed: int) -> Iterator[None]:
-    """Programs that differ in their second index run in some order, as those of a GPU end in any."""
+    """Programs that differ in their second index run in some order, as those of a GPU end in
+    any."""
     builder = interpreter.interpreter_builder
     set_grid_idx = builder.set_grid_idx
 

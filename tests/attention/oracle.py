@@ -1,4 +1,5 @@
-"""Attention as the definition says it, in float64, one query at a time: no paging, no batching, no torch."""
+"""Attention as the definition says it, in float64, one query at a time: no paging, no batching, no
+torch."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from numpy.typing import NDArray
 Float64 = NDArray[np.float64]
 
 
+# the outermost code is NaN
 E4M3 = np.array(
     sorted(
         {
@@ -17,12 +19,13 @@ E4M3 = np.array(
             for m in range(8)
         }
     )
-)[1:-1]  # the outermost code is NaN
+)[1:-1]
 
 
 def kept_in_e4m3(values: Float64, scale: float) -> Float64:
-    """What a cache of FP8 keeps of K or V: values / scale, in float32, become the nearest of all numbers that the format has; of two as near, the one
-    with the even code, which has an even place here too."""
+    """What a cache of FP8 keeps of K or V: values / scale, in float32, become the nearest of all
+    numbers that the format has; of two as near, the one with the even code, which has an even place
+    here too."""
     scaled = values.astype(np.float32) / np.float32(scale)
     place = np.clip(np.searchsorted(E4M3, scaled), 1, len(E4M3) - 1)
     from_below, from_above = scaled - E4M3[place - 1], E4M3[place] - scaled
@@ -43,7 +46,8 @@ def attend_row(
     softcap: float | None = None,
     sinks: Float64 | None = None,
 ) -> Float64:
-    """The last len(q) of a row's tokens attend to all of it. q [queries, heads, size], k, v [tokens, kv_heads, size], sinks [heads] -> V's size."""
+    """The last len(q) of a row's tokens attend to all of it. q [queries, heads, size], k, v
+    [tokens, kv_heads, size], sinks [heads] -> V's size."""
     queries, heads, _ = q.shape
     tokens, kv_heads, _ = k.shape
     out = np.empty((queries, heads, v.shape[2]))

@@ -1,4 +1,5 @@
-"""The `flash_attn` backend against the definition of attention, with stand-ins for the packages; `tests/gpu` has the real ones."""
+"""The `flash_attn` backend against the definition of attention, with stand-ins for the packages;
+`tests/gpu` has the real ones."""
 
 from __future__ import annotations
 
@@ -166,9 +167,8 @@ def test_flash_attention_3_is_used_where_both_are_installed(
 ) -> None:
     install(monkeypatch, fake_flash.flash_attn_2(), fake_flash.flash_attn_3())
     assert isinstance(find_library(CPU), FlashAttention3)
-    monkeypatch.setattr(
-        FlashAttention3, "runs_on", classmethod(lambda cls, device: False)
-    )  # a GPU that isn't a Hopper
+    # a GPU that isn't a Hopper
+    monkeypatch.setattr(FlashAttention3, "runs_on", classmethod(lambda cls, device: False))
     assert isinstance(find_library(CPU), FlashAttention2)
 
 
@@ -179,7 +179,8 @@ def test_without_any_package_the_engine_says_what_to_install(
     target = next(target for target in context().attention if target.name == "dovetail:flash_attn")
     with pytest.raises(
         UnsupportedError,
-        match=r"flash_attn: it needs FlashAttention, and it isn't installed; .*: pip install .*\[flash-attn\]",
+        match=r"flash_attn: it needs FlashAttention, and it isn't installed; .*: pip install "
+        r".*\[flash-attn\]",
     ):
         choose_attention((target,), HEADS_OF_64, "cuda:0", "bfloat16", None)
 
@@ -206,7 +207,8 @@ def test_a_package_that_is_not_made_for_the_device_is_told_apart_from_one_that_i
     monkeypatch.setattr(FlashAttention3, "runs_on", classmethod(lambda cls, device: False))
     with pytest.raises(
         ImportError,
-        match="flash_attn_interface doesn't support cpu; install it with: pip install --no-build-isolation",
+        match="flash_attn_interface doesn't support cpu; install it with: pip install "
+        "--no-build-isolation",
     ):
         find_library(CPU)
 

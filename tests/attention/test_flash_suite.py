@@ -1,4 +1,5 @@
-"""The conformance suite of the `flash_attn` backend, with stand-ins for the packages; `tests/gpu/test_flash_attn.py` has the real ones."""
+"""The conformance suite of the `flash_attn` backend, with stand-ins for the packages;
+`tests/gpu/test_flash_attn.py` has the real ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Tests that every kernel compiles for every supported GPU and fits its shared memory, without a GPU, like `bench.compiles`.
+"""Tests that every kernel compiles for every supported GPU and fits its shared memory, without a
+GPU, like `bench.compiles`.
 
-The quick tests compile a variant for the oldest architecture and one for a small GPU, the slow ones all: each head size in each dtype.
+The quick tests compile a variant for the oldest architecture and one for a small GPU, the slow ones
+all: each head size in each dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 MOST_SPILLED = 512  # bytes of a thread
-MOST_SPILLED_ON_TURING = 4096  # for decode of 8 and more query heads a KV head: products without matrix units keep it all in registers
+# for decode of 8 and more query heads a KV head: products without matrix units keep it all in
+# registers
+MOST_SPILLED_ON_TURING = 4096
 FOR_HOPPER_ALONE = {
     "kernels.many_rows._linear",
     "kernels.one_row_float8._linear",

@@ -1,4 +1,5 @@
-"""The `triton` backend against the definition of attention: on a GPU as it is, without one in Triton's interpreter (`tests/test_interpreter.py`)."""
+"""The `triton` backend against the definition of attention: on a GPU as it is, without one in
+Triton's interpreter (`tests/test_interpreter.py`)."""
 
 from __future__ import annotations
 
@@ -31,9 +32,8 @@ from tests.runtime.test_mixed_graphs import PROMPTS, bench_with_graphs, generate
 from tests.support import FULL, examples
 
 DEVICE = "cuda" if ON_GPU else "cpu"
-HALF = (
-    {"float16": 4e-3, "bfloat16": 4e-2} if ON_GPU else {"float16": 4e-3}
-)  # the interpreter rounds bfloat16 wrongly
+# the interpreter rounds bfloat16 wrongly
+HALF = {"float16": 4e-3, "bfloat16": 4e-2} if ON_GPU else {"float16": 4e-3}
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED and not ON_GPU,
@@ -47,9 +47,8 @@ few, enough = (
     examples(quick=10 if ON_GPU else 5, full=3000 if ON_GPU else 500),
 )
 beside_the_named = examples(quick=6 if ON_GPU else 1, full=400)
-full_when_interpreted = (
-    () if ON_GPU else (pytest.mark.full,)
-)  # lies between two that the quick profile tries
+# lies between two that the quick profile tries
+full_when_interpreted = () if ON_GPU else (pytest.mark.full,)
 
 
 class SharingAttention(TritonAttention):
@@ -262,14 +261,12 @@ def test_k_and_v_in_fp8_are_attended_as_they_are_stored(dtype: str) -> None:
 @pytest.mark.parametrize("block_size", [3, 16])
 def test_padding_tokens_change_no_slot(block_size: int) -> None:
     whole = block_size * 4
-    case = Case(
-        (whole - 1, 0), (1, whole), block_size, spare_blocks=0, windows=(None, 5)
-    )  # every slot of the pool is somebody's
+    # every slot of the pool is somebody's
+    case = Case((whole - 1, 0), (1, whole), block_size, spare_blocks=0, windows=(None, 5))
     bench = triton_bench(case)
     bench.run()
-    bench.write(
-        (whole - 1, whole), case.lens, padding=9
-    )  # one token once more, and NaN for the padding
+    # one token once more, and NaN for the padding
+    bench.write((whole - 1, whole), case.lens, padding=9)
     bench.plan(case.history, case.lens)
     assert_close(bench.attend(), bench.expected())
 
@@ -292,9 +289,8 @@ def test_a_row_sees_what_another_row_writes_in_the_same_step() -> None:
     bench = triton_bench(Case((0, 16), (20, 4)))
     for values in (bench.k, bench.v):
         values[0][1][:16] = values[0][0][:16]  # a shared prefix …
-    bench.table[1, 0] = bench.table[
-        0, 0
-    ]  # … of one block, which the first row computes in this very step
+    # … of one block, which the first row computes in this very step
+    bench.table[1, 0] = bench.table[0, 0]
     bench.write(bench.case.history, bench.case.lens)
     assert_close(bench.attend(), bench.expected())
 
@@ -369,9 +365,8 @@ def test_a_prefix_read_once_for_all_rows_is_attended_as_defined(
         for kind, schedule in bench.backend.step.schedules.items()
         if kind.shape.window is None
     ]  # type: ignore[attr-defined]
-    long_enough = (
-        shared * 16 - (min(own) == 0) >= whole_rows.decode_tiling.keys
-    )  # for a program to take one step over it
+    # for a program to take one step over it
+    long_enough = shared * 16 - (min(own) == 0) >= whole_rows.decode_tiling.keys
     assert (whole_rows.prefix.parts > 0) == long_enough
     assert_close(bench.attend(case.padding), bench.expected())
 

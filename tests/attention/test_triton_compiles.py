@@ -1,4 +1,5 @@
-"""All kernels compile for a Hopper, on a machine without any GPU: with what only exists there, and within its shared memory."""
+"""All kernels compile for a Hopper, on a machine without any GPU: with what only exists there, and
+within its shared memory."""
 
 from __future__ import annotations
 
@@ -182,7 +183,8 @@ def test_trying_the_kernel_for_prefills_compiles_none_that_layers_would_not_need
 )
 @pytest.mark.slow("compiles kernels")
 def test_attention_over_fp8_compiles_and_reads_whole_pieces(dtype: str, head_size: int) -> None:
-    """16 bytes at once into shared memory, and from there what matrix units take: never byte by byte."""
+    """16 bytes at once into shared memory, and from there what matrix units take: never byte by
+    byte."""
     from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
 
     with compiling_for_hopper() as kernels:

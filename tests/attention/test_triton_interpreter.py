@@ -1,4 +1,5 @@
-"""Runs the `triton` backend's conformance suite on a machine without a GPU. `tests/test_interpreter.py` runs its own tests."""
+"""Runs the `triton` backend's conformance suite on a machine without a GPU.
+`tests/test_interpreter.py` runs its own tests."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ HERE = Path(__file__).parent
 
 @pytest.mark.full
 def test_the_triton_backend_conforms_in_tritons_interpreter() -> None:
-    """In a new process: a kernel is interpreted or compiled for good when it, or triton, is first imported."""
+    """In a new process: a kernel is interpreted or compiled for good when it, or triton, is first
+    imported."""
     run = subprocess.run(
         [
             sys.executable,

@@ -1,4 +1,5 @@
-"""The division of work: every key of every row is computed once, in shares of equal cost, for any step."""
+"""The division of work: every key of every row is computed once, in shares of equal cost, for any
+step."""
 
 from __future__ import annotations
 

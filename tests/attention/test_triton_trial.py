@@ -1,5 +1,5 @@
-"""On an unmeasured GPU, attention kernels are tried before an engine relies on them; on others they aren't. `test_triton_backend.py` tests that
-correct kernels pass, where they can run."""
+"""On an unmeasured GPU, attention kernels are tried before an engine relies on them; on others they
+aren't. `test_triton_backend.py` tests that correct kernels pass, where they can run."""
 
 from __future__ import annotations
 

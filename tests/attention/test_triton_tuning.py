@@ -1,4 +1,5 @@
-"""The tables of tile sizes: every shape that the backend declares has its choice, and what is chosen can run."""
+"""The tables of tile sizes: every shape that the backend declares has its choice, and what is
+chosen can run."""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ def test_what_was_measured_is_chosen_where_it_has_room() -> None:
     [(1, False), (4, False), (8, True), (16, True), (24, False), (256, True)],
 )
 def test_only_blocks_of_whole_pieces_are_loaded_apart(block_size: int, loads_apart: bool) -> None:
-    """Shared memory is swizzled in pieces of eight rows, which Triton refuses to split; and the keys of a step are whole blocks, or part of one."""
+    """Shared memory is swizzled in pieces of eight rows, which Triton refuses to split; and the
+    keys of a step are whole blocks, or part of one."""
     assert HOPPER.prefill(Shape(2, 64, 2, block_size)).loads_apart == loads_apart
 
 
@@ -105,7 +107,8 @@ def test_only_blocks_of_whole_pieces_are_loaded_apart(block_size: int, loads_apa
 def test_a_backend_takes_the_tilings_of_its_gpu(
     arch: int, gluon: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a Hopper GPU it uses the measured tilings, and the kernel with separate loading warps if this Triton supports it."""
+    """On a Hopper GPU it uses the measured tilings, and the kernel with separate loading warps if
+    this Triton supports it."""
     monkeypatch.setattr(gpu, "_gpu_of", lambda device: GPUS[arch])
     monkeypatch.setattr(triton_backend, "_can_load_apart", lambda: gluon)
     backend = triton_backend.TritonAttention(NoOptions(), AttentionContext("cpu", "float16", 16))

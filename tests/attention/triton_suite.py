@@ -1,4 +1,5 @@
-"""The conformance suite of the `triton` backend in Triton's interpreter, which `test_triton_interpreter.py` runs in a process of its own."""
+"""The conformance suite of the `triton` backend in Triton's interpreter, which
+`test_triton_interpreter.py` runs in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Errors in a job are reported by name before an engine starts; until then only the folder and its lock are written."""
+"""Errors in a job are reported by name before an engine starts; until then only the folder and its
+lock are written."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ GOOD = {"id": "a", "prompt": "ROMEO:"}
 
 @pytest.fixture(autouse=True)
 def no_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine's process is started while the input is read, and ended if that is refused: not in these tests, which would take seconds each."""
+    """An engine's process is started while the input is read, and ended if that is refused: not in
+    these tests, which would take seconds each."""
 
     class NoLink:
         def __init__(self, *args: object) -> None: ...
@@ -86,7 +88,8 @@ def no_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             {"sampling": {"stop": {"a"}}},
-            "sampling: expected values that JSON has, too: Object of type set is not JSON serializable",
+            "sampling: expected values that JSON has, too: Object of type set is not JSON "
+            "serializable",
         ),
         ({"shard_rows": 0}, "shard_rows: expected greater than or equal to 1, got 0"),
     ],
@@ -108,7 +111,8 @@ def test_a_wrong_key_is_named(tmp_path: Path, keys: dict[str, Any], told: str) -
         ),
         (
             [{"id": 1, "promt": "x"}, {"id": 2, "promt": "x"}],
-            "its first 2 rows are all wrong, row 1 for instance: promt: unknown key, did you mean prompt?",
+            "its first 2 rows are all wrong, row 1 for instance: promt: unknown key, did you mean "
+            "prompt?",
         ),
         (["ROMEO:"], "its only row is wrong: not valid JSON"),
         (
@@ -138,7 +142,8 @@ def test_an_input_of_which_nothing_would_come_is_refused(
         (
             "id,x\n1,x\n",
             {},
-            "unknown column 'x'; known are id, prompt, messages, token_ids, sampling, pooling, extra, predicted_tokens. Say with",
+            "unknown column 'x'; known are id, prompt, messages, token_ids, sampling, pooling, "
+            "extra, predicted_tokens. Say with",
         ),
         ("id,id\n1,x\n", {}, "the header has the column 'id' twice"),
         ('id,prompt\n1,"x\n', {}, "not CSV from byte 15 on: unexpected end of data"),
@@ -163,9 +168,8 @@ def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_can_be_read_once_alone_is_refused(tmp_path: Path) -> None:
-    job = write_job(
-        tmp_path, input={"path": "/dev/null", "format": "jsonl"}
-    )  # a pipe would keep the one who opens it
+    # a pipe would keep the one who opens it
+    job = write_job(tmp_path, input={"path": "/dev/null", "format": "jsonl"})
     assert "/dev/null: a pipe or a device: a job reads its rows twice" in run_job(job, code=2)
 
 

@@ -1,4 +1,5 @@
-"""`dovetail batch run` from input to output files: answers equal `LLM.generate`'s, each row has one, and an interrupted job resumes."""
+"""`dovetail batch run` from input to output files: answers equal `LLM.generate`'s, each row has
+one, and an interrupted job resumes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ TOY = {"model": "demo", "executor": {"name": "toy"}, "max_num_seqs": 8}
 
 
 class ThreadLink(EngineLink):
-    """An engine in a thread of this process, which starts in no time. The test of docs/batch.md and `bench/batch.py` start processes."""
+    """An engine in a thread of this process, which starts in no time. The test of docs/batch.md and
+    `bench/batch.py` start processes."""
 
     def __init__(self, index: int, source: str | Mapping[str, Any], gpus: str | None) -> None:
         self.rows, self._window, self._index = 0, 0, index
@@ -177,8 +179,8 @@ def test_rows_that_fail_say_why_and_the_others_are_answered(tmp_path: Path) -> N
 def test_a_job_that_is_interrupted_anywhere_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: int
 ) -> None:
-    """Every run is stopped after at most nine stored answers, regardless of what else was computed; changing performance settings doesn't make
-    another job."""
+    """Every run is stopped after at most nine stored answers, regardless of what else was computed;
+    changing performance settings doesn't make another job."""
     write_rows(tmp_path / "rows.jsonl", toy_rows(40))
     kept: list[int] = []
     add = ShardStore.add
@@ -412,7 +414,8 @@ def test_an_engine_that_dies_takes_no_row_with_it(tmp_path: Path) -> None:
 def test_an_input_is_read_in_one_pass_however_small_the_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a format can't be entered anywhere, as with the large groups of rows in Parquet, beginning again for each shard would take forever."""
+    """Where a format can't be entered anywhere, as with the large groups of rows in Parquet,
+    beginning again for each shard would take forever."""
     begun: list[int] = []
     records = Jsonl.records
 

@@ -1,4 +1,5 @@
-"""`ShardStore`: whoever is killed at any file operation, and has any part of the last line on disk, loses and doubles nothing."""
+"""`ShardStore`: whoever is killed at any file operation, and has any part of the last line on disk,
+loses and doubles nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def left_in(store: ShardStore) -> list[int]:
 
 
 def complete(store: ShardStore, seed: int, told: int | None = None) -> None:
-    """Answer the remaining rows in random order, some at once. Each row that is stored permanently is written to the file descriptor `told`."""
+    """Answer the remaining rows in random order, some at once. Each row that is stored permanently
+    is written to the file descriptor `told`."""
     rng, left = random.Random(seed), left_in(store)
     rng.shuffle(left)
     while left:
@@ -51,7 +53,8 @@ def answered(directory: Path) -> list[int]:
 
 
 def killed_at(operation: int, directory: Path, seed: int) -> tuple[bool, set[int]]:
-    """Work in a process that ends amidst its n-th file operation. Return whether it came to that, and the rows that it had kept before."""
+    """Work in a process that ends amidst its n-th file operation. Return whether it came to that,
+    and the rows that it had kept before."""
     receive, send = os.pipe()
     if (child := os.fork()) == 0:
         count = 0
@@ -155,7 +158,8 @@ def test_a_full_disk_ends_the_job_with_a_sentence_and_it_can_be_resumed(
         patch.setattr(os, "replace", full)
         with pytest.raises(
             UnwritableOutput,
-            match=r"part-00000\d\.jsonl: can't be written: No space left on device; once it can be, the same command",
+            match=r"part-00000\d\.jsonl: can't be written: No space left on device; once it can "
+            r"be, the same command",
         ):
             complete(store_in(tmp_path), seed=1)
     assert not list(tmp_path.glob("*.tmp"))

@@ -1,4 +1,5 @@
-"""Tests of input files: every format and start position gives the same rows, and each invalid row a reason."""
+"""Tests of input files: every format and start position gives the same rows, and each invalid row a
+reason."""
 
 from __future__ import annotations
 
@@ -179,7 +180,8 @@ def test_a_value_that_python_cannot_hold_fails_its_row_alone(tmp_path: Path) -> 
 
 def test_cells_hold_values_for_components_as_json(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(
-        'prompt,extra,predicted_tokens\nx,"{""some-plugin"": {""tier"": 1}}",12\nx,,\nx,3,\nx,,5.5\n'
+        'prompt,extra,predicted_tokens\nx,"{""some-plugin"": {""tier"": '
+        '1}}",12\nx,,\nx,3,\nx,,5.5\n'
     )
     source = Csv(tmp_path / "rows.csv", {})
     records = [source.convert(source.fields(record)) for record, _ in source.records(source.first)]

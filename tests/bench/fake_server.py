@@ -1,5 +1,5 @@
-"""A server that answers `/v1/completions` like the executor `toy`, as a test specifies: complete, truncated, duplicated, rejected, or in one
-event."""
+"""A server that answers `/v1/completions` like the executor `toy`, as a test specifies: complete,
+truncated, duplicated, rejected, or in one event."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class FakeServer:
         self.bodies.append(body)
         if self.behave == "refuse":
             writer.write(
-                b'HTTP/1.1 429 Too Many Requests\r\nContent-Length: 20\r\n\r\n{"error": "too many"}'[
-                    :-1
-                ]
+                b'HTTP/1.1 429 Too Many Requests\r\nContent-Length: 20\r\n\r\n{"error": "too '
+                b'many"}'[:-1]
             )
             return True
         writer.write(
-            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n"
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: "
+            b"text/event-stream\r\n\r\n"
         )
         for event in self._events(body):
             if self.behave == "split":  # an event in pieces that are chunks of their own

@@ -1,4 +1,5 @@
-"""The calls of the adapters in `bench/` to other engines, tested with stand-ins that accept the same arguments."""
+"""The calls of the adapters in `bench/` to other engines, tested with stand-ins that accept the
+same arguments."""
 
 from __future__ import annotations
 
@@ -120,7 +121,8 @@ def test_nano_vllm_gets_weights_the_lengths_and_room_for_all_requests(
 
 
 class Manager:
-    """Returns results like transformers' continuous batching: in any order, including unfinished ones."""
+    """Returns results like transformers' continuous batching: in any order, including unfinished
+    ones."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[list[int], int]] = []
@@ -160,9 +162,10 @@ def test_transformers_gets_each_requests_length_and_never_stops_early(
             given.append(generation_config)
             yield manager
 
+    # any context
     monkeypatch.setattr(
         engines.torch, "device", lambda name: engines.torch.autocast("cpu", enabled=False)
-    )  # any context
+    )
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda directory: "config")
     monkeypatch.setattr(
         transformers.AutoTokenizer,

@@ -11,7 +11,10 @@ from bench import everything
 from bench.everything import FIGURES, PARTS, Part
 from bench.workloads import WORKLOADS
 
-COUNT = "import pathlib, sys; file = pathlib.Path(sys.argv[1]); file.write_text(file.read_text() + 'x' if file.exists() else 'x'); print('done')"
+COUNT = (
+    "import pathlib, sys; file = pathlib.Path(sys.argv[1]); file.write_text(file.read_text() + "
+    "'x' if file.exists() else 'x'); print('done')"
+)
 GOOD = Part("good-part", ("-c", COUNT, FIGURES), 60)
 BAD = Part(
     "bad-part",

@@ -1,4 +1,5 @@
-"""Every program of `bench/` has a help text, and those that need a GPU report it if there is none."""
+"""Every program of `bench/` has a help text, and those that need a GPU report it if there is
+none."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def test_a_setting_without_a_value_is_reported_as_such() -> None:
 def test_a_rate_that_is_kept_up_is_measured_over_as_many_runs_as_fill_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stand-in for the device's clock: the first hundred runs take 0.25 s, those after them 0.5."""
+    """A stand-in for the device's clock: the first hundred runs take 0.25 s, those after them
+    0.5."""
     runs = [0]
 
     def run() -> None:

@@ -1,4 +1,5 @@
-"""The load generator `bench/serve.py`: every request is accounted for, tokens are counted from usage, and a wrong text is found."""
+"""The load generator `bench/serve.py`: every request is accounted for, tokens are counted from
+usage, and a wrong text is found."""
 
 from __future__ import annotations
 
@@ -137,7 +138,8 @@ def test_the_program_runs_a_plan_in_processes_of_their_own(
 ) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,3\n2023-11-16 18:15:46.1,7,4\n"
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,3\n2023-11-16 "
+        "18:15:46.1,7,4\n"
     )
     server, out = FakeServer(), tmp_path / "out.json"
     with server.running() as url:

@@ -26,7 +26,8 @@ def asked(seed: int, tokens: int) -> SamplingParams:
 
 
 def test_an_answer_depends_only_on_its_seed(toy: dict[str, object]) -> None:
-    """There are fewer rows, blocks and tokens a step than requests need at once: prompts come in chunks, and some requests are preempted."""
+    """There are fewer rows, blocks and tokens a step than requests need at once: prompts come in
+    chunks, and some requests are preempted."""
     wanted = [(seed, 20 + seed % 7 * 30) for seed in range(20)]
     with LLM("demo", **toy, max_num_seqs=8, max_num_batched_tokens=64) as llm:
         outputs = llm.generate(

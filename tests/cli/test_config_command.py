@@ -62,7 +62,8 @@ def test_show_needs_no_file(site: Site) -> None:
     [
         (
             "scheduler: {name: fcfs, max_stretch: 3}",
-            "engine.yaml:1: scheduler.max_stretch: unknown option: it is the engine's key `pace` now",
+            "engine.yaml:1: scheduler.max_stretch: unknown option: it is the engine's key `pace` "
+            "now",
         ),
         (
             "scheduler: {name: fair, agin_s: 1}",
@@ -119,7 +120,8 @@ def test_an_import_that_fails_is_reported_once_with_file_and_line(
     engine_yaml.write_text("scheduler: fairer\n")
     (line,) = dovetail("check", "engine.yaml").stderr.splitlines()
     assert line.endswith(
-        f"importing fairer_plugin_policy failed: KeyError: 'gone' ({site.path / 'fairer_plugin_policy.py'}:2)"
+        f"importing fairer_plugin_policy failed: KeyError: 'gone' "
+        f"({site.path / 'fairer_plugin_policy.py'}:2)"
     )
 
 
@@ -138,8 +140,8 @@ def test_what_a_misspelt_group_hides_is_looked_for_by_the_doctor(
     engine_yaml.write_text("scheduler: fairer\n")
     told = dovetail("check", "engine.yaml").stderr
     assert (
-        f"dovetail-fairer 1.0: its entry points are in the group '{group}'; `dovetail plugins doctor dovetail-fairer` says what to do"
-        in told
+        f"dovetail-fairer 1.0: its entry points are in the group '{group}'; `dovetail plugins "
+        f"doctor dovetail-fairer` says what to do" in told
     )
     assert "docs-theme" not in told
 
@@ -148,7 +150,8 @@ def test_keys_and_options_that_are_wrong_are_told_together_by_check_show_and_the
     engine_yaml: Path,
 ) -> None:
     engine_yaml.write_text(
-        "seed: x\nschedulr: fcfs\nkv_cache: {name: prefix, x: 1}\nobservers: [{name: log, every: 1}]\nmodel: ./nowhere\n"
+        "seed: x\nschedulr: fcfs\nkv_cache: {name: prefix, x: 1}\nobservers: [{name: log, every: "
+        "1}]\nmodel: ./nowhere\n"
     )
     told = [
         "engine.yaml:1: seed: expected a valid integer, got 'x'",

@@ -20,7 +20,8 @@ from dovetail.request.structured import Structured
 
 
 class Echo:
-    """The part of `LLMEngine` that the command uses: runs one request at a time, the last added first, one letter per step."""
+    """The part of `LLMEngine` that the command uses: runs one request at a time, the last added
+    first, one letter per step."""
 
     made: Any = None
 
@@ -165,7 +166,8 @@ def test_json_is_an_object_a_request(tmp_path: Path) -> None:
 def test_file_of_prompts_is_printed_in_its_order(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(
-        '"one"\n{"prompt": "two", "id": "b", "n": 2}\n{"messages": [{"role": "user", "content": "three"}]}\n'
+        '"one"\n{"prompt": "two", "id": "b", "n": 2}\n{"messages": [{"role": "user", "content": '
+        '"three"}]}\n'
     )
     done = generate("--prompts-file", str(path))
     assert (done.exit_code, done.stdout) == (
@@ -235,7 +237,8 @@ def test_an_id_that_is_no_text_is_printed_as_an_escape() -> None:
         (
             ["x", "--param", "eagle=x"],
             2,
-            '--param: eagle: unknown sampling parameter: not there yet; "Models that draft" is on the roadmap',
+            '--param: eagle: unknown sampling parameter: not there yet; "Models that draft" is on '
+            "the roadmap",
         ),
         (["x", "--regex", "a", "--choice", "b"], 2, "--regex and --choice contradict each other"),
         (

@@ -1,5 +1,5 @@
-"""What may not be imported: torch and transformers by the core's front rooms, anything heavy by `dovetail --help`; and no
-module of the core by one that it imports itself."""
+"""What may not be imported: torch and transformers by the core's front rooms, anything heavy by
+`dovetail --help`; and no module of the core by one that it imports itself."""
 
 from __future__ import annotations
 
@@ -77,6 +77,5 @@ def test_no_import_circle_not_even_for_types_or_inside_a_function() -> None:
         module: graph.find_modules_directly_imported_by(module) for module in graph.modules
     }
     assert "dovetail.cli.plugins" in imported_by["dovetail.cli.app"]
-    TopologicalSorter(
-        imported_by
-    ).prepare()  # raises CycleError, which names the modules of a circle
+    # raises CycleError, which names the modules of a circle
+    TopologicalSorter(imported_by).prepare()

@@ -141,7 +141,8 @@ def test_plugin_commands_are_listed_without_their_import_and_run_with_it(site: S
     install_commands(site, "dovetail-more", hello="more_commands:app", shout="more_commands:shout")
     (site.path / "more_commands.py").write_text(
         "import typer\nprint('imported')\napp = typer.Typer()\n"
-        "@app.command()\ndef one(n: int = 1): print('one', n)\n@app.command()\ndef two(): print('two')\n"
+        "@app.command()\ndef one(n: int = 1): print('one', n)\n@app.command()\ndef two(): "
+        "print('two')\n"
         "def shout(word: str, loud: bool = False): print(word.upper() if loud else word)\n"
     )
     help_text = dovetail("--help").stdout
@@ -161,8 +162,8 @@ def test_plugin_command_that_fails_to_import_is_an_error(site: Site) -> None:
     done = dovetail("hello", "x")
     assert done.exit_code == 2
     assert (
-        "command 'hello' of plugin dovetail-more/main 1.0: importing there_is_no_such_module failed: ModuleNotFoundError"
-        in done.stderr
+        "command 'hello' of plugin dovetail-more/main 1.0: importing there_is_no_such_module "
+        "failed: ModuleNotFoundError" in done.stderr
     )
     assert "not a Typer app" in dovetail("odd").stderr
 
@@ -202,7 +203,8 @@ def test_a_command_to_come_points_to_the_roadmap() -> None:
     done = dovetail("moe", "--port", "80")
     assert (done.exit_code, done.stderr) == (
         2,
-        'error: dovetail moe: not there yet; "Mixture of experts" is on the roadmap, docs/roadmap.md\n',
+        'error: dovetail moe: not there yet; "Mixture of experts" is on the roadmap, '
+        "docs/roadmap.md\n",
     )
 
 

@@ -1,4 +1,5 @@
-"""`dovetail plugins doctor`: each thing that can be wrong with an installed plugin is found, named, and comes with what to do."""
+"""`dovetail plugins doctor`: each thing that can be wrong with an installed plugin is found, named,
+and comes with what to do."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ from tests.registry.fakes import HOOK, SCHEDULER, Site, components, scheduler
 
 GOOD = components(scheduler(package="good"))
 MODEL = 'kind="model", name="{}", target="good_policy:Fair", architectures=("SameForCausalLM",)'
-COMMAND = "from dovetail.api import CommandSpec, hookimpl\n@hookimpl\ndef dovetail_commands():\n    return [CommandSpec({!r}, {!r})]\n"
+COMMAND = (
+    "from dovetail.api import CommandSpec, hookimpl\n@hookimpl\ndef dovetail_commands():\n   "
+    " return [CommandSpec({!r}, {!r})]\n"
+)
 
 BAD_PLUGINS = {  # problem -> source of a plugin that has it
     "import-fails": "import there_is_no_such_module",
@@ -30,12 +34,14 @@ BAD_PLUGINS = {  # problem -> source of a plugin that has it
     "hangs": "import time\nprint('waiting')\ntime.sleep(1000)",
     "crashes": "import ctypes\nctypes.string_at(0)",
     "crashes by a signal without a name": "import os\nos.kill(os.getpid(), 40)",
-    "import-fails with an error without a text": "class E(Exception):\n    def __str__(self): raise E\nraise E",
-    "prints until it fails": "import os\ntry:\n    while True: os.write(1, bytes(2**20))\nexcept OSError: pass\n"
-    + GOOD,
-    "prints to any open file": "import os\nfor n in range(1, 64):\n    try: os.write(n, b'\\xff[1]')\n    except OSError: pass\n"
-    + GOOD,
-    "hook-unknown": "from dovetail.api import hookimpl\n@hookimpl\ndef dovetail_component(): return []",
+    "import-fails with an error without a text": "class E(Exception):\n    def __str__(self): "
+    "raise E\nraise E",
+    "prints until it fails": "import os\ntry:\n    while True: os.write(1, bytes(2**20))\nexcept "
+    "OSError: pass\n" + GOOD,
+    "prints to any open file": "import os\nfor n in range(1, 64):\n    try: os.write(n, "
+    "b'\\xff[1]')\n    except OSError: pass\n" + GOOD,
+    "hook-unknown": "from dovetail.api import hookimpl\n@hookimpl\ndef dovetail_component(): "
+    "return []",
     "hook-unknown beside a good one": GOOD + "def dovetail_comands(): return []",
     "hook-unknown for want of a mark": GOOD + "def dovetail_commands(): return []",
     "hook-missing": "x = 1",
@@ -46,8 +52,8 @@ BAD_PLUGINS = {  # problem -> source of a plugin that has it
     "imports-torch": "import torch\n" + GOOD,
     "prints": "print('hello')\n" + GOOD,
     "prints past its guard": "import os\nos.write(1, b'hello')\n" + GOOD,
-    "leaves-threads": "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()\n"
-    + GOOD,
+    "leaves-threads": "import threading, time\nthreading.Thread(target=time.sleep, "
+    "args=(1000,)).start()\n" + GOOD,
     "api-mismatch": components(scheduler(package="good", api="0.0")),
     "api-older": components('kind="drafter", api="0.1", name="x", target="good_drafter:Quiet"'),
     "requirement-missing": components(
@@ -58,11 +64,13 @@ BAD_PLUGINS = {  # problem -> source of a plugin that has it
         'kind="sampler", api="0.5", name="x", target="good_policy:Fair"'
     ),
     "target-fails by its options": components(
-        'kind="scheduler", api="0.4", name="x", target="good_policy:Fair", options="good_policy:Fair"'
+        'kind="scheduler", api="0.4", name="x", target="good_policy:Fair", '
+        'options="good_policy:Fair"'
     ),
     "target-fails by a command": COMMAND.format("x", "there_is_no_such_module:app"),
     "name-collision with a built-in": components(
-        'kind="scheduler", api="0.4", name="fcfs", target="good_policy:Fair", options="good_policy:Options"'
+        'kind="scheduler", api="0.4", name="fcfs", target="good_policy:Fair", '
+        'options="good_policy:Options"'
     ),
     "name-collision with a command": COMMAND.format("config", "good_policy:Fair"),
 }
@@ -77,7 +85,8 @@ def diagnosis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
         patch.setattr(sys, "path", [str(site.path), *sys.path])
         (site.path / "good_policy.py").write_text(SCHEDULER)
         (site.path / "good_drafter.py").write_text(
-            "from dovetail.api import Drafter\nclass Quiet(Drafter):\n    def propose(self, *_): return []\n"
+            "from dovetail.api import Drafter\nclass Quiet(Drafter):\n    def propose(self, *_): "
+            "return []\n"
         )
         (site.path / "torch.py").write_text("")
         for what, source in BAD_PLUGINS.items():
@@ -112,7 +121,8 @@ def install_bad_metadata(site: Site) -> None:
     source = site.path / "with a space"
     source.mkdir()
     (source / "pyproject.toml").write_text(
-        '[project]\nname = "x"\n[project.entry-points."dovetail.plugins"]\nmain = "stale"\nmore = "stale_too"\n'
+        '[project]\nname = "x"\n[project.entry-points."dovetail.plugins"]\nmain = "stale"\nmore = '
+        '"stale_too"\n'
     )
     (info("dovetail-entry-points-stale") / "direct_url.json").write_text(
         json.dumps(editable(source))
@@ -127,7 +137,10 @@ def install_bad_metadata(site: Site) -> None:
         modules={"lacks": GOOD},
         metadata="Requires-Dist: there-is-no-such-package>=3\n",
     )
-    needs = 'Requires-Dist: dovetail[torch]<0.2,>=0.1\nRequires-Dist: dovetail[testing]; extra == "test"\n'
+    needs = (
+        "Requires-Dist: dovetail[torch]<0.2,>=0.1\nRequires-Dist: dovetail[testing]; extra == "
+        '"test"\n'
+    )
     site.install("dovetail-wrong-dovetail", modules={"older": GOOD}, metadata=needs)
     site.install(
         "dovetail-points-nowhere", modules={"elsewhere": GOOD}, entry_points={"main": "nowhere"}
@@ -255,11 +268,13 @@ SAYS = {  # distribution -> in what it says, in what is to do
         'pip install "there-is-no-such-package>=3"',
     ),
     "dovetail-wrong-dovetail": (
-        "it depends on dovetail[torch]<0.2,>=0.1, dovetail[testing]; the index's dovetail is another project",
+        "it depends on dovetail[torch]<0.2,>=0.1, dovetail[testing]; the index's dovetail is "
+        "another project",
         'write "dovetail-llm[torch]<0.2,>=0.1" and "dovetail-llm[testing]" in its pyproject.toml',
     ),
     "dovetail-declaration-wrong-in-requires": (
-        "requires has 'dovetail[torch]>=0.1', expected dovetail-llm, which is Dovetail's distribution",
+        "requires has 'dovetail[torch]>=0.1', expected dovetail-llm, which is Dovetail's "
+        "distribution",
         "",
     ),
     "dovetail-target-fails": ("good_policy:Unfair", "correct"),
@@ -282,7 +297,8 @@ SAYS = {  # distribution -> in what it says, in what is to do
         "dovetail-name-collision-with-a-command:config",
     ),
     "dovetail-name-collision-a": (
-        "architecture 'SameForCausalLM' is offered by dovetail-name-collision-b/main 1.0 too; neither is used unless it is named in full",
+        "architecture 'SameForCausalLM' is offered by dovetail-name-collision-b/main 1.0 too; "
+        "neither is used unless it is named in full",
         "`model: {path: …, component: dovetail-name-collision-a:",
     ),
     "dovetail-offered-twice": (
@@ -398,11 +414,13 @@ def test_the_command_exits_with_1_if_there_are_errors_and_prints_json(site: Site
     [
         (
             ([], False, ["gloo"]),
-            "no CUDA device; ranks of the executor tensor are processes on the CPU, which sum through gloo",
+            "no CUDA device; ranks of the executor tensor are processes on the CPU, which sum "
+            "through gloo",
         ),
         (
             ([], False, []),
-            "no CUDA device; ranks of the executor tensor are processes on the CPU, which can't sum: this torch was built without gloo",
+            "no CUDA device; ranks of the executor tensor are processes on the CPU, which can't "
+            "sum: this torch was built without gloo",
         ),
         (
             (["H200"], False, ["gloo", "nccl"]),
@@ -410,11 +428,13 @@ def test_the_command_exits_with_1_if_there_are_errors_and_prints_json(site: Site
         ),
         (
             (["H200", "H200"], True, ["gloo", "nccl"]),
-            "2 CUDA devices (H200), which can read each other's memory; as many ranks of the executor tensor, which sum through nccl",
+            "2 CUDA devices (H200), which can read each other's memory; as many ranks of the "
+            "executor tensor, which sum through nccl",
         ),
         (
             (["H200", "H100"], False, ["nccl"]),
-            "2 CUDA devices (H200, H100), which can't read each other's memory; as many ranks of the executor tensor, which sum through nccl",
+            "2 CUDA devices (H200, H100), which can't read each other's memory; as many ranks of "
+            "the executor tensor, which sum through nccl",
         ),
     ],
 )

@@ -1,4 +1,5 @@
-"""`dovetail plugins new`: what it writes installs, is found, works and passes the suite of its kind; it overwrites nothing."""
+"""`dovetail plugins new`: what it writes installs, is found, works and passes the suite of its
+kind; it overwrites nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def projects(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
 
 @pytest.fixture(scope="module")
 def site_packages(projects: dict[Kind, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory in which all are installed: by pip in the full profile, otherwise laid out like pip does it."""
+    """Directory in which all are installed: by pip in the full profile, otherwise laid out like pip
+    does it."""
     folder = tmp_path_factory.mktemp("site")
     if FULL:
         python(folder, "-m", *PIP_INSTALL, "--target", str(folder), *map(str, projects.values()))
@@ -172,8 +174,8 @@ def test_its_ci_installs_it_and_runs_its_suite(project: Path, kind: Kind) -> Non
     ).splitlines()
     assert f"dovetail plugins doctor {project.name}" in commands
     assert (
-        f'dovetail plugins test {kind} my_{kind} --json --badge "badge/$DOVETAIL.json" > verdict.json'
-        in commands
+        f'dovetail plugins test {kind} my_{kind} --json --badge "badge/$DOVETAIL.json" > '
+        f"verdict.json" in commands
     )
     assert commands[-1] == "python -m pytest"
     tests = ast.parse((project / "tests/test_conformance.py").read_text())

@@ -105,7 +105,8 @@ def test_json_keys_of_a_logit_bias_are_token_ids() -> None:
         ("[" * 200_000, "f.jsonl:2: more than 128 lists and objects in one another"),
         (
             "ROMEO: hi",
-            "not valid JSON: Expecting value: line 1 column 1 (char 0); quote each line, or use --plain",
+            "not valid JSON: Expecting value: line 1 column 1 (char 0); quote each line, or use "
+            "--plain",
         ),
         (
             "true",

@@ -99,7 +99,8 @@ def test_an_unexpected_error_is_a_message_too(monkeypatch: pytest.MonkeyPatch) -
     done = CliRunner().invoke(app, ["config", "show"])
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith(
-        "error: KeyError: 'foreseen by nobody'\nThis is a fault in Dovetail or in a plugin. `dovetail --traceback`"
+        "error: KeyError: 'foreseen by nobody'\nThis is a fault in Dovetail or in a plugin. "
+        "`dovetail --traceback`"
     )
     assert "Traceback" in CliRunner().invoke(app, ["--traceback", "config", "show"]).stderr
 

@@ -1,6 +1,8 @@
-"""Run clients against a server of the demo model: `python -m tests.clients [NAME...]`, or `make test-clients CLIENTS="..."`.
+"""Run clients against a server of the demo model: `python -m tests.clients [NAME...]`, or
+`make test-clients CLIENTS="..."`.
 
-Each client gets an environment of its own, made of packages of the index and deleted afterwards. Prints a table; exits with 1 if a check failed.
+Each client gets an environment of its own, made of packages of the index and deleted afterwards.
+Prints a table; exits with 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ QUIET = {
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client: the packages of its environment, the first of which names its version. Its program is `programs/with_NAME.py` or `.mjs`.
+    """A client: the packages of its environment, the first of which names its version. Its program
+    is `programs/with_NAME.py` or `.mjs`.
 
-    A coding agent (`agent`) talks to a server that calls its shell, see `agents`. The program of an agent from npm runs it as a command.
+    A coding agent (`agent`) talks to a server that calls its shell, see `agents`. The program of an
+    agent from npm runs it as a command.
     """
 
     packages: tuple[str, ...]
@@ -73,7 +77,8 @@ CLIENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of a client: its version and the error of each check, None where it passed. `trouble` is set where no check ran."""
+    """Result of a client: its version and the error of each check, None where it passed. `trouble`
+    is set where no check ran."""
 
     name: str
     version: str = "-"
@@ -106,7 +111,8 @@ def program_of(name: str) -> Path:
 
 
 def results_of(stdout: str) -> dict[str, str | None]:
-    """Return the results that a program printed as its last line. Raise ValueError if it printed none."""
+    """Return the results that a program printed as its last line. Raise ValueError if it printed
+    none."""
     lines = stdout.strip().splitlines()
     results = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
     if not isinstance(results, dict) or not results:

@@ -1,5 +1,5 @@
-"""A server for coding agents: an engine that calls the agent's shell once, and then answers with what the command printed. Asked to edit a file
-without tools, it writes one."""
+"""A server for coding agents: an engine that calls the agent's shell once, and then answers with
+what the command printed. Asked to edit a file without tools, it writes one."""
 
 from __future__ import annotations
 

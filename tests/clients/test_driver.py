@@ -1,4 +1,5 @@
-"""The driver of `make test-clients`: what it makes of programs' results. The clients themselves run only there."""
+"""The driver of `make test-clients`: what it makes of programs' results. The clients themselves run
+only there."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ def test_programs_report_each_check(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "with_it.py").write_text(
-        "def good(url):\n    assert url == 'u'\n\ndef bad(url):\n    raise KeyError('x')\n\ndef _own(url):\n    1 / 0\n"
+        "def good(url):\n    assert url == 'u'\n\ndef bad(url):\n    raise KeyError('x')\n\ndef "
+        "_own(url):\n    1 / 0\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     from tests.clients.programs import run

@@ -1,6 +1,8 @@
-"""The few calls of Ray that `dovetail_cluster.ray_jobs` makes, in threads of this process: `FakeRay` replaces the module `ray`.
+"""The few calls of Ray that `dovetail_cluster.ray_jobs` makes, in threads of this process:
+`FakeRay` replaces the module `ray`.
 
-Its parameters are Ray's, which `test_ray_batch` checks if Ray is installed. It can lose workers, and lose or double blocks.
+Its parameters are Ray's, which `test_ray_batch` checks if Ray is installed. It can lose workers,
+and lose or double blocks.
 """
 
 from __future__ import annotations
@@ -27,14 +29,12 @@ class FakeRay(ModuleType):
         """`nodes` are the resources of the cluster's machines."""
         super().__init__("ray")
         self.machines = nodes
-        self.dies_after: set[int] = (
-            set()
-        )  # numbers of answered groups, after which the worker of the next is lost
+        # numbers of answered groups, after which the worker of the next is lost
+        self.dies_after: set[int] = set()
         self.loses: set[int] = set()  # numbers of answered groups that never come
         self.doubles: set[int] = set()
-        self.fails_after: int | None = (
-            None  # number of answered groups after which all ends with an error of Ray's
-        )
+        # number of answered groups after which all ends with an error of Ray's
+        self.fails_after: int | None = None
         self.answered = 0  # groups, in all data sets
         self.workers_started = 0
         self.connected = False
@@ -144,7 +144,8 @@ class FakeDataset:
         return self._batches()
 
     def _computed(self, start: Callable[[], Any], pool: ActorPoolStrategy) -> Generator[Batch]:
-        """Yield what a pool of actors answers. A lost actor is started again, and its groups are computed again."""
+        """Yield what a pool of actors answers. A lost actor is started again, and its groups are
+        computed again."""
         ray = self._ray
         assert ray.connected
 

@@ -1,4 +1,5 @@
-"""Clusters for tests of `--on ray`: the fake in this process, or, if DOVETAIL_TEST_RAY is 1, a Ray cluster on this machine."""
+"""Clusters for tests of `--on ray`: the fake in this process, or, if DOVETAIL_TEST_RAY is 1, a Ray
+cluster on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Fakes of the controller's clock and interfaces: a launcher, its replicas, a router and a prober."""
+"""Fakes of the controller's clock and interfaces: a launcher, its replicas, a router and a
+prober."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from dovetail_cluster.settings import ClusterSettings
 
 
 class FakeReplica:
-    """A server that starts serving when told to, and drains until told that all requests are answered."""
+    """A server that starts serving when told to, and drains until told that all requests are
+    answered."""
 
     def __init__(self, url: str) -> None:
         self.url, self.status = url, ReplicaStatus()
@@ -62,7 +64,8 @@ class FakeLauncher:
 
 
 class FakeRouter:
-    """A router that adds a replica one poll after it was told to, and removes one once it has no requests."""
+    """A router that adds a replica one poll after it was told to, and removes one once it has no
+    requests."""
 
     def __init__(self) -> None:
         self.listed: dict[str, Listed] | None = {}
@@ -131,7 +134,8 @@ class FakeCluster:
         )
 
     def tick(self, times: int = 1, serve: bool = True) -> None:
-        """Advance time by this many seconds. `serve`: starting replicas serve at once, and draining ones finish at once."""
+        """Advance time by this many seconds. `serve`: starting replicas serve at once, and draining
+        ones finish at once."""
         for _ in range(times):
             self.now += 1
             self.controller.tick()

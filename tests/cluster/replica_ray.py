@@ -1,4 +1,5 @@
-"""`FakeCalls`: what `RayCalls` does, in this process and without Ray. `test_replicas_ray` makes the same statements about both."""
+"""`FakeCalls`: what `RayCalls` does, in this process and without Ray. `test_replicas_ray` makes the
+same statements about both."""
 
 from __future__ import annotations
 

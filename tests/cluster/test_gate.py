@@ -1,4 +1,5 @@
-"""The gate in front of the router, which is played by a server of raw answers. `test_replicas_router` has the real one behind it."""
+"""The gate in front of the router, which is played by a server of raw answers.
+`test_replicas_router` has the real one behind it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ from tests.server.serving import PATIENCE_S, serving_app
 pytestmark = pytest.mark.anyio
 
 COMPLETIONS = "/v1/completions"
-CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-request-id: 7\r\ntransfer-encoding: chunked\r\n\r\n"
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-request-id: "
+    b"7\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
 
 Play = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -1,6 +1,8 @@
-"""`dovetail batch run --on ray`: the same answers and files as a run without Ray, each row once despite failures, and errors by name.
+"""`dovetail batch run --on ray`: the same answers and files as a run without Ray, each row once
+despite failures, and errors by name.
 
-CI runs this with `FakeRay`; `make test-cluster` sets DOVETAIL_TEST_RAY=1, and the same tests run with Ray itself.
+CI runs this with `FakeRay`; `make test-cluster` sets DOVETAIL_TEST_RAY=1, and the same tests run
+with Ray itself.
 """
 
 from __future__ import annotations
@@ -89,7 +91,8 @@ def test_answers_of_the_demo_model_are_those_of_generate(tmp_path: Path, place: 
 def test_a_job_begun_here_is_finished_there_and_files_are_the_same(
     tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shards that are whole, begun and untouched are left by a run without Ray; a run without Ray then finds all of them."""
+    """Shards that are whole, begun and untouched are left by a run without Ray; a run without Ray
+    then finds all of them."""
     monkeypatch.setattr("dovetail_batch.runner.EngineLink", ThreadLink)
     write_rows(tmp_path / "rows.jsonl", toy_rows(50))
     job = write_job(tmp_path, engine=TOY, shard_rows=10)
@@ -123,7 +126,8 @@ def test_no_row_is_lost_or_doubled_when_workers_die(tmp_path: Path, place: Place
 def test_an_engine_that_fails_is_replaced_while_it_brings_answers(
     tmp_path: Path, place: Place
 ) -> None:
-    """Each attempt has engines of its own, whose device is lost at a step. Some forty rows need more steps than one has."""
+    """Each attempt has engines of its own, whose device is lost at a step. Some forty rows need
+    more steps than one has."""
     write_rows(tmp_path / "rows.jsonl", toy_rows(40))
     engine = {**TOY, "executor": {"name": "toy", "fails_at_step": 21}}
     on_ray(write_job(tmp_path, engine=engine), place)
@@ -271,7 +275,8 @@ def test_an_interrupted_job_continues_and_leaves_no_connection(
             {"engines": 3, "gpus": 2},
             ["--on", "ray", "--address", "auto"],
             [{"CPU": 9, "GPU": 3}, {"CPU": 9, "GPU": 2}],
-            "engines: 3 don't fit: each takes a CPU and 2 GPUs of one machine, and Ray has room for 2",
+            "engines: 3 don't fit: each takes a CPU and 2 GPUs of one machine, and Ray has room "
+            "for 2",
         ),
         (
             {"engine": [TOY, {**TOY, "max_num_seqs": 4}]},

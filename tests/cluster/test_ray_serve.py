@@ -1,6 +1,8 @@
-"""`dovetail_cluster.serve:app`: a replica streams as `dovetail serve` does, and wrong arguments are refused by name.
+"""`dovetail_cluster.serve:app`: a replica streams as `dovetail serve` does, and wrong arguments are
+refused by name.
 
-CI runs what needs no Ray; `make test-cluster` sets DOVETAIL_TEST_RAY=1, and the application is served by Ray Serve.
+CI runs what needs no Ray; `make test-cluster` sets DOVETAIL_TEST_RAY=1, and the application is
+served by Ray Serve.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def metric(name: str) -> float:
 
 
 class FakeServe(ModuleType):
-    """The module `ray.serve`, with the two calls that `app` makes: an application is what was given to them."""
+    """The module `ray.serve`, with the two calls that `app` makes: an application is what was given
+    to them."""
 
     def deployment(self, **options: Any) -> Any:
         return lambda cls: SimpleNamespace(bind=lambda *args: (cls, args, options))

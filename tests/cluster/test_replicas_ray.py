@@ -1,4 +1,5 @@
-"""Replicas as actors of Ray: with a fake of the few calls, or, if DOVETAIL_TEST_RAY is 1 (`make test-cluster`), with Ray itself on this machine."""
+"""Replicas as actors of Ray: with a fake of the few calls, or, if DOVETAIL_TEST_RAY is 1
+(`make test-cluster`), with Ray itself on this machine."""
 
 from __future__ import annotations
 

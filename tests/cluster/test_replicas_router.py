@@ -1,4 +1,5 @@
-"""The router `smg` with workers that only say that they are there, and the whole cluster with the demo model. Ray isn't needed."""
+"""The router `smg` with workers that only say that they are there, and the whole cluster with the
+demo model. Ray isn't needed."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def until(condition: Callable[[], Any]) -> Any:
 
 
 class Worker(BaseHTTPRequestHandler):
-    """Says what a server of Dovetail says where the router asks, and completes everything with yes, for those who have its key."""
+    """Says what a server of Dovetail says where the router asks, and completes everything with yes,
+    for those who have its key."""
 
     key: ClassVar[str | None] = None
     answers: ClassVar[dict[str, Any]] = {
@@ -129,9 +131,8 @@ def test_replicas_come_and_go(worker: str) -> None:
         until(lambda: router.poll() == {worker: Listed.READY})
         assert complete(router.url) == 200
         router.remove(worker)
-        until(
-            lambda: router.poll() in ({}, {worker: Listed.LEAVING})
-        )  # it forgets a replica some seconds later
+        # it forgets a replica some seconds later
+        until(lambda: router.poll() in ({}, {worker: Listed.LEAVING}))
         assert complete(router.url) in (404, 503)
 
 

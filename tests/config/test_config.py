@@ -1,4 +1,5 @@
-"""`EngineConfig`: what YAML, mappings and overrides mean, and what is said of what is wrong in them."""
+"""`EngineConfig`: what YAML, mappings and overrides mean, and what is said of what is wrong in
+them."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def test_the_whole_file_spelled_out_is_the_default(write: Any) -> None:
 
 
 def test_a_default_stays_the_built_in_whatever_is_installed(site: Site) -> None:
-    """Third-party components have the names of the defaults, and of the built-ins that `auto` chooses from."""
+    """Third-party components have the names of the defaults, and of the built-ins that `auto`
+    chooses from."""
     same = [
         *DEFAULTS.items(),
         *((kind, name) for kind, names in PREFERENCE.items() for name in names),
@@ -156,7 +158,8 @@ def test_sizes_are_bytes(text: Any, size: int) -> None:
         ("pace: .inf", "engine.yaml:1: pace: expected a finite number, got inf"),
         (
             "model: 3",
-            "engine.yaml:1: model: expected a model's name, or a mapping with 'path' and 'component', got 3",
+            "engine.yaml:1: model: expected a model's name, or a mapping with 'path' and "
+            "'component', got 3",
         ),
         (
             "model: ''",
@@ -177,7 +180,8 @@ def test_sizes_are_bytes(text: Any, size: int) -> None:
         ),
         (
             "block_size: 0",
-            "engine.yaml:1: block_size: expected auto or an integer of 1 or more, up to 2147483647, got 0",
+            "engine.yaml:1: block_size: expected auto or an integer of 1 or more, up to "
+            "2147483647, got 0",
         ),
         (
             "gpu_memory_utilization: 90",
@@ -185,7 +189,8 @@ def test_sizes_are_bytes(text: Any, size: int) -> None:
         ),
         (
             "kv_cache_memory: 4 gallons",
-            "engine.yaml:1: kv_cache_memory: expected a size like 4GiB, or a number of bytes, got '4 gallons'",
+            "engine.yaml:1: kv_cache_memory: expected a size like 4GiB, or a number of bytes, got "
+            "'4 gallons'",
         ),
         ("kv_cache_memory: -1", "engine.yaml:1: kv_cache_memory: expected greater than 0, got -1"),
         (
@@ -211,7 +216,8 @@ def test_sizes_are_bytes(text: Any, size: int) -> None:
         ),
         (
             "speculative_config: {}",
-            "engine.yaml:1: speculative_config: unknown key: here it is `speculation: {drafter: suffix",
+            "engine.yaml:1: speculative_config: unknown key: here it is `speculation: {drafter: "
+            "suffix",
         ),
         ("observers: log", "engine.yaml:1: observers: expected a list of components, got 'log'"),
         ("observers:\n- log\n- 3", "engine.yaml:3: observers.1: expected a component's name"),

@@ -48,7 +48,8 @@ def test_a_large_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
         ("seed: " + "x" * 5000, "engine.yaml:1: seed: expected a valid integer, got 'xxx"),
         (
             "model: [" + "a, " * 300 + "]",
-            "engine.yaml:1: model: expected a model's name, or a mapping with 'path' and 'component', got ['a', ",
+            "engine.yaml:1: model: expected a model's name, or a mapping with 'path' and "
+            "'component', got ['a', ",
         ),
         (
             "max_num_seqs: 2147483648",
@@ -107,7 +108,8 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
 
 def test_aliases_within_reason_are_fine() -> None:
     value, _ = parse_yaml(
-        "scheduler: &x {name: vtc, weights: {a: 1}}\nkv_cache: *x\nsampler: {<<: *x, name: default}",
+        "scheduler: &x {name: vtc, weights: {a: 1}}\nkv_cache: *x\nsampler: {<<: *x, name: "
+        "default}",
         "f",
     )
     assert value["kv_cache"] == value["scheduler"] == value["sampler"] | {"name": "vtc"}

@@ -1,4 +1,5 @@
-"""Fewer examples in suites, for the quick profile: all checks run, for many components. With `-p`, this module is a plugin of pytest."""
+"""Fewer examples in suites, for the quick profile: all checks run, for many components. With `-p`,
+this module is a plugin of pytest."""
 
 from __future__ import annotations
 
@@ -8,20 +9,23 @@ from typing import Any
 from dovetail.testing.suites import kv_cache, parser, repeatable, scheduler, scheduler_loads
 
 # `dovetail.testing.runner.COMMAND`, with fewer examples in the suite's process.
-COMMAND = "import sys; from tests.conformance.fewer import use_fewer; use_fewer(setattr); from dovetail.testing.child import main; main(sys.argv[1])"
+COMMAND = (
+    "import sys; from tests.conformance.fewer import use_fewer; use_fewer(setattr); from "
+    "dovetail.testing.child import main; main(sys.argv[1])"
+)
 
 
 def use_fewer(change: Callable[[Any, str, Any], None]) -> None:
-    """Try a twelfth of what the schedulers' suite does, a sixth of the scripts for KV-cache managers, and a third of the parsers' texts. `change` is
-    `setattr`, or that of pytest's `monkeypatch`."""
+    """Try a twelfth of what the schedulers' suite does, a sixth of the scripts for KV-cache
+    managers, and a third of the parsers' texts. `change` is `setattr`, or that of pytest's
+    `monkeypatch`."""
 
     def for_some(among: Any, examples: int, *rest: Any) -> None:
         repeatable.for_all(among, max(2, examples // 12), *rest)
 
     change(scheduler, "for_all", for_some)
-    change(
-        scheduler_loads, "FLOOD_S", 200
-    )  # requests: half as many, of which 100 that overtake are still too many
+    # requests: half as many, of which 100 that overtake are still too many
+    change(scheduler_loads, "FLOOD_S", 200)
     change(parser, "MIXED", parser.MIXED // 3)
     for name in ("SCRIPTS", "GROUP_SCRIPTS", "STATE_SCRIPTS"):
         change(kv_cache, name, getattr(kv_cache, name) // 6)

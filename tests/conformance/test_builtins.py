@@ -1,6 +1,8 @@
-"""Built-in components fulfil the contract of their kind: one suite for each component that the distribution `dovetail` declares.
+"""Built-in components fulfil the contract of their kind: one suite for each component that the
+distribution `dovetail` declares.
 
-The suites are classes that pytest collects, as a plugin's author would write them; so their verdicts stand in the summary.
+The suites are classes that pytest collects, as a plugin's author would write them; so their
+verdicts stand in the summary.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ NEEDS_TIME = {
 SERVES_ANY = {
     "transformers"
 }  # has no architecture of its own to be tried with: tests/models/test_transformers.py
-NEEDS_MORE = {
-    "flash_attn"
-}  # a package: tests/attention/test_flash_suite.py has stand-ins, tests/gpu/test_flash_attn.py the real one
+# a package: tests/attention/test_flash_suite.py has stand-ins, tests/gpu/test_flash_attn.py the
+# real one
+NEEDS_MORE = {"flash_attn"}
 NEEDS_A_COLLECTOR = {
     "otlp"
 }  # spans wait in its queue and thread, by design: tests/observers/test_otlp.py
@@ -133,7 +135,8 @@ def _run_once(code: str, stdin: bytes, what: str, *args: str) -> None:
 
 @pytest.fixture(autouse=True)
 def fewer_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a plugin's declarations once for all of its components; in the quick profile, start all components in one new process."""
+    """Check a plugin's declarations once for all of its components; in the quick profile, start all
+    components in one new process."""
 
     def once(code: str, stdin: bytes, what: str, *args: str) -> None:
         if stdin and not FULL:

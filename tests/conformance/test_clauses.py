@@ -1,4 +1,5 @@
-"""Every sentence of a contract is marked: a check holds it, or it is said why none does, or it asks nothing."""
+"""Every sentence of a contract is marked: a check holds it, or it is said why none does, or it asks
+nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ def test_the_page_of_clauses_is_current() -> None:
 
 def test_a_new_sentence_is_a_clause_of_its_own() -> None:
     docstring = '"""One. Two\n    lines.\n\n        a drawing\n    """'
-    source = f'class A:\n    {docstring}\n\n    x: int = 1  # a comment\n    def f(self):\n        "`Three`. Four."\n    y: int = 2\n    "Five. Six."\n'
+    source = (
+        f"class A:\n    {docstring}\n\n    x: int = 1  # a comment\n    def f(self):\n        "
+        f'"`Three`. Four."\n    y: int = 2\n    "Five. Six."\n'
+    )
     own = [
         ("A", "One."),
         ("A", "Two lines."),

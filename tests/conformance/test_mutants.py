@@ -1,5 +1,5 @@
-"""Every check can fail: for each there is a component, broken on purpose, that it catches. The quick profile tries one for each check, the full
-profile all."""
+"""Every check can fail: for each there is a component, broken on purpose, that it catches. The
+quick profile tries one for each check, the full profile all."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ CHECKS = {
     "observer.forgets",
 }  # those that play a failed run, up to the third: then the suite gives up
 LIMIT_S = 4.0
-# `dovetail.testing.runner.COMMAND`, with a suite that starts no processes of its own: test_builtins.py shows what it finds with them.
+# `dovetail.testing.runner.COMMAND`, with a suite that starts no processes of its own:
+# test_builtins.py shows what it finds with them.
 COMMAND = """
 import sys
 from dovetail.testing import hygiene
@@ -389,7 +390,10 @@ def test_a_plugin_that_imports_torch_while_declaring_fails(site: Site) -> None: 
 
 
 def test_the_pytest_plugin_imports_nothing_else_of_dovetail_and_no_torch() -> None:
-    code = "import sys, pytest; import dovetail.testing.pytest_plugin; print(*sorted(m for m in sys.modules if m.startswith(('dovetail', 'torch'))))"
+    code = (
+        "import sys, pytest; import dovetail.testing.pytest_plugin; print(*sorted(m for m in "
+        "sys.modules if m.startswith(('dovetail', 'torch'))))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [
         "dovetail",
@@ -424,7 +428,10 @@ def test_suites_that_need_no_torch_run_without_it_and_leave_nothing_in_the_folde
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
     }
-    code = f"import sys; from dovetail.testing import run; v = run({kind!r}, {name!r}); print(v.line); sys.exit(not v.conformant)"
+    code = (
+        f"import sys; from dovetail.testing import run; v = run({kind!r}, {name!r}); "
+        f"print(v.line); sys.exit(not v.conformant)"
+    )
     folder = tmp_path / "folder"
     folder.mkdir()
     done = subprocess.run(

@@ -1,4 +1,5 @@
-"""Nothing passes silently: a check that doesn't count, for any reason, makes the verdict NOT CONFORMANT, is named, and fails the session."""
+"""Nothing passes silently: a check that doesn't count, for any reason, makes the verdict NOT
+CONFORMANT, is named, and fails the session."""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ CLASSES = {  # name -> decorator, what the class changes, its verdict
 
 def source(*names: str) -> str:
     classes = (
-        f"{CLASSES[name][0]}\nclass {name}(tiny.TinySuite):\n    component = tiny.Good\n    {CLASSES[name][1]}\n"
+        f"{CLASSES[name][0]}\nclass {name}(tiny.TinySuite):\n    component = tiny.Good\n    "
+        f"{CLASSES[name][1]}\n"
         for name in names
     )
     return HEAD + "\n".join(classes)
@@ -131,7 +133,8 @@ def source(*names: str) -> str:
 def run_pytest(
     folder: Path, text: str, *args: str, installed: bool = False
 ) -> tuple[int, dict[str, str]]:
-    """The exit code, and the verdict of each class. `installed`: pytest finds the plugin, and all others, by their entry points."""
+    """The exit code, and the verdict of each class. `installed`: pytest finds the plugin, and all
+    others, by their entry points."""
     code, printed = print_of_pytest(folder, text, "--tb=no", *args, installed=installed)
     return code, verdicts_in(printed)
 

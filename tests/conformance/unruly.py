@@ -1,4 +1,5 @@
-"""Observers that do what no component should, in the one run of their suite that fails. (`import` this: other processes have to.)"""
+"""Observers that do what no component should, in the one run of their suite that fails. (`import`
+this: other processes have to.)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The files in deploy/: each is read as its program would, names only what exists, and asks only for metrics that the server has."""
+"""The files in deploy/: each is read as its program would, names only what exists, and asks only
+for metrics that the server has."""
 
 from __future__ import annotations
 

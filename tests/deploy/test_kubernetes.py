@@ -1,4 +1,5 @@
-"""The manifests in deploy/kubernetes/: each names only what the server, the router and the other manifests have. No cluster is needed."""
+"""The manifests in deploy/kubernetes/: each names only what the server, the router and the other
+manifests have. No cluster is needed."""
 
 from __future__ import annotations
 

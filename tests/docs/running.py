@@ -37,23 +37,23 @@ NOT_INSTALLED = {"dovetail-fair", "dovetail-experimental"}  # distributions that
 LANGUAGES = {"python", "py", "yaml", "console", "text", "toml", "json", "bash"}
 ENDLESS = ("serve", "chat", "ranks", "cluster")  # commands that run until they are told to end
 CURL_S = 60
+# commands of the lab: only the full profile compares what they print with the page
 SIMULATE_OFTEN = (
     "compare",
     "sweep",
     "capacity",
-)  # commands of the lab: only the full profile compares what they print with the page
-LONG_SUITE = re.compile(
-    r"\brun\(\"(model|attention|sampler|logits_processor)\""
-)  # of many seconds: only the full profile runs them
+)
+# of many seconds: only the full profile runs them
+LONG_SUITE = re.compile(r"\brun\(\"(model|attention|sampler|logits_processor)\"")
 FEW = 20  # requests of each simulation otherwise
 MANY = 200  # requests that take seconds: only the full profile replays more in a page's Python
 
 
 def run_page(page: str, url: str) -> None:
-    """Run the blocks in the current folder, whose modules they can import. `url`: of a server of the demo model."""
-    os.cpu_count = lambda: (
-        1
-    )  # other cores run other tests: the lab doesn't start processes that import it again
+    """Run the blocks in the current folder, whose modules they can import. `url`: of a server of
+    the demo model."""
+    # other cores run other tests: the lab doesn't start processes that import it again
+    os.cpu_count = lambda: 1
     if not FULL:
         runner.COMMAND = fewer.COMMAND
     module = ModuleType("documentation_page")
@@ -157,7 +157,8 @@ def run_dovetail(block: Block, args: list[str], expected: str) -> None:
 
 
 def with_few_requests(code: str) -> str:
-    """Return this code, with few requests if it replays more than `MANY`. What it prints isn't what the page shows then."""
+    """Return this code, with few requests if it replays more than `MANY`. What it prints isn't what
+    the page shows then."""
     return re.sub(
         r"\brequests=(\d+)",
         lambda found: f"requests={FEW}" if "replay(" in code and int(found[1]) > MANY else found[0],
@@ -166,7 +167,8 @@ def with_few_requests(code: str) -> str:
 
 
 def abridged(args: list[str]) -> list[str]:
-    """Return this command of the lab with two seeds, few requests, one rate and no warm-up. What it prints isn't what the page shows then."""
+    """Return this command of the lab with two seeds, few requests, one rate and no warm-up. What it
+    prints isn't what the page shows then."""
     args = [re.sub(r"requests=\d+", f"requests={FEW}", arg) for arg in args]
     for index, (option, value) in enumerate(pairwise(args), start=1):
         if option == "--seeds":
@@ -230,7 +232,8 @@ def check_docker(block: Block) -> None:
     for line in block.text.splitlines():
         words = shlex.split(line, comments=True)
         assert words[0] == "docker", (
-            f"{block.place}: {words[0]} isn't docker; what can be run or checked is in blocks of the language console"
+            f"{block.place}: {words[0]} isn't docker; what can be run or checked is in blocks of "
+            f"the language console"
         )
         missing = [
             word for word in words if word.startswith("deploy/") and not (ROOT / word).is_file()
@@ -266,7 +269,8 @@ def check_that_it_could_run(block: Block, words: list[str]) -> None:
         assert "VENV ?= .venv\n" in (ROOT / "Makefile").read_text()
     elif words[:2] == ["git", "clone"]:
         assert words[2] == "WHERE_YOU_HAVE_THIS_FROM", (
-            f"{block.place}: is there a public address now? Then pyproject.toml wants [project.urls]"
+            f"{block.place}: is there a public address now? Then pyproject.toml wants "
+            f"[project.urls]"
         )
     elif words[:2] == ["pip", "install"]:
         extras = re.findall(r"dovetail-llm\[(.+?)\]", " ".join(words))
@@ -278,7 +282,8 @@ def check_that_it_could_run(block: Block, words: list[str]) -> None:
         )
     else:
         pytest.fail(
-            f"{block.place}: {words[0]} is none of dovetail, curl, make, source, python, pip, git, kubectl: nobody could check it"
+            f"{block.place}: {words[0]} is none of dovetail, curl, make, source, python, pip, git, "
+            f"kubectl: nobody could check it"
         )
 
 

@@ -1,4 +1,5 @@
-"""Code blocks in the documentation are correct: Python runs, commands print what the page says, configs are valid. See `pages.py`."""
+"""Code blocks in the documentation are correct: Python runs, commands print what the page says,
+configs are valid. See `pages.py`."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def server() -> Iterator[str]:
 
 
 def installed(page: str, site: Site) -> list[str]:
-    """Install the example that the page is about, as `pip install -e` does, and return the folders on its path."""
+    """Install the example that the page is about, as `pip install -e` does, and return the folders
+    on its path."""
     source = ROOT / "examples/plugins" / ABOUT[page]
     entry_points = tomllib.loads((source / "pyproject.toml").read_text())["project"][
         "entry-points"

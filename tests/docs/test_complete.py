@@ -1,4 +1,5 @@
-"""Nothing that a user can name is undocumented: keys, options, commands, hooks, kinds, the public names."""
+"""Nothing that a user can name is undocumented: keys, options, commands, hooks, kinds, the public
+names."""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ def package() -> Any:
 
 @pytest.fixture(scope="module")
 def documented(package: Any) -> list[griffe.Object]:
-    """What the reference shows, with all that is inside. A name that is only imported where the reference looks for it is a `griffe.Alias`."""
+    """What the reference shows, with all that is inside. A name that is only imported where the
+    reference looks for it is a `griffe.Alias`."""
 
     def walk(thing: Any) -> Iterator[Any]:
         yield thing
@@ -209,6 +211,7 @@ def test_every_name_that_servers_build_on_is_on_their_page() -> None:
         assert getattr(serving, name) is not None
 
 
+# as the page says: of some it has a part
 NN_INTERNAL = (
     "kernels",
     "adapters",
@@ -219,7 +222,7 @@ NN_INTERNAL = (
     "state",
     "transfer",
     "weights",
-)  # as the page says: of some it has a part
+)
 
 
 def test_every_layer_is_in_the_reference_with_its_shapes(
@@ -284,7 +287,8 @@ def test_files_that_pages_name_exist() -> None:
 
 
 def test_modules_and_names_that_pages_name_exist() -> None:
-    """Dotted names like `dovetail.api`, and attributes of the contracts like `Request.cache_keys`."""
+    """Dotted names like `dovetail.api`, and attributes of the contracts like
+    `Request.cache_keys`."""
     for page in pages():
         text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
         for owner, attribute in re.findall(r"`([A-Z]\w+)\.(\w+)(?:\([^`]*\))?`", text):
@@ -343,7 +347,8 @@ def contract_modules() -> list[Any]:
 
 
 def fields_of(cls: Any) -> set[str]:
-    """Names that instances have: dataclass and pydantic fields, slots, and what `__init__` of the step sets."""
+    """Names that instances have: dataclass and pydantic fields, slots, and what `__init__` of the
+    step sets."""
     names = {
         *getattr(cls, "__dataclass_fields__", ()),
         *getattr(cls, "model_fields", ()),

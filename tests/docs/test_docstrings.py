@@ -1,4 +1,5 @@
-"""Examples in docstrings fit this version: they compile, and a plugin with the same declarations is accepted. API changes are documented."""
+"""Examples in docstrings fit this version: they compile, and a plugin with the same declarations is
+accepted. API changes are documented."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Text(NamedTuple):
 
 @cache
 def docstrings(containing: str) -> tuple[Text, ...]:
-    """Every docstring of the core, of the plugin packages and of the examples, in files that contain this: to parse all takes seconds."""
+    """Every docstring of the core, of the plugin packages and of the examples, in files that
+    contain this: to parse all takes seconds."""
     return tuple(_docstrings(containing))
 
 

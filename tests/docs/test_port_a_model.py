@@ -1,5 +1,6 @@
-"""The page "Port a model from transformers" shows all of the package that it is about, and the suite finds the mistakes that it says it does.
-`tests/third_party.sh` installs the package and tests it."""
+"""The page "Port a model from transformers" shows all of the package that it is about, and the
+suite finds the mistakes that it says it does. `tests/third_party.sh` installs the package and tests
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The built site: no table has an empty column, the style sheet distinguishes code blocks from tables, search finds words."""
+"""The built site: no table has an empty column, the style sheet distinguishes code blocks from
+tables, search finds words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The page "Write a scheduler" is a whole package: built here from the page's own blocks, installed with pip, and used."""
+"""The page "Write a scheduler" is a whole package: built here from the page's own blocks, installed
+with pip, and used."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def test_its_files_are_those_of_the_tree_that_the_page_draws(project: Path) -> N
 
 
 def python_args(words: list[str], site: Path) -> list[str]:
-    """A command of the page as arguments of this Python. pip installs into a folder of its own, from no index."""
+    """A command of the page as arguments of this Python. pip installs into a folder of its own,
+    from no index."""
     if words == ["pip", "install", "-e", "."]:
         return ["-m", *INSTALL, str(site), "."]
     if words[0] == "python":
@@ -77,7 +79,8 @@ def python_args(words: list[str], site: Path) -> list[str]:
 
 
 def run(project: Path, site: Path, args: list[str]) -> str:
-    """Return this Python code's output, run in the project's folder with the installed packages on its path."""
+    """Return this Python code's output, run in the project's folder with the installed packages on
+    its path."""
     path = os.pathsep.join(filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     environ = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "DOVETAIL_PLUGINS": ""}
     if not FULL:

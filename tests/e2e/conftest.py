@@ -13,12 +13,14 @@ from tests.e2e.test_same_tokens import model_dir
 
 @pytest.fixture(autouse=True, scope="session")
 def _a_small_model_is_written() -> None:
-    """Make the checkpoint that most tests load before the first test, whose budget would pay for transformers' import."""
+    """Make the checkpoint that most tests load before the first test, whose budget would pay for
+    transformers' import."""
     model_dir()
 
 
 class NoTrials:
-    """Lets all rules pass. A trial starts a process, which takes as long as a test has: `tests/structured` tests them."""
+    """Lets all rules pass. A trial starts a process, which takes as long as a test has:
+    `tests/structured` tests them."""
 
     def __init__(self, *_: object) -> None:
         pass

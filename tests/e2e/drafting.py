@@ -1,4 +1,5 @@
-"""Drafters that know the answers, for tests of whole engines; and an executor whose steps all take as long, however many lines they have."""
+"""Drafters that know the answers, for tests of whole engines; and an executor whose steps all take
+as long, however many lines they have."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ NAMES = ("oracle", "alternating", "moody", "random")
 
 
 class Free:
-    """Advances a virtual clock by the same time for each step, however many lines it has. So drafts are checked as long as there is hope."""
+    """Advances a virtual clock by the same time for each step, however many lines it has. So drafts
+    are checked as long as there is hope."""
 
     context: ExecutorContext
 

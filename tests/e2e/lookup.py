@@ -1,10 +1,12 @@
-"""A constructed (not trained) model that looks up pairs over any distance: one attention layer with fixed weights.
+"""A constructed (not trained) model that looks up pairs over any distance: one attention layer with
+fixed weights.
 
     token p < pairs           is a pair: its K says `key[p]`, its V `value[p % VALUES]`
     token pairs + p           asks for pair p: its q says `key[p]`, so it attends most to that pair, wherever it stands
 
-What attention returns is nearest to the value of the pair that was asked for, which the head turns into the token p % VALUES. `sharpness` is the
-score of that pair; all others have scores about 0. The lower it is, the less the pair stands out of the sum over all tokens before.
+What attention returns is nearest to the value of the pair that was asked for, which the head turns
+into the token p % VALUES. `sharpness` is the score of that pair; all others have scores about 0.
+The lower it is, the less the pair stands out of the sum over all tokens before.
 """
 
 from __future__ import annotations
@@ -29,14 +31,16 @@ def write_lookup_model(
     generator = torch.Generator().manual_seed(seed)
     keys = torch.nn.functional.normalize(torch.randn(pairs, KEY_SIZE, generator=generator), dim=1)
     values = torch.nn.functional.normalize(torch.randn(VALUES, SIZE, generator=generator), dim=1)
-    # the hidden state: | q | K | V | what attention returns |, each token's of length sqrt(2) before its norm
+    # the hidden state: | q | K | V | what attention returns |, each token's of length sqrt(2)
+    # before its norm
     hidden, at = (
         4 * SIZE,
         {part: slice(i * SIZE, (i + 1) * SIZE) for i, part in enumerate(("q", "k", "v", "out"))},
     )
+    # of a head, what isn't turned
     content = torch.cat(
         [torch.arange(UNTURNED, SIZE // 2), torch.arange(SIZE // 2 + UNTURNED, SIZE)]
-    )  # of a head, what isn't turned
+    )
     embedding = torch.zeros(2 * pairs, hidden)
     embedding[:pairs, at["k"]] = _spread(keys, content)
     embedding[:pairs, at["v"]] = values[torch.arange(pairs) % VALUES]

@@ -1,4 +1,5 @@
-"""Logits processors for tests of whole engines. The order of the first two matters; `after` is their plain twin."""
+"""Logits processors for tests of whole engines. The order of the first two matters; `after` is
+their plain twin."""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ def install(site: Site) -> None:
 def after(
     logits: torch.Tensor, history: Sequence[int], asked: Mapping[str, Mapping[str, Any]]
 ) -> torch.Tensor:
-    """Return logits [vocab] changed by `shun` and then `clip`, for a request with these arguments and tokens."""
+    """Return logits [vocab] changed by `shun` and then `clip`, for a request with these arguments
+    and tokens."""
     logits = logits.clone()
     if (shun := asked.get("shun")) is not None:
         near = set(history[-shun.get("window", 8) :]) - set(shun.get("spare", ()))

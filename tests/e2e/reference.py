@@ -1,8 +1,10 @@
 """Definition of "equal to transformers", and its check.
 
-In float32 a differing token is a failure, unless the float64 reference holds its two candidates to be within 1e-4 of each other. Such ties are
-counted, and end the comparison of that request. One forward pass of transformers over prompt and output checks every greedy step at once: if the
-reference's choice after each prefix is our next token, its own `generate` would have produced the same.
+In float32 a differing token is a failure, unless the float64 reference holds its two candidates to
+be within 1e-4 of each other. Such ties are counted, and end the comparison of that request. One
+forward pass of transformers over prompt and output checks every greedy step at once: if the
+reference's choice after each prefix is our next token, its own `generate` would have produced the
+same.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Comparison:
 
 @contextmanager
 def checkpoint(config: Any, seed: int = 0) -> Iterator[tuple[Path, Any]]:
-    """A directory with a random model's files as transformers saves them, and transformers' model itself (float32)."""
+    """A directory with a random model's files as transformers saves them, and transformers' model
+    itself (float32)."""
     model = reference(config, seed).eval()
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
@@ -82,7 +85,8 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 def compare_greedy(
     model: Any, prompt: Sequence[int], tokens: Sequence[int], counts: Comparison
 ) -> None:
-    """Raises `AssertionError` at the first token that transformers would not have chosen and that is no tie."""
+    """Raises `AssertionError` at the first token that transformers would not have chosen and that
+    is no tie."""
     ids = torch.tensor([[*prompt, *tokens]])
     choices = model(ids).logits[0, len(prompt) - 1 : -1].argmax(dim=-1).tolist()
     for position, (ours, theirs) in enumerate(zip(tokens, choices, strict=True)):
@@ -91,7 +95,8 @@ def compare_greedy(
             exact = copy.deepcopy(model).double()(ids).logits[0, len(prompt) - 1 + position]
             if abs(exact[ours] - exact[theirs]) > TIE:
                 raise AssertionError(
-                    f"token {position} after a prompt of {len(prompt)} is {ours}, transformers chose {theirs}"
+                    f"token {position} after a prompt of {len(prompt)} is {ours}, transformers "
+                    f"chose {theirs}"
                 )
             counts.ties += 1
             return

@@ -80,7 +80,8 @@ async def is_idle(engine: AsyncLLMEngine) -> bool:
 
 
 class SlowTokenizer:
-    """Takes the place of `LLMEngine.tokenized`: a text is one token, and isn't tokenized before `go` is set."""
+    """Takes the place of `LLMEngine.tokenized`: a text is one token, and isn't tokenized before
+    `go` is set."""
 
     def __init__(self, engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began, self.go = threading.Event(), threading.Event()
@@ -527,7 +528,8 @@ def test_close_within_the_loop_does_not_wait_for_its_readers(fresh: AsyncLLMEngi
     run(main())
 
 
-MANY = 2_000  # without an end they would take the interpreter from the engine's thread, and this would test that
+# without an end they would take the interpreter from the engine's thread, and this would test that
+MANY = 2_000
 
 
 @pytest.mark.parametrize("asked", range(6))

@@ -1,4 +1,5 @@
-"""Any bad input gets an error that states the problem, and all other requests get the same tokens as without it."""
+"""Any bad input gets an error that states the problem, and all other requests get the same tokens
+as without it."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def tokens_of(outputs: dict[str, RequestOutput]) -> dict[str, list[list[int]]]:
 def in_company(
     engine: LLMEngine, alone: dict[str, list[list[int]]]
 ) -> Iterator[dict[str, RequestOutput]]:
-    """Run other requests at the same time, which end with the same tokens as alone. Yields the outputs of all, filled at the end."""
+    """Run other requests at the same time, which end with the same tokens as alone. Yields the
+    outputs of all, filled at the end."""
     invite(engine)
     engine.step()
     engine.step()
@@ -433,7 +435,8 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"deadline": math.inf}, "deadline must be a finite number of seconds or None, got inf"),
     (
         {"arrival_time": -1e308},
-        r"arrival_time must be .* got -1e\+308: on the engine's clock \(engine.now\(\)\), from -1e\+09 to 1e\+09",
+        r"arrival_time must be .* got -1e\+308: on the engine's clock \(engine.now\(\)\), from "
+        r"-1e\+09 to 1e\+09",
     ),
     ({"arrival_time": 1e10}, "on the engine's clock"),  # it would wait for centuries
     ({"deadline": 1e10}, "deadline must be .* on the engine's clock"),
@@ -892,7 +895,8 @@ def test_a_package_that_a_library_lacks_is_reported_as_such_and_not_as_a_lack_of
     monkeypatch.setattr("dovetail_executors.runtime.worker.load_model", load_model)
     with pytest.raises(
         UnsupportedError,
-        match=r"executor dovetail:local can't start: ModuleNotFoundError: No module named 'httpx2'$",
+        match=r"executor dovetail:local can't start: ModuleNotFoundError: No module named "
+        r"'httpx2'$",
     ):
         LLMEngine.from_config({"model": "demo"})
 
@@ -990,7 +994,8 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], None], type[DovetailError], str]] 
     "an unknown architecture": (
         _config(architectures=["NopeForCausalLM"]),
         UnsupportedError,
-        "NopeForCausalLM is no class of transformers, and code in a checkpoint is never run; for qwen3 it has Qwen3ForCausalLM",
+        "NopeForCausalLM is no class of transformers, and code in a checkpoint is never run; for "
+        "qwen3 it has Qwen3ForCausalLM",
     ),
     "no architecture": (_config(architectures=None), ModelLoadError, "no 'architectures'"),
     "a broken generation_config": (
@@ -1001,7 +1006,8 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], None], type[DovetailError], str]] 
     "a hot generation_config": (
         _write("generation_config.json", b'{"temperature": "hot"}'),
         ModelLoadError,
-        "generation_config.json: temperature must be .* got 'hot'; remove the key, or set generation_config: none",
+        "generation_config.json: temperature must be .* got 'hot'; remove the key, or set "
+        "generation_config: none",
     ),
 }
 
@@ -1025,7 +1031,8 @@ def test_a_model_without_tokenizer_takes_and_gives_token_ids_alone() -> None:
         ):
             with pytest.raises(
                 ModelLoadError,
-                match=r"has no tokenizer .* name another with `tokenizer:`, or give token ids with detokenize=False",
+                match=r"has no tokenizer .* name another with `tokenizer:`, or give token ids with "
+                r"detokenize=False",
             ):
                 llm.generate(prompt, params)  # type: ignore[arg-type]
         with pytest.raises(ModelLoadError, match="has no tokenizer"):
@@ -1095,7 +1102,8 @@ def test_a_conversation_that_cannot_fit_is_refused_before_it_is_rendered(llm: LL
     ]
     with pytest.raises(
         RequestError,
-        match=r"^the prompt's conversation has more than \d+ characters: .* \(limits.max_prompt_chars\)",
+        match=r"^the prompt's conversation has more than \d+ characters: .* "
+        r"\(limits.max_prompt_chars\)",
     ):
         llm.chat(messages, use_tqdm=False)
 

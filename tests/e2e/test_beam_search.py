@@ -1,4 +1,5 @@
-"""`LLM.beam_search` finds what transformers' beam search finds, in any engine and beside other work, and refuses what it can't honour."""
+"""`LLM.beam_search` finds what transformers' beam search finds, in any engine and beside other
+work, and refuses what it can't honour."""
 
 from __future__ import annotations
 
@@ -388,7 +389,8 @@ def test_other_names_are_refused_with_what_to_do_instead(name: str, said: str) -
             "A",
             BeamSearchParams(20, 4),
             {},
-            "beam_width must be at most 19, got 20: a beam needs as many log-probabilities, and 1 for EOS",
+            "beam_width must be at most 19, got 20: a beam needs as many log-probabilities, and 1 "
+            "for EOS",
         ),
         ("A", BeamSearchParams(2**62, 4), {}, "beam_width must be at most 19"),
         ("A", BeamSearchParams(21, 4, ignore_eos=True), {}, "beam_width must be at most 20"),
@@ -425,7 +427,8 @@ def test_other_names_are_refused_with_what_to_do_instead(name: str, said: str) -
             "A",
             PARAMS,
             {"prompt_adapter_request": 1},
-            "beam_search(): prompt_adapter_request=1: prompt adapters (soft prompts) aren't supported",
+            "beam_search(): prompt_adapter_request=1: prompt adapters (soft prompts) aren't "
+            "supported",
         ),
         (
             ["A", "B"],
@@ -448,7 +451,8 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_computed(
 
 def test_a_request_for_beams_is_answered_with_their_call(llm: LLM) -> None:
     call = re.escape(
-        "use_beam_search: use LLM.beam_search(prompts, BeamSearchParams(beam_width=…, max_tokens=…))"
+        "use_beam_search: use LLM.beam_search(prompts, BeamSearchParams(beam_width=…, "
+        "max_tokens=…))"
     )
     with pytest.raises(RequestError, match=f"^{call}$"):
         VllmSamplingParams(use_beam_search=True)

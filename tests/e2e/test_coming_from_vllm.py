@@ -1,4 +1,5 @@
-"""Programs written for vLLM or nano-vllm run: each row of the tables in docs/coming-from-vllm.md is a test here."""
+"""Programs written for vLLM or nano-vllm run: each row of the tables in docs/coming-from-vllm.md is
+a test here."""
 
 from __future__ import annotations
 
@@ -252,7 +253,8 @@ def test_each_translation_is_reported_in_one_line_and_once(
 def test_a_misspelt_argument_is_answered_with_the_right_name(name: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=f"^{name}: unknown key, did you mean (enforce_eager|tensor_parallel_size|max_model_len)",
+        match=f"^{name}: unknown key, did you mean "
+        f"(enforce_eager|tensor_parallel_size|max_model_len)",
     ):
         LLM("demo", **{name: 1})
 
@@ -295,7 +297,8 @@ def test_engine_args_are_a_config() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"engine_args must be dovetail.EngineArgs or an EngineConfig, got \{'model': 'demo'\}",
+        match=r"engine_args must be dovetail.EngineArgs or an EngineConfig, got \{'model': "
+        r"'demo'\}",
     ):
         LLMEngine.from_engine_args({"model": "demo"})  # type: ignore[arg-type]
 
@@ -475,7 +478,8 @@ def logs(llm: LLM) -> None:
         logger.removeHandler(handler)
         logger.setLevel(level)
     assert re.fullmatch(
-        r"0 running, 0 waiting, \d+ finished; .* tokens prefilled, .* generated; 0 preemptions; K and V in use: 0%",
+        r"0 running, 0 waiting, \d+ finished; .* tokens prefilled, .* generated; 0 preemptions; K "
+        r"and V in use: 0%",
         records[0].message,
     )
 

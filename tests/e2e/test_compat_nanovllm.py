@@ -1,4 +1,5 @@
-"""`dovetail.compat.nanovllm`: programs in the shapes of nano-vllm's examples and benchmark run once their imports are changed."""
+"""`dovetail.compat.nanovllm`: programs in the shapes of nano-vllm's examples and benchmark run once
+their imports are changed."""
 
 from __future__ import annotations
 

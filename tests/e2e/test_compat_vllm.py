@@ -1,5 +1,5 @@
-"""`dovetail.compat.vllm`: programs in the shapes of vLLM's offline examples run once their imports are changed, or are refused with what to do
-instead; the page lists which."""
+"""`dovetail.compat.vllm`: programs in the shapes of vLLM's offline examples run once their imports
+are changed, or are refused with what to do instead; the page lists which."""
 
 from __future__ import annotations
 
@@ -312,7 +312,8 @@ REFUSED: dict[str, tuple[str, str]] = {  # a program, what is said
     ),
     "multi_vector_retrieval": ("from vllm.config import PoolerConfig", "pooling_task"),
     "qwen3_reranker": (
-        "from vllm import LLM\nLLM(model='demo', hf_overrides={'classifier_from_token': ['no', 'yes'], 'is_original_qwen3_reranker': True})",
+        "from vllm import LLM\nLLM(model='demo', hf_overrides={'classifier_from_token': ['no', "
+        "'yes'], 'is_original_qwen3_reranker': True})",
         "score_tokens",
     ),
     "extract_hidden_states": (
@@ -346,7 +347,8 @@ REFUSED: dict[str, tuple[str, str]] = {  # a program, what is said
         "abort the requests",
     ),
     "chat_with_tools": (
-        "from vllm import LLM\nLLM(model='demo', tokenizer_mode='mistral', config_format='mistral')",
+        "from vllm import LLM\nLLM(model='demo', tokenizer_mode='mistral', "
+        "config_format='mistral')",
         "only auto",
     ),
     "spec_decode": (
@@ -374,7 +376,8 @@ REFUSED: dict[str, tuple[str, str]] = {  # a program, what is said
         "the engine opens no ports",
     ),
     "context_extension": (
-        "from vllm import LLM\nLLM(model='demo', hf_overrides={'rope_parameters': {'factor': 4.0}})",
+        "from vllm import LLM\nLLM(model='demo', hf_overrides={'rope_parameters': {'factor': "
+        "4.0}})",
         "config.json",
     ),
     "logits_processor/custom": (

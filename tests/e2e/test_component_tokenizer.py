@@ -1,4 +1,5 @@
-"""A tokenizer of a plugin in an engine: its texts, conversations and grammars; what is refused, and how errors name it."""
+"""A tokenizer of a plugin in an engine: its texts, conversations and grammars; what is refused, and
+how errors name it."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def test_it_is_named_like_a_model_or_as_a_mapping(name: Any) -> None:
     [
         (
             "dovetail-spelling:byts",
-            r"tokenizer: unknown tokenizer 'dovetail-spelling:byts', did you mean dovetail-spelling:bytes\?",
+            r"tokenizer: unknown tokenizer 'dovetail-spelling:byts', did you mean "
+            r"dovetail-spelling:bytes\?",
         ),
         ({"name": "byts"}, r"tokenizer: unknown tokenizer 'byts'"),
         ("dovetail:fcfs", "there is a component of that name, of kind scheduler"),
@@ -120,9 +122,8 @@ def test_it_is_named_like_a_model_or_as_a_mapping(name: Any) -> None:
 )
 def test_what_cannot_be_is_refused_before_the_weights_are_read(name: Any, says: str) -> None:
     with pytest.raises(DovetailError, match=says):
-        LLM(
-            **SMALL, tokenizer=name, executor={"name": "local", "num_blocks": 1}
-        )  # with which no engine would start
+        # with which no engine would start
+        LLM(**SMALL, tokenizer=name, executor={"name": "local", "num_blocks": 1})
 
 
 def test_a_name_that_is_a_folder_too_is_refused(
@@ -134,8 +135,8 @@ def test_a_name_that_is_a_folder_too_is_refused(
     [problem] = find_problems(config, Registry.discover())
     assert isinstance(problem, ConfigError)
     assert (
-        "'bytes' is both an installed tokenizer and a file or directory here: write {name: bytes} or ./bytes"
-        in str(problem)
+        "'bytes' is both an installed tokenizer and a file or directory here: write {name: bytes} "
+        "or ./bytes" in str(problem)
     )
     assert (
         EngineConfig.load({**SMALL, "tokenizer": "./bytes"}).chosen_tokenizer(Registry.discover())
@@ -235,7 +236,8 @@ def test_an_engine_reads_and_writes_with_it() -> None:
         assert list(chat.prompt_token_ids) == [256, 258, *b"Hi</s><assistant>", 257, 259]
         with pytest.raises(
             RequestError,
-            match="spelling:bytes can't be used with a chat template: it encodes conversations itself",
+            match="spelling:bytes can't be used with a chat template: it encodes conversations "
+            "itself",
         ):
             llm.chat([USER], chat_template="{{ messages }}")
         with pytest.raises(RequestError, match="chat_template_kwargs fast"):
@@ -289,7 +291,8 @@ def test_without_a_form_for_conversations_it_completes_text() -> None:
             llm.chat([USER])
         with pytest.raises(
             RequestError,
-            match="can't be used with a chat template: it encodes a template's special tokens as text",
+            match="can't be used with a chat template: it encodes a template's special tokens as "
+            "text",
         ):
             llm.chat([USER], chat_template="{{ messages }}")
 

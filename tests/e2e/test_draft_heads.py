@@ -1,4 +1,5 @@
-"""The drafters `mtp` and `eagle3`: heads that must be right are, which shows that states and tokens are aligned, and no token changes."""
+"""The drafters `mtp` and `eagle3`: heads that must be right are, which shows that states and tokens
+are aligned, and no token changes."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ LIMITS = [{}, {"max_num_batched_tokens": 8, "max_num_seqs": 2}, SMALL]
 def test_an_mtp_head_that_reads_the_token_after_the_state_is_always_right(
     family: Any, limits: dict[str, Any]
 ) -> None:
-    """It passes the embedding through, of which the model's own output layer makes the token after it: any other token would be wrong."""
+    """It passes the embedding through, of which the model's own output layer makes the token after
+    it: any other token would be wrong."""
     with (
         chained(family(**CHAINED, tie_word_embeddings=False), mtp=True) as directory,
         engine(directory, "mtp", **limits) as running,
@@ -122,7 +124,8 @@ def test_an_mtp_head_that_reads_the_token_after_the_state_is_always_right(
 def test_an_eagle3_head_that_reads_the_right_state_is_always_right(
     tap: int, tmp_path: Path
 ) -> None:
-    """It makes its first draft of the state alone: two tokens after the state's own. So the state of any other token would be wrong."""
+    """It makes its first draft of the state alone: two tokens after the state's own. So the state
+    of any other token would be wrong."""
     with chained(config := glm4_moe(**CHAINED)) as directory:
         write_chained_eagle3(tmp_path / "head", config, tap)
         with engine(
@@ -225,7 +228,8 @@ def test_as_many_drafts_are_accepted_after_a_prefix_hit(tmp_path: Path) -> None:
 def test_drafts_after_a_prefix_hit_are_those_after_a_miss(
     differ: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if prompts part at the end of a block: the head's K and V of its last token are made of the next one, too."""
+    """Also if prompts part at the end of a block: the head's K and V of its last token are made of
+    the next one, too."""
     drafts: list[list[int]] = []
     propose = RunningHead.propose
 
@@ -279,7 +283,8 @@ def test_a_model_whose_states_cannot_be_read_is_refused(tmp_path: Path) -> None:
         head = write_eagle3(tmp_path / "head", fields, eagle3_tensors(fields))
         with pytest.raises(
             UnsupportedError,
-            match=f"draft head {head}: states of the model can't be read: Transformers lacks the capability `taps`",
+            match=f"draft head {head}: states of the model can't be read: Transformers lacks the "
+            f"capability `taps`",
         ):
             engine(directory, {"name": "eagle3", "model": str(head)})
 

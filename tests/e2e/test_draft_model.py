@@ -47,7 +47,8 @@ def drafting_engine(
 @pytest.mark.parametrize("way", ["overlap", "small memory", "small steps"])
 @pytest.mark.slow("makes several engines or many tokens")
 def test_answers_are_those_without_drafts(way: str, site: Site) -> None:  # noqa: F811
-    """Random requests: temperatures, filters, penalties, stop strings, grammars, several samples, preemptions, chunks, prefixes found."""
+    """Random requests: temperatures, filters, penalties, stop strings, grammars, several samples,
+    preemptions, chunks, prefixes found."""
     drafting.install(site)
     with drafting_engine(way) as engine:
         for _ in range(2):  # the second time it finds prefixes that it has computed

@@ -1,4 +1,5 @@
-"""Greedy tokens and log-probabilities are those of transformers, for random small models and ragged batches."""
+"""Greedy tokens and log-probabilities are those of transformers, for random small models and ragged
+batches."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def test_greedy_tokens_of_a_ragged_batch_are_those_of_transformers(
 
 
 def test_ties_are_at_most_one_in_ten_thousand() -> None:
-    """Ties among the tokens compared above; a handful of ties in a short run is already too many."""
+    """Ties among the tokens compared above; a handful of ties in a short run is already too
+    many."""
     print(f"\n{COUNTS.tokens} tokens compared, {COUNTS.ties} ties")
     assert COUNTS.ties <= max(1, COUNTS.tokens // 10_000)
 

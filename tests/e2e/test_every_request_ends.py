@@ -1,7 +1,9 @@
-"""Real models in pools that barely hold one request, with adapters, windows, states, samples, drafts, policies and aborts: every request ends, with
-the tokens that it has in an engine with memory for all, and no page stays held.
+"""Real models in pools that barely hold one request, with adapters, windows, states, samples,
+drafts, policies and aborts: every request ends, with the tokens that it has in an engine with
+memory for all, and no page stays held.
 
-`tests/engine/test_every_request_ends.py` tries many more cases, with a device that only checks who reads what.
+`tests/engine/test_every_request_ends.py` tries many more cases, with a device that only checks who
+reads what.
 """
 
 from __future__ import annotations

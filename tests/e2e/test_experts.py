@@ -1,4 +1,5 @@
-"""Mixtures of experts generate the tokens that transformers does, and those that can't be served are refused by name."""
+"""Mixtures of experts generate the tokens that transformers does, and those that can't be served
+are refused by name."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def test_greedy_tokens_of_gpt_oss_are_those_of_transformers(lens: list[int], see
 
 
 def pack_experts(directory: Path, model: Any, seed: int) -> None:
-    """Replace the experts of a gpt-oss checkpoint by random ones in MXFP4, and those of transformers' `model` by what it makes of them."""
+    """Replace the experts of a gpt-oss checkpoint by random ones in MXFP4, and those of
+    transformers' `model` by what it makes of them."""
     torch.manual_seed(seed)
     path = directory / "model.safetensors"
     tensors = load_file(path)

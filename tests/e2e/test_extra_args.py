@@ -1,4 +1,5 @@
-"""Values for a third-party sampler: an invalid one fails only its own request, on arrival or in the step."""
+"""Values for a third-party sampler: an invalid one fails only its own request, on arrival or in the
+step."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ def test_a_value_that_the_samplers_model_refuses_is_refused_at_arrival_by_its_na
             ({"odd": 1}, "extra_args: KeyError: 'a validator that is itself wrong'"),
             (
                 {"other": 1},
-                "extra_args: 'other' means nothing to sampler checked; it understands: odd, rank, words",
+                "extra_args: 'other' means nothing to sampler checked; it understands: odd, rank, "
+                "words",
             ),
         ]:
             with pytest.raises(RequestError) as caught:
@@ -143,7 +145,8 @@ def test_a_row_that_the_sampler_refuses_ends_its_own_request_alone(ranks: int) -
             [bad] = outputs[f"bad {index}"].outputs
             assert (bad.finish_reason, bad.token_ids) == ("error", ())
             assert str(bad.stop_reason).startswith(
-                f"sampler Unchecked raised in update(): {('ValueError', 'TypeError', 'TypeError')[index]}: "
+                f"sampler Unchecked raised in update(): "
+                f"{('ValueError', 'TypeError', 'TypeError')[index]}: "
             )
         assert [sample.finish_reason for sample in outputs["bad samples"].outputs] == ["error"] * 3
         assert [output.outputs[0].token_ids for output in generate(one, PROMPTS, giving())] == [

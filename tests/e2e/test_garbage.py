@@ -83,9 +83,10 @@ def test_whoever_freezes_sees_the_count_grow_though_frozen_things_have_died() ->
 def test_a_token_more_is_nothing_more_to_look_through(kind: str, stop: list[str] | None) -> None:
     def looked_at() -> int:
         gc.collect()
+        # the vocabulary's, as far as it was seen
         things = [
             thing for thing in gc.get_objects() if type(thing) not in (BytePieces, PieceTexts)
-        ]  # the vocabulary's, as far as it was seen
+        ]
         return len(gc.get_referents(*things))
 
     def growth() -> int:

@@ -1,5 +1,5 @@
-"""An engine whose K and V are kept in FP8 finds over long contexts what it finds without, says the same however a request is computed, and errs no
-more than the rounding of K and V explains."""
+"""An engine whose K and V are kept in FP8 finds over long contexts what it finds without, says the
+same however a request is computed, and errs no more than the rounding of K and V explains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ PROMPTS = [
 
 
 def recall(directory: Path, pairs: int, **settings: Any) -> float:
-    """Return the share of pairs that are found among this many tokens, with one request per pair."""
+    """Return the share of pairs that are found among this many tokens, with one request per
+    pair."""
     generator = torch.Generator().manual_seed(1)
     context, asked = (
         torch.randperm(pairs, generator=generator).tolist(),
@@ -50,7 +51,8 @@ def recall(directory: Path, pairs: int, **settings: Any) -> float:
 def lookup(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, int, float, float]:
-    """Return a model that looks pairs up, their number, its sharpness and its recall in bfloat16."""
+    """Return a model that looks pairs up, their number, its sharpness and its recall in
+    bfloat16."""
     pairs, sharpness = request.param
     directory = tmp_path_factory.mktemp("lookup")
     write_lookup_model(directory, pairs, sharpness, pairs + 64)
@@ -61,11 +63,13 @@ def lookup(
 def test_what_lies_far_back_is_found_as_often_as_in_bfloat16(
     lookup: tuple[Path, int, float, float], scales: str
 ) -> None:
-    """Also if the needle hardly exceeds the sum of all others, so that many are missed with any dtype."""
+    """Also if the needle hardly exceeds the sum of all others, so that many are missed with any
+    dtype."""
     directory, pairs, sharpness, wide = lookup
     small = recall(directory, pairs, dtype="bfloat16", kv_cache_scales=scales, **FP8)
     print(
-        f"\n{pairs} tokens, sharpness {sharpness}: recall {wide:.0%} in bfloat16, {small:.0%} in FP8 ({scales})"
+        f"\n{pairs} tokens, sharpness {sharpness}: recall {wide:.0%} in bfloat16, {small:.0%} in "
+        f"FP8 ({scales})"
     )
     assert small >= wide - 0.05
     assert wide > 0.2
@@ -73,7 +77,8 @@ def test_what_lies_far_back_is_found_as_often_as_in_bfloat16(
 
 @pytest.mark.slow("makes several engines or many tokens")
 def test_tokens_are_the_same_however_a_request_is_computed() -> None:
-    """In chunks, recomputed after preemption, after a cached prefix, or alone: the stored values of a token are always the same."""
+    """In chunks, recomputed after preemption, after a cached prefix, or alone: the stored values of
+    a token are always the same."""
     params = [greedy(12)] * len(PROMPTS)
 
     def tokens(**settings: Any) -> list[tuple[int, ...]]:
@@ -93,8 +98,9 @@ def test_tokens_are_the_same_however_a_request_is_computed() -> None:
 
 @pytest.mark.slow("makes several engines or many tokens")
 def test_calibrated_scales_leave_the_rounding_alone_to_err() -> None:
-    """Teacher-forced, against float32: about three times bfloat16's own error on this model, whatever the scales; K's rounding makes most of it.
-    What shifts all log-probabilities together, as sums that lose bits would, is a fraction of that."""
+    """Teacher-forced, against float32: about three times bfloat16's own error on this model,
+    whatever the scales; K's rounding makes most of it. What shifts all log-probabilities together,
+    as sums that lose bits would, is a fraction of that."""
     exact, wide, small = (
         _logprobs(**settings)
         for settings in (
@@ -106,14 +112,16 @@ def test_calibrated_scales_leave_the_rounding_alone_to_err() -> None:
     errors = [(told - exact).abs().mean().item() for told in (wide, small)]
     shift = (small - exact).mean().item()
     print(
-        f"\nmean |Δ logprob|: bfloat16 {errors[0]:.4f}, with K and V in FP8 {errors[1]:.4f}; mean Δ {shift:+.4f}"
+        f"\nmean |Δ logprob|: bfloat16 {errors[0]:.4f}, with K and V in FP8 {errors[1]:.4f}; mean "
+        f"Δ {shift:+.4f}"
     )
     assert errors[1] <= 4.5 * errors[0]
     assert abs(shift) <= 0.2 * errors[1]
 
 
 def _logprobs(**settings: Any) -> torch.Tensor:
-    """Log-probabilities of the tokens of some texts, each given the preceding tokens, [tokens] float64."""
+    """Log-probabilities of the tokens of some texts, each given the preceding tokens, [tokens]
+    float64."""
     text = (Path(DEMO) / "README.md").read_bytes()
     length = 250 if FULL else 120
     prompts = [

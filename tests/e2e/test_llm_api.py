@@ -210,7 +210,10 @@ def test_closing_ends_the_processes_that_render_chats() -> None:
 
 
 def test_the_options_of_a_chat_reach_its_template(llm: LLM) -> None:
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ ending }}{% if add_generation_prompt %}?{% endif %}{{ tools[0].name }}"
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ ending }}{% if "
+        "add_generation_prompt %}?{% endif %}{{ tools[0].name }}"
+    )
     how: dict[str, Any] = {
         "tools": [{"name": "t"}],
         "chat_template": template,
@@ -338,9 +341,8 @@ def assert_same_logprobs(
 
 
 def test_text_is_what_the_tokenizer_makes_of_all_token_ids(llm: LLM) -> None:
-    hot = SamplingParams(
-        temperature=3.0, max_tokens=40, ignore_eos=True
-    )  # bytes of broken characters too
+    # bytes of broken characters too
+    hot = SamplingParams(temperature=3.0, max_tokens=40, ignore_eos=True)
     for output in llm.generate(
         [PLAY] * 8, [dataclasses.replace(hot, seed=seed) for seed in range(8)], use_tqdm=False
     ):
@@ -775,7 +777,8 @@ def ctrl_c() -> Iterator[None]:
 
 
 def interrupting(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, times: int) -> threading.Event:
-    """In the midst of the third step from now, Ctrl-C is pressed. Returns what is set after that."""
+    """In the midst of the third step from now, Ctrl-C is pressed. Returns what is set after
+    that."""
     executor, calls, pressed = engine.core.executor, [], threading.Event()
     submit = executor.submit
 

@@ -1,4 +1,5 @@
-"""Logits processors: requests get what a plain twin computes, whatever else runs and however steps are cut; what goes wrong ends its own request."""
+"""Logits processors: requests get what a plain twin computes, whatever else runs and however steps
+are cut; what goes wrong ends its own request."""
 
 from __future__ import annotations
 
@@ -219,17 +220,20 @@ def test_a_grammar_holds_though_a_processor_forbids_all_that_it_allows(site: Sit
         (
             "overlap",
             "update",
-            r"logits processor dovetail-processing:faulty raised in update\(\): RuntimeError: no such row",
+            r"logits processor dovetail-processing:faulty raised in update\(\): RuntimeError: no "
+            r"such row",
         ),
         (
             "ngram",
             "apply",
-            r"logits processor dovetail-processing:faulty raised in apply\(\): ZeroDivisionError: nothing left",
+            r"logits processor dovetail-processing:faulty raised in apply\(\): ZeroDivisionError: "
+            r"nothing left",
         ),
         (
             "overlap",
             "nan",
-            "logits are NaN.* after the logits processors that it asks for: dovetail-processing:clip, dovetail-processing:faulty",
+            "logits are NaN.* after the logits processors that it asks for: "
+            "dovetail-processing:clip, dovetail-processing:faulty",
         ),
         ("overlap", "inf", "logits are NaN, infinite"),
         ("ngram", "nothing", "logits are NaN, infinite or all -inf"),
@@ -288,7 +292,10 @@ def test_a_processor_that_cannot_forget_a_row_is_used_no_more(
         assert seen(answers(engine, [0])[0]) == seen(expected[0])
         engine.add_request("late", TEXT, SamplingParams(**asked))
         (output,) = [output for _ in range(2) for output in engine.step()]
-        says = "is no longer used: it raised in update() when a row was removed: KeyError: 'never forgets'"
+        says = (
+            "is no longer used: it raised in update() when a row was removed: KeyError: 'never "
+            "forgets'"
+        )
         assert says in str(output.outputs[0].stop_reason)
 
 
@@ -325,7 +332,8 @@ MANY = {f"p{index}": {} for index in range(100)}
 WRONG: list[tuple[Any, str]] = [
     (
         {"shunn": {}},
-        "logits_processors: this engine has no 'shunn'; it has: dovetail-processing:shun, dovetail-processing:clip",
+        "logits_processors: this engine has no 'shunn'; it has: dovetail-processing:shun, "
+        "dovetail-processing:clip",
     ),
     (
         {"dovetail-other:shun": {}},
@@ -334,7 +342,8 @@ WRONG: list[tuple[Any, str]] = [
     (MANY, "logits_processors: this engine has no 'p0'"),
     (
         {"shun": {}, "dovetail-processing:shun": {}},
-        "logits_processors: dovetail-processing:shun is named twice, by its full and its short name",
+        "logits_processors: dovetail-processing:shun is named twice, by its full and its short "
+        "name",
     ),
     ({"shun": {"amount": "1"}}, "logits_processors.shun.amount: expected a valid number, got '1'"),
     ({"shun": {"amount": float("nan")}}, "logits_processors.shun.amount must be a finite number"),
@@ -438,7 +447,8 @@ def test_what_cannot_be_used_is_refused_at_load(
     of = "tests.e2e.test_logits_processors"
     bare = (
         f'kind="sampler", api="0.5", name="bare", target="{of}:BareSampler"',
-        f'kind="executor", api="0.9", name="bare", target="{of}:BareExecutor", options="dovetail_executors.options:LocalOptions"',
+        f'kind="executor", api="0.9", name="bare", target="{of}:BareExecutor", '
+        f'options="dovetail_executors.options:LocalOptions"',
     )
     site.install("dovetail-bare", modules={"bare_plugin": components(*bare)})
     with pytest.raises(kind, match=says):

@@ -1,4 +1,5 @@
-"""A package whose components are called as the built-ins are: nothing that ran before it was installed changes."""
+"""A package whose components are called as the built-ins are: nothing that ran before it was
+installed changes."""
 
 from __future__ import annotations
 
@@ -32,8 +33,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 @pytest.fixture
 def taken(site: Site) -> Site:
     specs = [
-        f'kind="model", api="0.4", name="llama", target="my_models:Mine", architectures={ARCHITECTURES!r}',
-        'kind="model", api="0.4", name="none", target="my_models:Mine", architectures=("NoneForCausalLM",)',
+        f'kind="model", api="0.4", name="llama", target="my_models:Mine", '
+        f"architectures={ARCHITECTURES!r}",
+        'kind="model", api="0.4", name="none", target="my_models:Mine", '
+        'architectures=("NoneForCausalLM",)',
         *(
             f'kind="{kind}", api="{api}", name="{name}", target="my_models:Other"'
             for kind, api, name in (("scheduler", "0.4", "fcfs"), ("sampler", "0.5", "default"))
@@ -75,7 +78,8 @@ def test_a_component_that_is_not_there_is_told_with_file_and_line(
     [problem] = find_problems(EngineConfig.load(path), Registry.discover())
     assert isinstance(problem, PluginError)
     assert str(problem).startswith(
-        f"{path}:3: model.component: unknown model 'dovetail-mine:lama', did you mean dovetail-mine:llama?"
+        f"{path}:3: model.component: unknown model 'dovetail-mine:lama', did you mean "
+        f"dovetail-mine:llama?"
     )
     with pytest.raises(PluginError, match=r"model\.component: unknown model"):
         LLMEngine.from_config(path)

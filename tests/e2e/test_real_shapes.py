@@ -1,4 +1,5 @@
-"""Checkpoints of the true shapes of models that people use, with random weights: greedy tokens are those of transformers.
+"""Checkpoints of the true shapes of models that people use, with random weights: greedy tokens are
+those of transformers.
 
 Slow, and each needs several GB of memory.
 """
@@ -87,7 +88,8 @@ def test_greedy_tokens_are_those_of_transformers(config: Any, dtype: torch.dtype
 
 
 def save_random(config: Any, dtype: torch.dtype, directory: Path) -> None:
-    """Weights that keep activations near 1 through all layers, so that logits differ and ties are rare; in shards, as big models come."""
+    """Weights that keep activations near 1 through all layers, so that logits differ and ties are
+    rare; in shards, as big models come."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

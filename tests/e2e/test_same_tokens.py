@@ -1,4 +1,5 @@
-"""A request's tokens don't depend on memory, block size, chunks, overlap, policy or other requests."""
+"""A request's tokens don't depend on memory, block size, chunks, overlap, policy or other
+requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Speculation changes no token: random requests give what they give without it, whoever drafts, under any circumstances of the engine."""
+"""Speculation changes no token: random requests give what they give without it, whoever drafts,
+under any circumstances of the engine."""
 
 from __future__ import annotations
 
@@ -48,9 +49,8 @@ WAYS: dict[str, dict[str, Any]] = {
     },
 }
 EACH = 56 if FULL else 12  # requests of an engine
-PAIRS = (
-    list(product(DRAFTERS, WAYS)) if FULL else list(zip(DRAFTERS, WAYS, strict=True))
-)  # 2,016 requests, or 72
+# 2,016 requests, or 72
+PAIRS = list(product(DRAFTERS, WAYS)) if FULL else list(zip(DRAFTERS, WAYS, strict=True))
 OPENINGS = (
     "ROMEO:\n",
     "the king and the queen and the king and",
@@ -121,7 +121,8 @@ def moe(**fields: Any) -> Any:
     return Qwen3MoeConfig(**{**hybrids.SHAPE, **sizes, **fields})
 
 
-# Models with random weights and the demo model's vocabulary: with recurrent layers, and with experts
+# Models with random weights and the demo model's vocabulary: with recurrent layers, and with
+# experts
 OTHERS: dict[str, Callable[..., Any]] = {**hybrids.FAMILIES, "moe": moe}
 EACH_OF_OTHERS = 12 if FULL else 6
 TRIPLES = (
@@ -142,7 +143,8 @@ def seeds_of(pair: tuple[str, str]) -> range:
 
 
 def in_parts(cases: Sequence[tuple[str, ...]], each: int) -> Iterator[Any]:
-    """Yield the cases with a number of their requests: a third of them in the quick profile, all in the others."""
+    """Yield the cases with a number of their requests: a third of them in the quick profile, all in
+    the others."""
     for case in cases:
         ranks = "two ranks" in case
         if not FULL and not ranks:
@@ -225,7 +227,8 @@ def first_of(triple: tuple[str, str, str]) -> int:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[GetPlain]:
-    """Checkpoints of `OTHERS`, and what engines without speculation answer. In the quick profile all are made before the first test."""
+    """Checkpoints of `OTHERS`, and what engines without speculation answer. In the quick profile
+    all are made before the first test."""
     with ExitStack() as stack:
 
         @cache

@@ -1,4 +1,5 @@
-"""An engine that can't check drafts refuses to start with speculation, and says why and what would be right."""
+"""An engine that can't check drafts refuses to start with speculation, and says why and what would
+be right."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ def installed(site: Site) -> None:  # noqa: F811
         for name in ("Small", "Broken", "Gone")
     ]
     sampler = f'kind="sampler", name="without", api="0.5", target="{here}:WithoutDrafts"'
-    executor = f'kind="executor", name="modest", api="0.9", target="{here}:Modest", options="dovetail_executors.options:LocalOptions"'
+    executor = (
+        f'kind="executor", name="modest", api="0.9", target="{here}:Modest", '
+        f'options="dovetail_executors.options:LocalOptions"'
+    )
     site.install(
         "dovetail-refused", modules={"refused_plugin": components(*drafters, sampler, executor)}
     )
@@ -83,7 +87,8 @@ def installed(site: Site) -> None:  # noqa: F811
         (
             {"speculation": {"drafter": "small"}, "executor": "modest"},
             UnsupportedError,
-            r"speculation.drafter: dovetail-refused:small drafts with a model, which executor dovetail-refused:modest can't run.*`suffix`",
+            r"speculation.drafter: dovetail-refused:small drafts with a model, which executor "
+            r"dovetail-refused:modest can't run.*`suffix`",
         ),
         (
             {"speculation": {"drafter": "broken"}},

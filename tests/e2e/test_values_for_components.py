@@ -1,5 +1,5 @@
-"""Values of requests for components (`extra`, `extra_args`, `logits_processors`, `predicted_tokens`) reach them from everywhere, and wrong ones are
-refused by name."""
+"""Values of requests for components (`extra`, `extra_args`, `logits_processors`,
+`predicted_tokens`) reach them from everywhere, and wrong ones are refused by name."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ class Gain(LogitsProcessor):
         pass
 """
 PLUGIN = components(
-    'kind="scheduler", api="0.4", name="told", target="told_components:Policy", request_extra="told_components:Extra"',
+    'kind="scheduler", api="0.4", name="told", target="told_components:Policy", '
+    'request_extra="told_components:Extra"',
     'kind="sampler", api="0.5", name="told", target="told_components:Told"',
     'kind="logits_processor", api="0.1", name="told", target="told_components:Gain"',
 )
@@ -121,7 +122,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"extra": {"dovetail-told": 3}}, "extra.dovetail-told: "),
     (
         {"extra": {"dovetail-told": {"notes": "x" * 70_000}}},
-        "extra: all items and characters in it must be at most 65536 (limits.max_extra_size) together",
+        "extra: all items and characters in it must be at most 65536 (limits.max_extra_size) "
+        "together",
     ),
     ({"extra": {"dovetail-told": {"notes": DEEP}}}, "extra: more than 50 "),
     (
@@ -149,7 +151,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"extra_args": {"strength": DEEP}}, "extra_args: more than 32 containers within each other"),
     (
         {"extra_args": {"strength": "x" * 70_000}},
-        "extra_args: all items and characters in it must be at most 65536 (limits.max_extra_size) together",
+        "extra_args: all items and characters in it must be at most 65536 (limits.max_extra_size) "
+        "together",
     ),
 ]
 TYPES: list[dict[str, Any]] = [

@@ -1,6 +1,8 @@
-"""Every name that vLLM's users bring is translated, accepted at vLLM's default, or refused with a sentence.
+"""Every name that vLLM's users bring is translated, accepted at vLLM's default, or refused with a
+sentence.
 
-`data/vllm_names_*.json` has the names and plain defaults of a version: `python -m tools.vllm_names`.
+`data/vllm_names_*.json` has the names and plain defaults of a version:
+`python -m tools.vllm_names`.
 """
 
 from __future__ import annotations

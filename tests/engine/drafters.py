@@ -1,4 +1,5 @@
-"""Drafters for the tests of the engine: one that is always right, one that never is, and some between."""
+"""Drafters for the tests of the engine: one that is always right, one that never is, and some
+between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Policies for the tests of the engine: a plain one, all built-in ones, and some that do silly things which the contract allows."""
+"""Policies for the tests of the engine: a plain one, all built-in ones, and some that do silly
+things which the contract allows."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from dovetail.request import Request
 
 
 class FCFS(Scheduler):
-    """First come, first served: the running ones go on, the youngest make room; then who waits, in order."""
+    """First come, first served: the running ones go on, the youngest make room; then who waits, in
+    order."""
 
     claims = Claims(order="arrival")
 
@@ -29,7 +31,8 @@ class FCFS(Scheduler):
 
 
 class Silly(FCFS):
-    """Base of those that throw dice. After a hundred plans they come to their senses, so that every request ends."""
+    """Base of those that throw dice. After a hundred plans they come to their senses, so that every
+    request ends."""
 
     claims = Claims(idles=True, starves=True, rejects=True)
 
@@ -117,7 +120,8 @@ class Backwards(Silly):
 
 
 class NeverForgets(Silly):
-    """Goes by what it heard in callbacks and keeps old lists: of requests that were running in some earlier step."""
+    """Goes by what it heard in callbacks and keeps old lists: of requests that were running in some
+    earlier step."""
 
     def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
         super().__init__(options, context)
@@ -146,7 +150,8 @@ class NeverForgets(Silly):
 
 
 class RoundRobin(Scheduler):
-    """Admits every request with its first token, then schedules them in turn: far more requests hold blocks than run in a step."""
+    """Admits every request with its first token, then schedules them in turn: far more requests
+    hold blocks than run in a step."""
 
     claims = Claims(idles=True)
     turn = 0

@@ -1,4 +1,5 @@
-"""A grammar whose language is arithmetic: which tokens may come depends on the one before, so that a mask made too early is wrong."""
+"""A grammar whose language is arithmetic: which tokens may come depends on the one before, so that
+a mask made too early is wrong."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from dovetail.testing.fake_executor import next_allowed, next_token
 
 
 class RuleMatcher(Matcher):
-    """A token may come if it and its predecessor add up to a multiple of `modulus`, more or less by the number of tokens; the answer ends after
-    `length` tokens, if that isn't 0."""
+    """A token may come if it and its predecessor add up to a multiple of `modulus`, more or less by
+    the number of tokens; the answer ends after `length` tokens, if that isn't 0."""
 
     def __init__(self, modulus: int, length: int, vocab_size: int) -> None:
         self.modulus, self.length, self.vocab_size = modulus, length, vocab_size

@@ -1,4 +1,5 @@
-"""Slots for adapters: who gets one, who waits, what is loaded when; under any policy nobody starves and nothing leaks."""
+"""Slots for adapters: who gets one, who waits, what is loaded when; under any policy nobody starves
+and nothing leaks."""
 
 from __future__ import annotations
 
@@ -349,7 +350,8 @@ def test_a_thousand_adapters_starve_nobody(policy: Named) -> None:
 
 
 def test_thousands_of_loads_leak_nothing() -> None:
-    """As an engine with 64 slots uses them, with a step in flight: the loads, replayed, give each request its own adapter."""
+    """As an engine with 64 slots uses them, with a step in flight: the loads, replayed, give each
+    request its own adapter."""
     dice, slots, bank = random.Random(5), AdapterSlots(64, 1.0), dict[int, str]()
     running: list[LiveRequest] = []
     waiting = [_request(f"{dice.paretovariate(0.4) % 1_000:.0f}") for _ in range(200)]

@@ -223,7 +223,8 @@ def test_waiting_for_a_future_arrival_is_no_stall() -> None:
 
 
 def test_blocks_kept_for_siblings_do_not_stall_the_engine() -> None:
-    """After a sample's end, its blocks are kept for one plan. If that plan could grant nothing for lack of blocks, there is another one."""
+    """After a sample's end, its blocks are kept for one plan. If that plan could grant nothing for
+    lack of blocks, there is another one."""
 
     def others_first(step: Step) -> None:
         for request in sorted(step.waiting, key=lambda request: request.parent is not None):

@@ -1,8 +1,8 @@
-"""Any policy, any engine sizes, requests that arrive and leave: no request is lost, no token is wrong or duplicated, no block leaks, replays are
-equal.
+"""Any policy, any engine sizes, requests that arrive and leave: no request is lost, no token is
+wrong or duplicated, no block leaks, replays are equal.
 
-The fake executor remembers which tokens were written where, and fails if a request would read another's; the expected tokens of a request depend
-only on its prompt and seed.
+The fake executor remembers which tokens were written where, and fails if a request would read
+another's; the expected tokens of a request depend only on its prompt and seed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def shapes(draw: st.DrawFn) -> Shape:
 
 @st.composite
 def specs(draw: st.DrawFn, shape: Shape, id: str) -> Spec:
-    """Prompts share beginnings often: they are cut from three sequences, some with a tail of their own."""
+    """Prompts share beginnings often: they are cut from three sequences, some with a tail of their
+    own."""
     length = draw(st.integers(1, shape.max_model_len - 1))
     pattern = draw(st.sampled_from([(0,), (0,), (0, 1), (1, 0, 0)]))
     prompt = [pattern[position % len(pattern)] for position in range(length)]

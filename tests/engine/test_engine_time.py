@@ -1,4 +1,5 @@
-"""Arrivals, deadlines and the clock: future requests are invisible, and a virtual clock moves only when advanced."""
+"""Arrivals, deadlines and the clock: future requests are invisible, and a virtual clock moves only
+when advanced."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""In pools that barely hold one request, every request ends: adapters, cache groups, states, samples, drafts, aborts, and any policy, even one that
-loses interest. The engine lives, no page leaks, and no token is wrong.
+"""In pools that barely hold one request, every request ends: adapters, cache groups, states,
+samples, drafts, aborts, and any policy, even one that loses interest. The engine lives, no page
+leaks, and no token is wrong.
 
-`test_engine_stateful.py` tries acts in any order; here many requests of nearly the full length need the same pages, slots and tokens at once.
+`test_engine_stateful.py` tries acts in any order; here many requests of nearly the full length need
+the same pages, slots and tokens at once.
 """
 
 from __future__ import annotations
@@ -150,7 +152,8 @@ def test_every_request_ends_though_its_policy_loses_interest(
 
 
 def test_an_older_prefill_takes_the_memory_of_a_younger_decode() -> None:
-    """The older request is admitted later, when its adapter gets the only slot. When both need pages, the decode can evict nobody."""
+    """The older request is admitted later, when its adapter gets the only slot. When both need
+    pages, the decode can evict nobody."""
     shape = Shape(
         num_blocks=6,
         max_tokens=8,

@@ -1,4 +1,5 @@
-"""Requests with a grammar: late batches, preparations that policies don't see, and matchers that fail."""
+"""Requests with a grammar: late batches, preparations that policies don't see, and matchers that
+fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The step pace: prompts that arrive during streaming lengthen a step only to a limit, with any policy; in simulation."""
+"""The step pace: prompts that arrive during streaming lengthen a step only to a limit, with any
+policy; in simulation."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def steps_beside_decodes(
     output_kind: OutputKind = OutputKind.DELTA,
     options: type[BaseModel] = NoOptions,
 ) -> tuple[float, float]:
-    """(the longest device time of a step while four answers go on and prompts of 4,000 tokens come, when the last prompt was through)."""
+    """(the longest device time of a step while four answers go on and prompts of 4,000 tokens come,
+    when the last prompt was through)."""
     world = World(policy, shape(pace), options())
     specs = [Spec(f"d{i}", (i,) * 20, max_tokens=120) for i in range(DECODES)]
     specs += [
@@ -162,7 +164,8 @@ def granted(
     *,
     indivisible: bool = False,
 ) -> list[Grant]:
-    """Return the tokens granted by `act` for two prompts of 1,000 tokens that arrive during a stream; the pace allows 100 tokens per step."""
+    """Return the tokens granted by `act` for two prompts of 1,000 tokens that arrive during a
+    stream; the pace allows 100 tokens per step."""
     monkeypatch.setattr(TwoPrompts, "act", staticmethod(act), raising=False)
     monkeypatch.setattr(TwoPrompts, "grants", [], raising=False)
     monkeypatch.setattr(step_times, "LEAST_PROMPT_TOKENS", 100)

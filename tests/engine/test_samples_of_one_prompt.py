@@ -204,7 +204,8 @@ def test_one_block_of_another_request_is_room_enough_for_a_fork() -> None:
 
 
 def test_no_sample_forks_a_sibling_that_was_admitted_in_the_same_step() -> None:
-    """Its own copy is still to come, and copies of a step don't build on each other (the executor of these tests checks that)."""
+    """Its own copy is still to come, and copies of a step don't build on each other (the executor
+    of these tests checks that)."""
 
     def only(*ids: str) -> Callable[[Step], object]:
         return lambda step: [step.grant(named(step)[id]) for id in ids]
@@ -276,7 +277,8 @@ def test_a_prompt_of_one_token_has_nothing_to_share() -> None:
 def test_aborting_many_samples_compares_none_with_all_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """1,024 of them took 7.6 s, for which everybody waited: each was looked for among those held back, again for each that was left."""
+    """1,024 of them took 7.6 s, for which everybody waited: each was looked for among those held
+    back, again for each that was left."""
     world, compared = World(), 0
 
     def compare(one: Request, other: object) -> bool:

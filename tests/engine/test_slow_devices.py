@@ -1,4 +1,5 @@
-"""Steps on a slow device are sized by its measured speed; only what doesn't get on counts as stuck."""
+"""Steps on a slow device are sized by its measured speed; only what doesn't get on counts as
+stuck."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Steps that check drafts: the tokens stay, whoever drafts; nothing leaks; and drafts that don't pay aren't checked."""
+"""Steps that check drafts: the tokens stay, whoever drafts; nothing leaks; and drafts that don't
+pay aren't checked."""
 
 from __future__ import annotations
 
@@ -33,9 +34,8 @@ from tests.engine.rules import Rule, RuleBackend, RuleMatcher, compiled
 from tests.engine.world import RecordingExecutor, Shape, Spec, World
 
 PROMPT = (1, 2, 3, 4, 5)
-FREE = Shape(
-    seconds_per_token=0.0
-)  # lines cost nothing, so that drafts are checked as long as there is hope
+# lines cost nothing, so that drafts are checked as long as there is hope
+FREE = Shape(seconds_per_token=0.0)
 VOCAB = FREE.vocab_size
 
 
@@ -98,7 +98,8 @@ def test_preempted_requests_go_on_with_the_same_tokens(drafter: str, state_pages
 def test_no_block_or_checkpoint_that_a_lookup_finds_holds_a_rejected_draft(
     drafter: str, state_pages: int
 ) -> None:
-    """Of recurrent states, checkpoints are those of prompts: a turn finds what the one before it has read."""
+    """Of recurrent states, checkpoints are those of prompts: a turn finds what the one before it
+    has read."""
     world = World(shape=replace(FREE, drafter=drafter, num_blocks=256, state_pages=state_pages))
     read = said = PROMPT
     for turn in range(5):  # each prompt begins with all that was said before
@@ -248,7 +249,8 @@ def test_a_row_with_drafts_that_fails_ends_its_request_alone() -> None:
 
 
 class LosesItsFirstRow(RecordingExecutor):
-    """The first row of a step with drafts fails, and yields nothing; each token has its id as its log-probability's."""
+    """The first row of a step with drafts fails, and yields nothing; each token has its id as its
+    log-probability's."""
 
     def collect(self, handle: int) -> Result:
         result, batch = super().collect(handle), self.sent[-1]
@@ -606,7 +608,8 @@ def test_a_drafter_that_hangs_is_left_alone_until_it_returns(
     assert len(drafter.asked) > 3
     assert drafter.finished == ["first", "second"]
     assert [record.getMessage() for record in caplog.records] == [
-        "drafter tests:drafter took longer than 0.01 s in propose(): steps go on without its drafts (logged once)"
+        "drafter tests:drafter took longer than 0.01 s in propose(): steps go on without its "
+        "drafts (logged once)"
     ]
 
 

@@ -1,4 +1,5 @@
-"""Tests of `Step`: grants, refusals, undone grants, and calls that it reports as misuse. See `dovetail.api.scheduler.Step` for the rules."""
+"""Tests of `Step`: grants, refusals, undone grants, and calls that it reports as misuse. See
+`dovetail.api.scheduler.Step` for the rules."""
 
 from __future__ import annotations
 
@@ -196,9 +197,8 @@ def test_what_is_shared_is_what_the_cache_finds_once_the_other_is_computed() -> 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_step_in_flight_is_expected_to_end_when_it_does(overlap: bool) -> None:
-    expected: dict[
-        int, tuple[float, float]
-    ] = {}  # step being planned -> now, and when those before it should have ended
+    # step being planned -> now, and when those before it should have ended
+    expected: dict[int, tuple[float, float]] = {}
     world = World(
         always(
             lambda step: (
@@ -442,7 +442,8 @@ def test_evict_is_not_read_when_nothing_lacks_or_another_thing_than_memory_does(
 
 
 def test_evict_leaves_alone_whose_work_of_this_step_the_request_would_share() -> None:
-    """b would find in the cache what a computes in this step. With a preempted, it would have to be computed by b, which costs more."""
+    """b would find in the cache what a computes in this step. With a preempted, it would have to be
+    computed by b, which costs more."""
 
     def plan(step: Step) -> None:
         a, b, c = (named(step)[id] for id in "abc")

@@ -1,4 +1,5 @@
-"""An engine core over the fakes, a watch kept on all that its policy and its client see, and an oracle for both."""
+"""An engine core over the fakes, a watch kept on all that its policy and its client see, and an
+oracle for both."""
 
 from __future__ import annotations
 
@@ -48,9 +49,8 @@ class Shape:
     num_blocks: int = 64
     block_size: int = 4
     window: int | None = None
-    groups: tuple[
-        tuple[int, int | None, int], ...
-    ] = ()  # as `FakeExecutorOptions` has them, instead of `block_size` and `window`
+    # as `FakeExecutorOptions` has them, instead of `block_size` and `window`
+    groups: tuple[tuple[int, int | None, int], ...] = ()
     state_pages: int = 0
     max_in_flight: int = 2
     overlap: bool = True
@@ -124,7 +124,9 @@ class RecordingExecutor(FakeExecutor):
     def submit(self, batch: Batch) -> int:
         self.sent.append(batch)
         written: set[int] = set()
-        for copy in batch.copies:  # they run in this order: a block may be read, freed by a preemption, and then be another copy's target
+        # they run in this order: a block may be read, freed by a preemption, and then be another
+        # copy's target
+        for copy in batch.copies:
             assert copy.src not in written, "no copy reads what one before it has written"
             written.add(copy.dst)
         return super().submit(batch)
@@ -149,9 +151,8 @@ class RecordingObserver(Observer):
 class Heard:
     """Records what a policy was told and shown, and checks it on arrival."""
 
-    calls: list[tuple[object, ...]] = field(
-        default_factory=list
-    )  # in order, comparable between runs
+    # in order, comparable between runs
+    calls: list[tuple[object, ...]] = field(default_factory=list)
     arrived: dict[str, tuple[float, int]] = field(default_factory=dict)
     finished: list[str] = field(default_factory=list)
     computed: Counter[str] = field(default_factory=Counter)
@@ -332,9 +333,8 @@ class World:
         )
         self.requests: dict[str, LiveRequest] = {}
         self.seeds: dict[str, int] = {}
-        self.rules: dict[
-            str, tuple[int, int]
-        ] = {}  # modulus and length, of requests that follow one
+        # modulus and length, of requests that follow one
+        self.rules: dict[str, tuple[int, int]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, Finish] = {}
         self.aborted: set[str] = set()
@@ -347,7 +347,8 @@ class World:
         return heard
 
     def add(self, spec: Spec, adapter: FakeAdapter | None = None) -> list[LiveRequest]:
-        """Add a request; its adapter is the given one, or one that is loaded, of the spec's digest."""
+        """Add a request; its adapter is the given one, or one that is loaded, of the spec's
+        digest."""
         samples = []
         if adapter is None and spec.adapter is not None:
             adapter = FakeAdapter(spec.adapter)
@@ -416,7 +417,8 @@ class World:
                 self.check()
         else:
             raise AssertionError(
-                f"unfinished after {limit} steps: {[r for r in self.requests.values() if r.status is not Status.FINISHED]}"
+                f"unfinished after {limit} steps: "
+                f"{[r for r in self.requests.values() if r.status is not Status.FINISHED]}"
             )
         if self.core.dead is not None:
             raise self.core.dead
@@ -550,7 +552,8 @@ class World:
         assert all(1 <= slot <= self.shape.adapters for slot in slots.values())
 
     def _check_counts(self) -> None:
-        """Statistics, events and the policy's `on_step` tell the same story; wasted rows are in none."""
+        """Statistics, events and the policy's `on_step` tell the same story; wasted rows are in
+        none."""
         stats, heard = self.core.update_stats(), self.heard
         assert stats.waiting == stats.running == 0
         assert (

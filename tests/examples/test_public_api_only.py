@@ -1,5 +1,5 @@
-"""Third-party packages use only the public API: the packages in examples/plugins, and the templates of `dovetail plugins new`.
-That they work without this repository, `tests/third_party.sh` shows."""
+"""Third-party packages use only the public API: the packages in examples/plugins, and the templates
+of `dovetail plugins new`. That they work without this repository, `tests/third_party.sh` shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The example `dovetail-samplers-extra`: its own tests, and the suite of its kind over each processor. `tests/third_party.sh` installs it."""
+"""The example `dovetail-samplers-extra`: its own tests, and the suite of its kind over each
+processor. `tests/third_party.sh` installs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Drives an executor by hand with LoRA adapters in its batches, and transformers' models with the same adapters merged into their weights."""
+"""Drives an executor by hand with LoRA adapters in its batches, and transformers' models with the
+same adapters merged into their weights."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ Weights = dict[str, tuple[torch.Tensor, torch.Tensor]]  # module -> A [rank, in]
 def random_adapter(
     capacity: AdapterCapacity, rank: int, seed: int, share: float = 1.0, size: float = 0.5
 ) -> Weights:
-    """An adapter of some `share` of the modules, whose products are of about the `size` of their inputs."""
+    """An adapter of some `share` of the modules, whose products are of about the `size` of their
+    inputs."""
     generator, random = torch.Generator().manual_seed(seed), Random(seed)
     names = [name for name in capacity.modules if random.random() < share]
     weights = {}
@@ -96,7 +98,8 @@ class Asked:
 
 
 class Driver:
-    """Runs requests on an executor in random steps: some prompts in chunks, some rows with drafts, some preempted or begun after cached blocks."""
+    """Runs requests on an executor in random steps: some prompts in chunks, some rows with drafts,
+    some preempted or begun after cached blocks."""
 
     def __init__(
         self,
@@ -185,7 +188,8 @@ class Driver:
             self.saw_drafts += len(new) > 1
 
     def _slot_for(self, adapter: int | None) -> tuple[int | None, list[AdapterLoad]]:
-        """Return the slot of an adapter, and what must be loaded for it; None if all slots are used."""
+        """Return the slot of an adapter, and what must be loaded for it; None if all slots are
+        used."""
         if adapter is None:
             return 0, []
         used = {one.adapter for one in self.live}
@@ -206,7 +210,8 @@ class Driver:
         return slot, [AdapterLoad(slot, self.files[adapter], f"adapter {adapter}")]
 
     def _begin(self, one: Asked, slot: int) -> NewRow:
-        """Give a request a row, with pages for all its tokens; begin after the blocks of another's that are the same."""
+        """Give a request a row, with pages for all its tokens; begin after the blocks of another's
+        that are the same."""
         one.row, one.pages, one.computed = (
             self.free_rows.pop(self.random.randrange(len(self.free_rows))),
             [],

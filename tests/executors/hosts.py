@@ -1,4 +1,5 @@
-"""Other hosts for tests: `dovetail ranks` in a process of its own, at another address of this machine or in a network namespace."""
+"""Other hosts for tests: `dovetail ranks` in a process of its own, at another address of this
+machine or in a network namespace."""
 
 from __future__ import annotations
 

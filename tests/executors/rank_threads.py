@@ -1,6 +1,8 @@
-"""Ranks of the executor `tensor` as threads of this process, for tests of what ranks compute: a process takes seconds to import torch.
+"""Ranks of the executor `tensor` as threads of this process, for tests of what ranks compute: a
+process takes seconds to import torch.
 
-Only the process is replaced. Jobs are pickled, messages go through the control connection and the ring, and sums through gloo.
+Only the process is replaced. Jobs are pickled, messages go through the control connection and the
+ring, and sums through gloo.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ class RankThread:
             self.returncode = code
 
     def _work(self) -> int:
-        """Return the exit code. Like a process, a rank that is told to end, or whose connection is closed, has not failed."""
+        """Return the exit code. Like a process, a rank that is told to end, or whose connection is
+        closed, has not failed."""
         if (job := self._jobs.get()) is None:
             return 0
         job = replace(job, waker_fd=self._waker)
@@ -124,7 +127,8 @@ class RankThread:
         self._control.send({"joining": True})
 
     def _heed(self) -> None:
-        """Pass on what comes until the control connection is closed. A process would end then; a thread is told, wherever it waits."""
+        """Pass on what comes until the control connection is closed. A process would end then; a
+        thread is told, wherever it waits."""
         with suppress(EOFError, OSError):
             job: RankJob = pickle.loads(self._control.recv()["job"])
             self._jobs.put(job)

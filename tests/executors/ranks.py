@@ -1,4 +1,5 @@
-"""Engines of several ranks for tests: which processes are theirs, and what an engine that is gone has left."""
+"""Engines of several ranks for tests: which processes are theirs, and what an engine that is gone
+has left."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def generate(one: LLMEngine, prompts: list[list[int]], params: SamplingParams = 
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """Afterwards there are no threads, processes, open files, shared memory or temporary files more than before."""
+    """Afterwards there are no threads, processes, open files, shared memory or temporary files more
+    than before."""
     before, shared = Footprint.now(), _shared_memory()
     with temporary_folder() as folder:
         yield
@@ -89,7 +91,8 @@ def _command(pid: int) -> bytes:
 
 
 def _shared_memory() -> set[str]:
-    """Return the names in /dev/shm created by processes of this user, except those of tests running in parallel."""
+    """Return the names in /dev/shm created by processes of this user, except those of tests running
+    in parallel."""
     folder = Path("/dev/shm")
     return (
         {

@@ -1,4 +1,5 @@
-"""Rows with LoRA adapters compute what the model with merged weights does, whatever is around them."""
+"""Rows with LoRA adapters compute what the model with merged weights does, whatever is around
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Closing a rank on a (simulated) GPU: it never waits forever, and releases resources in an order that avoids waiting."""
+"""Closing a rank on a (simulated) GPU: it never waits forever, and releases resources in an order
+that avoids waiting."""
 
 from __future__ import annotations
 

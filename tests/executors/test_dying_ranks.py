@@ -1,4 +1,5 @@
-"""A rank that dies or hangs ends its engine, which says whose fault it was and leaves nothing; and no rank outlives its engine."""
+"""A rank that dies or hangs ends its engine, which says whose fault it was and leaves nothing; and
+no rank outlives its engine."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ def test_a_rank_that_hangs_is_named_once_its_step_is_too_slow() -> None:
         generate(one, PROMPTS)
         assert time.monotonic() - begun < 1.0 + NOTICED_S
         assert str(one.core.dead) == (
-            "executor tensor: step 0 wasn't done after 1 s (executor.step_timeout_s); not through with it: "
+            "executor tensor: step 0 wasn't done after 1 s (executor.step_timeout_s); not through "
+            "with it: "
             f"rank 1 (cpu), process {pid}, which is stopped"
         )
 
@@ -141,7 +143,8 @@ def test_a_rank_that_cannot_start_in_time_is_named() -> None:
         nothing_left(),
         pytest.raises(
             DovetailError,
-            match=r"not started after 0.2 s \(executor.start_timeout_s\): rank 1 \(cpu\), .* haven't loaded the model$",
+            match=r"not started after 0.2 s \(executor.start_timeout_s\): rank 1 \(cpu\), .* "
+            r"haven't loaded the model$",
         ),
     ):
         engine(2, start_timeout_s=0.2)
@@ -150,7 +153,8 @@ def test_a_rank_that_cannot_start_in_time_is_named() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_a_rank_killed_at_any_moment_leaves_nothing(seed: int) -> None:
-    """While it starts, loads, connects, computes its first steps, in the midst of work, or while all ends."""
+    """While it starts, loads, connects, computes its first steps, in the midst of work, or while
+    all ends."""
     chance = random.Random(seed)
     size, after_s = chance.choice([2, 2, 4]), chance.uniform(0, 8)
     with nothing_left(), _killing(chance, after_s) as killed:

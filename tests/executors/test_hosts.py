@@ -1,5 +1,6 @@
-"""The executor `tensor` over several hosts: two addresses of this machine, or two network namespaces. What is computed is what one host computes, and
-a host that is lost is named and leaves nothing."""
+"""The executor `tensor` over several hosts: two addresses of this machine, or two network
+namespaces. What is computed is what one host computes, and a host that is lost is named and leaves
+nothing."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ def test_two_hosts_generate_the_tokens_of_one_and_one_that_is_lost_is_named(
         killed = time.monotonic()
         assert (
             failure(one)
-            == f"executor tensor: host {THERE} was lost: its connection was closed (rank 1 (cpu of {THERE}))"
+            == f"executor tensor: host {THERE} was lost: its connection was closed (rank 1 (cpu of "
+            f"{THERE}))"
         )
         assert time.monotonic() - killed < NOTICED_S
         with pytest.raises(DovetailError, match="was lost"):
@@ -220,7 +222,8 @@ def test_a_host_that_is_stopped_is_named(other: Agent, port: int) -> None:
         stopped = time.monotonic()
         assert (
             failure(one)
-            == f"executor tensor: host {THERE} was lost: nothing was heard from it for 4 s (rank 1 (cpu of {THERE}))"
+            == f"executor tensor: host {THERE} was lost: nothing was heard from it for 4 s (rank 1 "
+            f"(cpu of {THERE}))"
         )
         assert time.monotonic() - stopped < NOTICED_S
         other.process.send_signal(signal.SIGCONT)
@@ -446,7 +449,8 @@ def test_a_host_whose_cable_is_pulled_is_named_and_everything_ends(
         named = ", ".join(f"rank {rank} (cpu of 10.77.0.2)" for rank in range(size // 2, size))
         assert (
             _line(process)
-            == f"executor tensor: host 10.77.0.2 was lost: nothing was heard from it for 4 s ({named})"
+            == f"executor tensor: host 10.77.0.2 was lost: nothing was heard from it for 4 s "
+            f"({named})"
         )
         assert time.monotonic() - pulled < NOTICED_S
         assert _line(process) == "ended"

@@ -1,4 +1,5 @@
-"""The executor `local`: what it says, which options it takes, and that it computes what the model's reference computes."""
+"""The executor `local`: what it says, which options it takes, and that it computes what the model's
+reference computes."""
 
 from __future__ import annotations
 

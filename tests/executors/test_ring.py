@@ -1,5 +1,5 @@
-"""The ring that carries batches to the ranks: every reader gets every message, complete and in order, for any sizes; and no process waits for dead
-ones.
+"""The ring that carries batches to the ranks: every reader gets every message, complete and in
+order, for any sizes; and no process waits for dead ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Several ranks generate the same tokens as one: with any other requests, any model sizes that can be split, and third-party components."""
+"""Several ranks generate the same tokens as one: with any other requests, any model sizes that can
+be split, and third-party components."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def over(size: int, **options: Any) -> dict[str, Any]:
 def assert_tokens_are_those_of_one_rank(
     config: dict[str, Any], size: int, order: Sequence[int]
 ) -> None:
-    """The model has two heads for K and V, so that of four ranks two hold the same; and an odd vocabulary, which is padded."""
+    """The model has two heads for K and V, so that of four ranks two hold the same; and an odd
+    vocabulary, which is padded."""
     options = {name: value for name, value in config["executor"].items() if name != "name"}
     outputs = run(
         spine.model_dir(),
@@ -94,7 +96,8 @@ def test_tokens_over_ranks_are_those_of_one_rank_whatever_is_around_them(
 def test_ranks_agree_on_how_many_drafts_are_right_without_being_told(
     threads_as_ranks: None, max_in_flight: int
 ) -> None:
-    """Other ranks collect a step when the next comes; before and after one with drafts they must know all lengths in time."""
+    """Other ranks collect a step when the next comes; before and after one with drafts they must
+    know all lengths in time."""
     prompts = [[5, 17, 200, 31, 8], [9, 12], [400, 3, 77]]
     alone = LocalExecutor(LocalOptions(device="cpu"), context())
     capacity = alone.start()

@@ -1,4 +1,5 @@
-"""`dovetail serve` over several ranks: it answers, and tells at once when a rank has died, be it asked something or not."""
+"""`dovetail serve` over several ranks: it answers, and tells at once when a rank has died, be it
+asked something or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The executor `tensor` on CPUs: what it computes is what one rank computes, and what it says of itself."""
+"""The executor `tensor` on CPUs: what it computes is what one rank computes, and what it says of
+itself."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def test_each_rank_but_the_first_is_a_process(two: LLMEngine) -> None:
 
 @pytest.fixture(scope="module")
 def other(two: LLMEngine) -> Iterator[LLM]:
-    """Another engine of two ranks in the same process, started with vLLM's argument in a program that sets a default socket timeout."""
+    """Another engine of two ranks in the same process, started with vLLM's argument in a program
+    that sets a default socket timeout."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(600.0)
     with LLM(tensor_parallel_size=2, **{**SETTINGS, "device": "cpu"}) as llm:
@@ -128,7 +130,8 @@ def test_ranks_start_and_compute_where_the_program_gives_all_sockets_a_time_limi
 def test_two_engines_are_in_one_process_at_once_and_one_outlives_the_other(
     two: LLMEngine, other: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store in which the other's ranks meet outlasts their group: threads of torch's look into it until the group is closed."""
+    """The store in which the other's ranks meet outlasts their group: threads of torch's look into
+    it until the group is closed."""
     expected = tokens(generate(two, PROMPTS[:2], SAMPLED[1]))
     assert len(processes_of_ranks()) == 2
     assert tokens(generate(other.engine, PROMPTS[:2], SAMPLED[1])) == expected

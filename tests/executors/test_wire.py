@@ -1,4 +1,5 @@
-"""Admission of other hosts: only those with the token and the same versions are admitted, and none can delay the others."""
+"""Admission of other hosts: only those with the token and the same versions are admitted, and none
+can delay the others."""
 
 from __future__ import annotations
 
@@ -196,6 +197,7 @@ def test_a_port_that_is_taken_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(
             DovetailError,
-            match=f"executor.hosts: {HERE}, port {port} can't be listened at: Address already in use",
+            match=f"executor.hosts: {HERE}, port {port} can't be listened at: Address already in "
+            f"use",
         ):
             Reception(HERE, port, [], KEY, HELLO)

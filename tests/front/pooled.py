@@ -19,7 +19,10 @@ SCORER = PoolingCapacity(
 CLASSIFIER = PoolingCapacity(
     ("classify", "token_classify"), "last", 6, ("bad", "fair", "good"), generates=False
 )
-EXECUTOR = 'kind="executor", name="fake", api="0.9", target="dovetail.testing:FakeExecutor", options="dovetail.testing:FakeExecutorOptions"'
+EXECUTOR = (
+    'kind="executor", name="fake", api="0.9", target="dovetail.testing:FakeExecutor", '
+    'options="dovetail.testing:FakeExecutorOptions"'
+)
 
 
 def install(site: Site) -> None:

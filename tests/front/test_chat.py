@@ -1,4 +1,5 @@
-"""Conversations become prompts: every form of messages and options, with templates in the styles of those that models come with."""
+"""Conversations become prompts: every form of messages and options, with templates in the styles of
+those that models come with."""
 
 from __future__ import annotations
 
@@ -62,7 +63,10 @@ STRICT = """{%- for message in messages %}
     {{- '[' + message['role'] + ']' + message['content'] }}
 {%- endfor %}"""  # as Mistral's
 
-THOUGHTS = "{% for m in messages %}{% if m.reasoning_content is string %}({{ m.reasoning_content }}){% endif %}{{ m.content }}{% endfor %}"
+THOUGHTS = (
+    "{% for m in messages %}{% if m.reasoning_content is string %}({{ m.reasoning_content "
+    "}}){% endif %}{{ m.content }}{% endfor %}"
+)
 
 USER: dict[str, Any] = {"role": "user", "content": "Hello"}
 ASSISTANT: dict[str, Any] = {"role": "assistant", "content": "Good "}
@@ -189,7 +193,10 @@ def test_a_template_that_reads_parts_alone_is_given_parts(rendered: Any) -> None
 
 
 def test_a_template_that_reads_parts_of_one_role_gets_the_text_of_others(rendered: Any) -> None:
-    template = "{{ messages[0].content }}{% for part in messages[1].content %}({{ part.text }}){% endfor %}"
+    template = (
+        "{{ messages[0].content }}{% for part in messages[1].content %}({{ part.text }}){% "
+        "endfor %}"
+    )
     conversation = [
         {"role": "system", "content": parts("one", "two")},
         {"role": "user", "content": parts("three", "four")},
@@ -264,7 +271,10 @@ def test_an_empty_list_of_calls_is_none(rendered: Any) -> None:
         assert rendered(
             TOOLS, [USER, {"role": "assistant", **content, "tool_calls": []}]
         ) == rendered(TOOLS, [USER, {**ASSISTANT, "content": ""}])
-    seen = "{% for message in messages %}{{ message.content }}{{ message.tool_calls is defined }}{% endfor %}"
+    seen = (
+        "{% for message in messages %}{{ message.content }}{{ message.tool_calls is defined "
+        "}}{% endfor %}"
+    )
     assert rendered(seen, [USER, {**ASSISTANT, "tool_calls": []}]).count("True") == 0
 
 
@@ -405,7 +415,8 @@ def test_of_several_templates_one_is_chosen_by_name_or_for_tools() -> None:
         (
             PLAIN,
             "\n{{ messages[0].x.y }}",
-            r"the chat_template fails on this conversation at its line 2, '{{ messages\[0\].x.y }}': 'dict object' has no",
+            r"the chat_template fails on this conversation at its line 2, '{{ messages\[0\].x.y "
+            r"}}': 'dict object' has no",
         ),
     ],
 )
@@ -427,13 +438,15 @@ def test_a_template_that_cannot_be_used_is_refused(own: Any, given: Any, said: s
         ([USER, "hello"], "messages[1]: a message must be a mapping"),
         (
             [{"content": "x"}],
-            "messages[0].role must be one of system, developer, user, assistant, tool, function, got None",
+            "messages[0].role must be one of system, developer, user, assistant, tool, function, "
+            "got None",
         ),
         ([{**USER, "role": 5}], "messages[0].role must be one of"),
         ([{**USER, "role": ""}], "messages[0].role must be one of"),
         (
             [{**USER, "role": "usr"}],
-            "messages[0].role must be one of system, developer, user, assistant, tool, function, or one that the chat template names",
+            "messages[0].role must be one of system, developer, user, assistant, tool, function, "
+            "or one that the chat template names",
         ),
         ([{"role": "user"}], "messages[0]: it needs a content"),
         ([{**USER, "content": None}], "messages[0]: it needs a content"),
@@ -603,7 +616,8 @@ def test_a_template_that_makes_too_long_a_text_is_refused() -> None:
     assert len(front.render([{"role": "user", "content": "a" * 900}])) > 900
     with pytest.raises(
         RequestError,
-        match=r"^the prompt has 3000 characters: at most 1000 are tokenized \(limits.max_prompt_chars\)$",
+        match=r"^the prompt has 3000 characters: at most 1000 are tokenized "
+        r"\(limits.max_prompt_chars\)$",
     ):
         front.render(
             [{"role": "user", "content": "a"}],

@@ -1,4 +1,5 @@
-"""No chat template harms the engine: endless computation and memory exhaustion are stopped with an error that names the limit."""
+"""No chat template harms the engine: endless computation and memory exhaustion are stopped with an
+error that names the limit."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def loops(depth: int, body: str = "") -> str:
 def test_a_template_that_never_ends_is_refused(hurried: TemplateRenderer, text: str) -> None:
     with pytest.raises(
         RequestError,
-        match=r"the chat_template takes longer than 0.25 s for this conversation \(limits.max_template_s\)",
+        match=r"the chat_template takes longer than 0.25 s for this conversation "
+        r"\(limits.max_template_s\)",
     ):
         hurried.render(ChatTemplate(text, given=True), {})
 
@@ -78,13 +80,15 @@ def test_a_template_that_never_ends_is_refused(hurried: TemplateRenderer, text: 
         "{{ 1 .to_bytes(10 ** 10, 'big') }}",
         "{% set x = 'x' * 10 ** 6 %}{{ x | replace('x', x) }}",
         "{% set x = 'x' * 10 ** 6 %}{{ ([x] * 10 ** 6) | join }}",
-        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% "
+        "endfor %}",
     ],
 )
 def test_a_template_that_fills_the_memory_is_refused(renderer: TemplateRenderer, text: str) -> None:
     with pytest.raises(
         RequestError,
-        match=r"takes more than 268,435,456 bytes of memory for this conversation \(limits.max_template_bytes\)",
+        match=r"takes more than 268,435,456 bytes of memory for this conversation "
+        r"\(limits.max_template_bytes\)",
     ):
         renderer.render(ChatTemplate(text), {})
 
@@ -102,7 +106,8 @@ def test_a_template_that_writes_without_end_is_refused(
 ) -> None:
     with pytest.raises(
         RequestError,
-        match=r"makes more than 1,000,000 characters of this conversation \(limits.max_chat_chars\)",
+        match=r"makes more than 1,000,000 characters of this conversation "
+        r"\(limits.max_chat_chars\)",
     ):
         renderer.render(ChatTemplate(text), {})
 
@@ -122,7 +127,8 @@ def test_a_template_that_writes_without_end_is_refused(
         (
             "{{ a }}",
             {"a": "x" * 1_000_001},
-            r"a conversation must have at most 1,000,000 characters \(limits.max_chat_chars\), got 1,000,",
+            r"a conversation must have at most 1,000,000 characters \(limits.max_chat_chars\), got "
+            r"1,000,",
         ),
         ("{{ range(10 ** 9) | list }}", {}, "fails on this conversation"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", {}, "fails on this conversation"),
@@ -200,9 +206,8 @@ def test_many_threads_each_get_their_own_text(
 def test_templates_that_came_with_requests_do_not_keep_the_models_own_waiting(
     renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        renderer._given, "_free", threading.Semaphore(0)
-    )  # all of theirs are at work
+    # all of theirs are at work
+    monkeypatch.setattr(renderer._given, "_free", threading.Semaphore(0))
     assert renderer.render(HELLO, {"name": "you"}) == "Hello you!"
 
 
@@ -247,8 +252,8 @@ print(renderer._own._idle[0]._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     code = (
-        "from dovetail.config.limits import Limits\nfrom dovetail.front.chat_rendering import ChatTemplate\n"
-        + code
+        "from dovetail.config.limits import Limits\nfrom dovetail.front.chat_rendering import "
+        "ChatTemplate\n" + code
     )
     parent = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert parent.returncode == -signal.SIGKILL

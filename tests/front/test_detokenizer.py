@@ -1,4 +1,5 @@
-"""Text made token by token is the text of all tokens, never shows half a character, and ends where a stop string says."""
+"""Text made token by token is the text of all tokens, never shows half a character, and ends where
+a stop string says."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def byte_level() -> Tokenizer:
 
 @cache
 def metaspace() -> Tokenizer:
-    """Spelled as Llama 2 does: a word's token begins with its space, which is dropped at the start of a text; bytes as <0xNN>."""
+    """Spelled as Llama 2 does: a word's token begins with its space, which is dropped at the start
+    of a text; bytes as <0xNN>."""
     pieces = [
         "<unk>",
         "<s>",
@@ -111,7 +113,8 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def fed(text: IncrementalText, token_ids: Sequence[int], sizes: Sequence[int] = ()) -> list[str]:
-    """The deltas, flush included, of token ids that come in groups of these sizes (then one by one)."""
+    """The deltas, flush included, of token ids that come in groups of these sizes (then one by
+    one)."""
     deltas, left, sizes = [], list(token_ids), list(sizes)
     while left:
         size = sizes.pop(0) if sizes else 1
@@ -212,7 +215,8 @@ def test_characters_spelled_in_byte_tokens_come_whole(text: str) -> None:
 
 
 def test_endless_half_characters_are_not_held_forever() -> None:
-    """A tokenizer's half character is a few tokens; a window that grows would cost more with each token."""
+    """A tokenizer's half character is a few tokens; a window that grows would cost more with each
+    token."""
     broken = metaspace().backend.token_to_id("<0xE4>")
     made = WindowText(metaspace(), [2], True)
     texts = [made.append([broken]) for _ in range(500)]
@@ -258,7 +262,8 @@ SPELLING = st.lists(st.integers(0, len(PIECES) - 1), max_size=12)
 def expected(
     ids: Sequence[int], stops: Sequence[str], include: bool, min_tokens: int
 ) -> tuple[str, str | None, int]:
-    """Text, the stop string that matched and how many tokens it took: character by character, the first that ends, the longest of them."""
+    """Text, the stop string that matched and how many tokens it took: character by character, the
+    first that ends, the longest of them."""
     text = ""
     for count, token in enumerate(ids, start=1):
         for char in PIECES[token]:
@@ -320,7 +325,8 @@ def _held_suffix(window: str, stops: Sequence[str]) -> str:
 
 
 def _first_match(window: str, stops: Sequence[str], known: int) -> tuple[int, str] | None:
-    """Return the start of the first stop string that ends after the first `known` characters, and the string."""
+    """Return the start of the first stop string that ends after the first `known` characters, and
+    the string."""
     found = []
     for stop in stops:
         start = window.find(stop, max(0, known - len(stop) + 1))
@@ -357,7 +363,8 @@ def with_marks(text: str) -> str:
 def test_a_stop_string_matches_special_tokens_that_the_text_leaves_out(
     stops: list[str], include: bool, text: str
 ) -> None:
-    """The oracle reads special tokens as characters of their own: those that are in a stop string, since others leave no trace."""
+    """The oracle reads special tokens as characters of their own: those that are in a stop string,
+    since others leave no trace."""
     tokenizer = byte_level()
     params = SamplingParams(stop=stops, include_stop_str_in_output=include)
     made = IncrementalText(tokenizer, params, [], StopStrings(stops, special_names(tokenizer)))
@@ -408,7 +415,8 @@ def test_of_several_stop_strings_in_one_token_the_first_to_end_wins(
 @examples(quick=200, full=5000)
 @given(SPELLING, STOPS)
 def test_nothing_of_a_stop_string_is_ever_released(ids: list[int], stops: list[str]) -> None:
-    """At any time the text is what it would be if it ended here with a stop string, or all but a suffix that may begin one."""
+    """At any time the text is what it would be if it ended here with a stop string, or all but a
+    suffix that may begin one."""
     made, said = plain(Spelled(PIECES), stop=stops), ""  # type: ignore[arg-type]
     for token in ids:
         if made.append_and_check(token) is not None:
@@ -451,7 +459,10 @@ def test_what_could_begin_a_stop_string_is_released_at_the_end(stopped: bool, te
 
 
 def test_importing_it_needs_neither_torch_nor_transformers_nor_tokenizers() -> None:
-    code = "import sys, dovetail.front.detokenizer, dovetail.front.tokenizer; print({'torch', 'transformers', 'tokenizers'} & set(sys.modules))"
+    code = (
+        "import sys, dovetail.front.detokenizer, dovetail.front.tokenizer; print({'torch', "
+        "'transformers', 'tokenizers'} & set(sys.modules))"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

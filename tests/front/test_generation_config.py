@@ -1,4 +1,5 @@
-"""Every key of `generation_config.json` does what transformers makes of it, does nothing for a stated reason, or is refused by name."""
+"""Every key of `generation_config.json` does what transformers makes of it, does nothing for a
+stated reason, or is refused by name."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def test_each_refused_key_is_refused_by_name_and_fine_with_transformers_default(
     for key, value in REFUSED.items():
         with pytest.raises(
             UnsupportedError,
-            match=rf"generation_config.json: {key} = .* is not implemented.*generation_config: none",
+            match=rf"generation_config.json: {key} = .* is not implemented.*generation_config: "
+            rf"none",
         ):
             GenerationDefaults.read(written(tmp_path, **{key: value}))
         assert (
@@ -141,7 +143,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("keys", USED, ids=str)
 def test_answers_are_those_of_transformers_generate(keys: dict[str, Any], model: Any) -> None:
-    """Greedy, of at most 8 tokens if the file sets no limit. The values are made of the first tokens without any."""
+    """Greedy, of at most 8 tokens if the file sets no limit. The values are made of the first
+    tokens without any."""
     directory, theirs = model
 
     def generated(**values: Any) -> list[int]:

@@ -1,4 +1,5 @@
-"""Log-probabilities as a user reads them: made when they are read, the same as if each had been made at once."""
+"""Log-probabilities as a user reads them: made when they are read, the same as if each had been
+made at once."""
 
 from __future__ import annotations
 

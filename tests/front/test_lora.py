@@ -1,4 +1,5 @@
-"""`lora_request`: adapters read beside the engine, whose requests wait; rewritten, deleted and damaged ones; what is kept on the host."""
+"""`lora_request`: adapters read beside the engine, whose requests wait; rewritten, deleted and
+damaged ones; what is kept on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Reading adapters in PEFT's format: what is served is written down as the executor reads it, all else is refused with its reason."""
+"""Reading adapters in PEFT's format: what is served is written down as the executor reads it, all
+else is refused with its reason."""
 
 from __future__ import annotations
 

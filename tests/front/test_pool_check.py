@@ -24,6 +24,7 @@ def test_a_manager_that_releases_nothing_needs_pages_for_all_tokens_of_all_group
     for pages, trims in ((enough - 1, True), (49, False)):
         with pytest.raises(
             UnsupportedError,
-            match=f"the KV cache has {pages} pages, but one sequence of max_model_len = 100 tokens needs",
+            match=f"the KV cache has {pages} pages, but one sequence of max_model_len = 100 tokens "
+            f"needs",
         ):
             check_pool(capacity(pages), 4, trims=trims)

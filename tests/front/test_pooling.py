@@ -1,4 +1,5 @@
-"""Embeddings, classes and scores through `LLM`, `LLMEngine` and `AsyncLLMEngine`, with an executor that knows what it should have been given."""
+"""Embeddings, classes and scores through `LLM`, `LLMEngine` and `AsyncLLMEngine`, with an executor
+that knows what it should have been given."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def test_parameters_of_each_prompt_are_its_own() -> None:
 def test_a_prompt_whose_states_are_summed_keeps_its_row_when_others_come_first(
     max_seqs: int,
 ) -> None:
-    """What is pooled of its first chunks is kept in its row. More requests run than `max_num_seqs`, and each new one is more urgent."""
+    """What is pooled of its first chunks is kept in its row. More requests run than `max_num_seqs`,
+    and each new one is more urgent."""
     prompts = {
         str(place): [place + 5] * length for place, length in enumerate((60, 50, 40, 30, 20, 3))
     }
@@ -381,7 +383,8 @@ def test_prompts_that_fit_the_model_are_pooled_and_longer_ones_refused() -> None
         assert len(output.prompt_token_ids) == 128
         with pytest.raises(
             RequestError,
-            match=r"has 129 tokens, and at most 128 fit \(max_model_len\); truncate_prompt_tokens=-1 cuts it",
+            match=r"has 129 tokens, and at most 128 fit \(max_model_len\); "
+            r"truncate_prompt_tokens=-1 cuts it",
         ):
             one.embed([7] * 129)
         [cut] = one.embed([7] * 129, truncate_prompt_tokens=-1, use_tqdm=False)

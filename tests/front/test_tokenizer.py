@@ -38,7 +38,8 @@ def test_text_comes_back(demo: Tokenizer) -> None:
 def test_many_texts_at_once_become_the_tokens_of_each(
     texts: list[str], special_tokens: bool
 ) -> None:
-    """As the file says that the tokenizer is made of; with a token before and after, so that it shows whether they are there."""
+    """As the file says that the tokenizer is made of; with a token before and after, so that it
+    shows whether they are there."""
     library = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     library.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
@@ -104,7 +105,10 @@ def test_a_name_is_never_looked_up_on_the_network() -> None:
 
 @pytest.mark.slow("starts processes that import everything")
 def test_loading_the_demo_does_not_import_torch() -> None:
-    code = f"import sys; from dovetail.front.tokenizer import Tokenizer; Tokenizer.load({str(DEMO)!r}).encode('x'); print('torch' in sys.modules)"
+    code = (
+        f"import sys; from dovetail.front.tokenizer import Tokenizer; "
+        f"Tokenizer.load({str(DEMO)!r}).encode('x'); print('torch' in sys.modules)"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -114,7 +118,8 @@ def test_loading_the_demo_does_not_import_torch() -> None:
 
 
 def of_pairs(side: str = "right") -> tuple[tokenizers.Tokenizer, TransformersTokenizer]:
-    """The demo model's tokenizer with special tokens around the texts of a pair, of the library and ours."""
+    """The demo model's tokenizer with special tokens around the texts of a pair, of the library and
+    ours."""
     library = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     library.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|endoftext|> $A",

@@ -1,4 +1,5 @@
-"""A slow reader has one waiting output, no larger than the answer, with everything that a fast reader would have received."""
+"""A slow reader has one waiting output, no larger than the answer, with everything that a fast
+reader would have received."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ def test_the_end_comes_after_what_came_before_it_and_stays() -> None:
 
 
 def test_what_waits_takes_the_memory_of_the_answer() -> None:
-    """900 unread tokens: cumulative outputs would need 3 MB for token ids alone, and separate deltas 0.5 MB."""
+    """900 unread tokens: cumulative outputs would need 3 MB for token ids alone, and separate
+    deltas 0.5 MB."""
     for is_delta in (False, True):
         tracemalloc.start()
         try:

@@ -1,7 +1,8 @@
 """Shared by the tests on a GPU: when they run, and models with few different shapes.
 
-A kernel is compiled for each new shape, in one to two seconds, and a model has some ten of them: random shapes, as on the CPU, would be a test of
-the compiler's patience. So shapes come from a short list, and everything else about a model is drawn.
+A kernel is compiled for each new shape, in one to two seconds, and a model has some ten of them:
+random shapes, as on the CPU, would be a test of the compiler's patience. So shapes come from a
+short list, and everything else about a model is drawn.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def settings_for(attention: str, **config: Any) -> dict[str, Any]:
 
 
 def make_drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have engines without overlap check drafts whenever there are some: what costs nothing pays, however small the model is."""
+    """Have engines without overlap check drafts whenever there are some: what costs nothing pays,
+    however small the model is."""
     monkeypatch.setattr(worker, "line_costs", lambda *asked: ((1, 1e-3), (1024, 1e-3)))
     monkeypatch.setattr(worker, "draft_costs", lambda *asked: ((1, 1e-6),))
 
@@ -113,7 +115,8 @@ def skip_unless_usable(attention: str, dtype: str, head_size: int) -> None:
 
 
 def save(config: Any, dtype: torch.dtype, directory: Path) -> None:
-    """A checkpoint of random weights that keep activations near 1 through all layers, as trained ones do."""
+    """A checkpoint of random weights that keep activations near 1 through all layers, as trained
+    ones do."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)

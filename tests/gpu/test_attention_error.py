@@ -1,4 +1,5 @@
-"""Error of attention against a float64 oracle: at most twice that of torch's own attention in the same dtype."""
+"""Error of attention against a float64 oracle: at most twice that of torch's own attention in the
+same dtype."""
 
 from __future__ import annotations
 
@@ -80,6 +81,7 @@ def test_the_error_is_at_most_twice_that_of_torch(
         ("largest", lambda e: np.abs(e).max()),
     ):
         print(
-            f"\n{attention} {dtype} {head_size}: {kind} error {size(ours - exact):.2e}, torch's {size(theirs - exact):.2e}"
+            f"\n{attention} {dtype} {head_size}: {kind} error {size(ours - exact):.2e}, torch's "
+            f"{size(theirs - exact):.2e}"
         )
         assert size(ours - exact) <= 2 * size(theirs - exact), kind

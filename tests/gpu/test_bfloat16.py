@@ -1,4 +1,5 @@
-"""In bfloat16 tokens may differ from the reference's; how far log-probabilities are from float32 is what can be held to a bound."""
+"""In bfloat16 tokens may differ from the reference's; how far log-probabilities are from float32 is
+what can be held to a bound."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def generate(directory: Path, attention: str, **fields: Any) -> list[RequestOutp
 def test_logprobs_are_as_near_to_float32_as_transformers_are(
     attention: str, reference: Reference
 ) -> None:
-    """Of the prompts' tokens (prefills and chunks) and of those generated (decodes), each given what came before it."""
+    """Of the prompts' tokens (prefills and chunks) and of those generated (decodes), each given
+    what came before it."""
     skip_unless_usable(attention, "bfloat16", 128)
     ours, theirs = [], []
     for output in generate(reference.directory, attention, logprobs=0, prompt_logprobs=0):
@@ -103,7 +105,8 @@ def test_logprobs_are_as_near_to_float32_as_transformers_are(
         ]
     ours_mean, theirs_mean = statistics.fmean(ours), statistics.fmean(theirs)
     print(
-        f"\n{attention}: mean |Δ logprob| {ours_mean:.2e}, transformers {theirs_mean:.2e}, ratio {ours_mean / theirs_mean:.2f}"
+        f"\n{attention}: mean |Δ logprob| {ours_mean:.2e}, transformers {theirs_mean:.2e}, ratio "
+        f"{ours_mean / theirs_mean:.2f}"
     )
     assert ours_mean <= 1.5 * theirs_mean
 
@@ -147,7 +150,8 @@ def test_logprobs_of_checked_drafts_are_as_near_to_float32_as_those_of_plain_ste
             assert (sum(engine.stats().accepted_drafts) > 100) == (speculation is not None)
         means.append(statistics.fmean(errors))
     print(
-        f"\nmean |Δ logprob| {means[0]:.2e}, with drafts {means[1]:.2e}, ratio {means[1] / means[0]:.2f}"
+        f"\nmean |Δ logprob| {means[0]:.2e}, with drafts {means[1]:.2e}, ratio "
+        f"{means[1] / means[0]:.2f}"
     )
     assert means[1] <= 1.1 * means[0]
 

@@ -1,4 +1,5 @@
-"""Steps with drafts in recorded graphs: requests get the tokens that they get without speculation."""
+"""Steps with drafts in recorded graphs: requests get the tokens that they get without
+speculation."""
 
 from __future__ import annotations
 

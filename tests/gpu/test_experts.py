@@ -1,4 +1,5 @@
-"""Mixtures of experts on a GPU: the tokens of transformers in float32; with and without graphs; half precision near float32."""
+"""Mixtures of experts on a GPU: the tokens of transformers in float32; with and without graphs;
+half precision near float32."""
 
 from __future__ import annotations
 

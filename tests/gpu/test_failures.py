@@ -62,7 +62,8 @@ def test_out_of_memory_at_start_says_what_was_asked_what_is_free_and_what_to_low
         )
         with pytest.raises(
             UnsupportedError,
-            match=r"can't start: OutOfMemoryError: .*Tried to allocate .* is free.*lower .* kv_cache_memory",
+            match=r"can't start: OutOfMemoryError: .*Tried to allocate .* is free.*lower .* "
+            r"kv_cache_memory",
         ):
             LLMEngine.from_config(settings)
         with LLMEngine.from_config(

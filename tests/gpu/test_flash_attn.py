@@ -1,4 +1,5 @@
-"""The `flash_attn` backend with the package that is installed; its planning is tested on the CPU, in `tests/attention/test_flash_backend.py`."""
+"""The `flash_attn` backend with the package that is installed; its planning is tested on the CPU,
+in `tests/attention/test_flash_backend.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Latent attention on a GPU: the tokens of transformers in float32, with and without graphs; in half precision the same in every run."""
+"""Latent attention on a GPU: the tokens of transformers in float32, with and without graphs; in
+half precision the same in every run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Logits processors in recorded graphs: the tokens are those of steps that are launched kernel by kernel, and steps in which nobody asks replay what
-they did."""
+"""Logits processors in recorded graphs: the tokens are those of steps that are launched kernel by
+kernel, and steps in which nobody asks replay what they did."""
 
 from __future__ import annotations
 

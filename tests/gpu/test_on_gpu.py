@@ -1,4 +1,5 @@
-"""Behaviour on a CPU, tested on a GPU: run with `pytest -m gpu tests/gpu` on a machine that has one; skipped elsewhere."""
+"""Behaviour on a CPU, tested on a GPU: run with `pytest -m gpu tests/gpu` on a machine that has
+one; skipped elsewhere."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def test_greedy_tokens_in_float32_are_those_of_transformers(
 
 
 def test_ties_are_at_most_one_in_ten_thousand() -> None:
-    """Ties among the tokens compared above; a handful of ties in a short run is already too many."""
+    """Ties among the tokens compared above; a handful of ties in a short run is already too
+    many."""
     print(f"\n{COUNTS.tokens} tokens compared, {COUNTS.ties} ties")
     assert COUNTS.ties <= max(1, COUNTS.tokens // 10_000)
 
@@ -105,7 +107,8 @@ def test_tokens_are_the_same_with_and_without_graphs_overlap_chunks_and_preempti
 
 
 def test_tokens_are_the_same_when_large_steps_are_recorded() -> None:
-    """A small model's steps of some thousand tokens are one graph, too, with prompts whole and in chunks."""
+    """A small model's steps of some thousand tokens are one graph, too, with prompts whole and in
+    chunks."""
     prompts = random_prompts([3000, 40, 2500, 1, 700], 997, 0)
     with checkpoint(SMALL) as (directory, _):
         plain = settings_for(

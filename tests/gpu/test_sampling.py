@@ -1,4 +1,5 @@
-"""Penalties, rules and log-probabilities in recorded graphs: the tokens and numbers are those of steps that are launched kernel by kernel."""
+"""Penalties, rules and log-probabilities in recorded graphs: the tokens and numbers are those of
+steps that are launched kernel by kernel."""
 
 from __future__ import annotations
 

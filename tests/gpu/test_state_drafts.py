@@ -1,4 +1,5 @@
-"""Models with recurrent layers that check drafts in recorded graphs: requests get the tokens that they get without speculation."""
+"""Models with recurrent layers that check drafts in recorded graphs: requests get the tokens that
+they get without speculation."""
 
 from __future__ import annotations
 

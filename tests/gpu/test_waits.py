@@ -1,4 +1,5 @@
-"""Nothing that enqueues a step waits for the GPU; what the ring of pinned buffers sends arrives, however busy the GPU is."""
+"""Nothing that enqueues a step waits for the GPU; what the ring of pinned buffers sends arrives,
+however busy the GPU is."""
 
 from __future__ import annotations
 

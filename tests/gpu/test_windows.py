@@ -1,4 +1,5 @@
-"""Models of several cache groups on a GPU: in float32 the tokens of transformers, with and without graphs, in chunks and after preemption."""
+"""Models of several cache groups on a GPU: in float32 the tokens of transformers, with and without
+graphs, in chunks and after preemption."""
 
 from __future__ import annotations
 

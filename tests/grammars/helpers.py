@@ -53,7 +53,8 @@ def answers(
     most: int,
     end: Sequence[int] = (STOP,),
 ) -> set[str]:
-    """Return the texts of up to `most` parts behind which `end` may come. What can't be written isn't continued."""
+    """Return the texts of up to `most` parts behind which `end` may come. What can't be written
+    isn't continued."""
     found: set[str] = set()
     texts = [""]
     for _ in range(most + 1):

@@ -135,7 +135,8 @@ def test_sets_and_named_keys_of_pydantic_are_refused_by_place_and_keyword(
     model = create_model("Model", field=(kind, ...))
     with pytest.raises(
         RequestError,
-        match=f"^json_schema: #/properties/field: {keyword} = .*: the backend llguidance doesn't support this keyword$",
+        match=f"^json_schema: #/properties/field: {keyword} = .*: the backend llguidance doesn't "
+        f"support this keyword$",
     ):
         compiled("json_schema", model.model_json_schema())
 

@@ -1,4 +1,5 @@
-"""Masks in strings of bounded length are computed from a table and, for other tokens, by the library; the library alone is the oracle."""
+"""Masks in strings of bounded length are computed from a table and, for other tokens, by the
+library; the library alone is the oracle."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ SCHEMA: dict[str, Any] = {
 
 @cache
 def backend(name: str, **options: Any) -> LLGuidance:
-    """Return a backend for the vocabulary of that name. It takes a second to make: all of 150,000 tokens are read."""
+    """Return a backend for the vocabulary of that name. It takes a second to make: all of 150,000
+    tokens are read."""
     return LLGuidance(GrammarOptions(threads=2, **options), vocabulary(name))
 
 

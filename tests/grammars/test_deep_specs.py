@@ -1,4 +1,5 @@
-"""Specs whose parts refer to each other in a long chain are followed, or refused: the library's recursion ends no process."""
+"""Specs whose parts refer to each other in a long chain are followed, or refused: the library's
+recursion ends no process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Numbers and strings of a schema come into the answer exactly as they are, or the schema is refused by keyword and value: never another value."""
+"""Numbers and strings of a schema come into the answer exactly as they are, or the schema is
+refused by keyword and value: never another value."""
 
 from __future__ import annotations
 
@@ -152,7 +153,8 @@ def written(grammar: Grammar, chance: random.Random) -> bytes | None:
 
 
 def _multiple(validator: Any, multiple: Any, value: Any, rule: Any) -> Any:
-    """jsonschema's own divides doubles. Those with many digits were read as other numbers than were written."""
+    """jsonschema's own divides doubles. Those with many digits were read as other numbers than were
+    written."""
     if (
         type(value) in (int, float)
         and abs(value) < 1e9

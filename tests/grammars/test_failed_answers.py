@@ -54,7 +54,8 @@ def test_forced_tokens_end_where_none_fits_and_the_matcher_stays() -> None:
 
 
 def test_an_ambiguous_grammar_fails_before_its_masks_take_long() -> None:
-    """Each further token adds a position at which the next may begin: the time of a mask grows with their square."""
+    """Each further token adds a position at which the next may begin: the time of a mask grows with
+    their square."""
     words = [bytes(b"ab"[number >> bit & 1] for bit in range(8)) for number in range(256)]
     context = GrammarContext([*words, None], frozenset({256}), 257)
     spec = GrammarSpec("grammar", 'start: a\na: a a | "a" | "b"\n')

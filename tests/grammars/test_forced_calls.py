@@ -1,5 +1,5 @@
-"""Structural tags whose answer begins with a structure, ends after the first, or has no other text: what may come is what a regular expression of it
-says."""
+"""Structural tags whose answer begins with a structure, ends after the first, or has no other text:
+what may come is what a regular expression of it says."""
 
 from __future__ import annotations
 

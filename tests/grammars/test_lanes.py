@@ -1,4 +1,5 @@
-"""Answers of one grammar: the library's matchers that share nothing, so that their masks are filled at the same time."""
+"""Answers of one grammar: the library's matchers that share nothing, so that their masks are filled
+at the same time."""
 
 from __future__ import annotations
 

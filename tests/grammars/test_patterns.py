@@ -1,4 +1,5 @@
-"""Patterns as the backend follows them, against Python's `re`: whole answers, and strings within JSON."""
+"""Patterns as the backend follows them, against Python's `re`: whole answers, and strings within
+JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Patterns are rewritten without a change of what they match, and what isn't regular is refused by name."""
+"""Patterns are rewritten without a change of what they match, and what isn't regular is refused by
+name."""
 
 from __future__ import annotations
 

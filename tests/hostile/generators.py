@@ -1,4 +1,5 @@
-"""Hostile inputs of any size: each makes the most work per byte that its author could think of. A new one is a row."""
+"""Hostile inputs of any size: each makes the most work per byte that its author could think of. A
+new one is a row."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ PATTERNS: dict[str, Generator] = {
 
 
 def _rule(first: str, unit: Callable[[int], str], chars: int) -> Generator:
-    """Return a generator of a Lark grammar that begins with `first`, and goes on with units of so many characters."""
+    """Return a generator of a Lark grammar that begins with `first`, and goes on with units of so
+    many characters."""
     return lambda size: (first + "".join(map(unit, range(size // chars)))).encode()
 
 
@@ -121,7 +123,8 @@ GRAMMARS: dict[str, Generator] = {
 
 
 def _schemas(key: str, unit: Callable[[int], object], chars: int) -> Generator:
-    """Return a generator of a schema with a list of others under `key`, each of so many characters."""
+    """Return a generator of a schema with a list of others under `key`, each of so many
+    characters."""
     return lambda size: json.dumps({key: [unit(n) for n in range(size // chars)]}).encode()
 
 

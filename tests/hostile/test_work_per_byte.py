@@ -1,10 +1,13 @@
-"""Work per byte: whatever reads untrusted input takes bounded processor time and memory for each byte of it.
+"""Work per byte: whatever reads untrusted input takes bounded processor time and memory for each
+byte of it.
 
-`INPUTS` is the table: a new reader is a row, with its hostile inputs (`generators`). `docs/security.md` states the bounds. Sizes are small here: a
-quadratic reader is far beyond its bound, a linear one takes milliseconds. Slow tests send the largest bodies, and watch the event loop.
+`INPUTS` is the table: a new reader is a row, with its hostile inputs
+(`generators`). `docs/security.md` states the bounds. Sizes are small here: a quadratic reader is
+far beyond its bound, a linear one takes milliseconds. Slow tests send the largest bodies, and watch
+the event loop.
 
-Seconds are those of the reference machine of `tests/budget.py`, and the best of three tries counts: one may include a garbage collection of all that
-tests have imported.
+Seconds are those of the reference machine of `tests/budget.py`, and the best of three tries counts:
+one may include a garbage collection of all that tests have imported.
 """
 
 from __future__ import annotations
@@ -79,17 +82,21 @@ OWN_PROCESS_CPU_S = {
 }  # instead of CPU_S, for what a process of its own reads, which is ended after 3 s
 MEMORY_PER_BYTE, MEMORY_BYTES = 100, 4 << 20
 LOOP_HELD_S = 0.5
+# bytes of an input; of one whose memory is traced, which is slow
 SIZE, MEMORY_SIZE = (
     1 << 15,
     1 << 12,
-)  # bytes of an input; of one whose memory is traced, which is slow
+)
 LARGEST = 16 << 20
 PATIENCE_S = 60
 BYTES = GrammarContext([*(bytes([byte]) for byte in range(256)), None], frozenset([256]), 257)
 
 HOLE, TEXT_HOLE = "@", "#"  # where the input goes in a body: as JSON, or within a string
 CHAT = '"messages": [{"role": "user", "content": "a"}], "max_tokens": 1'
-CALL = '{"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "#"}}]}'
+CALL = (
+    '{"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": '
+    '"f", "arguments": "#"}}]}'
+)
 PLACES: Mapping[str, tuple[str, ...]] = {  # of an endpoint's body, besides its fields
     "/v1/completions": (
         '{"prompt": "a", "max_tokens": 1, "structured_outputs": {"json": @}}',
@@ -104,19 +111,24 @@ PLACES: Mapping[str, tuple[str, ...]] = {  # of an endpoint's body, besides its 
         + ', "tools": [{"type": "function", "function": {"name": "f", "parameters": @}}]}',
         "{"
         + CHAT
-        + ', "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": @}}}',
+        + ', "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": '
+        "@}}}",
         "{" + CHAT + ', "chat_template_kwargs": {"a": @}}',
         '{"messages": [{"role": "user", "content": @}], "max_tokens": 1}',
-        '{"messages": [{"role": "user", "content": [{"type": "text", "text": "#"}]}], "max_tokens": 1}',
+        '{"messages": [{"role": "user", "content": [{"type": "text", "text": "#"}]}], '
+        '"max_tokens": 1}',
         '{"messages": [{"role": "user", "content": "a"}, ' + CALL + '], "max_tokens": 1}',
     ),
     "/v1/messages": (
-        '{"max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f", "input_schema": @}]}',
-        '{"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": @}]}]}',
+        '{"max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f", '
+        '"input_schema": @}]}',
+        '{"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "tool_result", '
+        '"tool_use_id": "c", "content": @}]}]}',
     ),
     "/v1/responses": (
         '{"input": [{"type": "message", "role": "user", "content": @}], "max_output_tokens": 16}',
-        '{"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "#"}], "max_output_tokens": 16}',
+        '{"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "#"}], '
+        '"max_output_tokens": 16}',
     ),
 }
 REQUIRED = {
@@ -201,7 +213,8 @@ class Http:
         return int(statuses[0])
 
     def held_s(self, path: str, bodies: Sequence[bytes]) -> float:
-        """Post bodies at once; return the most processor time of this process between two turns of the event loop."""
+        """Post bodies at once; return the most processor time of this process between two turns of
+        the event loop."""
         return self.runner.run(self._held_s(path, bodies))
 
     async def _held_s(self, path: str, bodies: Sequence[bytes]) -> float:
@@ -228,7 +241,8 @@ class Http:
 def bodies(
     path: str, kind: type, *, all_of_them: bool
 ) -> Iterator[tuple[str, Callable[[int], bytes]]]:
-    """Yield the hostile bodies of an endpoint, by name: each kind of input in some fields; in all of them, if so."""
+    """Yield the hostile bodies of an endpoint, by name: each kind of input in some fields; in all
+    of them, if so."""
     minimal = {
         name: value for name, value in REQUIRED.items() if name in kind.__struct_encode_fields__
     }  # type: ignore[attr-defined]

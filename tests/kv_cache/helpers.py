@@ -44,7 +44,8 @@ def generate(request: LiveRequest, tokens: Sequence[int]) -> None:
 def compute(
     kv: PrefixCache, request: LiveRequest, num_tokens: int | None = None
 ) -> tuple[int, ...]:
-    """Allocate and commit all (or `num_tokens`) of its known tokens; returns the pages given in the first group."""
+    """Allocate and commit all (or `num_tokens`) of its known tokens; returns the pages given in the
+    first group."""
     tokens = request.num_tokens if num_tokens is None else num_tokens
     allocation = kv.allocate(request, tokens)
     assert allocation is not None

@@ -1,8 +1,10 @@
-"""Prefix hits of models with recurrent states, by the manager `prefix` in an engine's order of calls.
+"""Prefix hits of models with recurrent states, by the manager `prefix` in an engine's order of
+calls.
 
     python -m tests.kv_cache.state_traffic      # prints the share of the possible hits, for several pools and chunks
 
-The possible hits are those of the same traffic in a pool of as many pages, with the full-attention layers' group only.
+The possible hits are those of the same traffic in a pool of as many pages, with the full-attention
+layers' group only.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ RUNNING = 8  # requests at a time
 
 
 def qwen3_next(block_size: int = BLOCK) -> KVLayout:
-    """Return the layout of Qwen3-Next-80B-A3B: 12 of 48 layers have full attention, with 2 heads of 256; 36 are Gated DeltaNet with 32 value and 16
-    key heads of 128 and a convolution over 4 tokens; K, V and past inputs in bfloat16, matrices in float32."""
+    """Return the layout of Qwen3-Next-80B-A3B: 12 of 48 layers have full attention, with 2 heads of
+    256; 36 are Gated DeltaNet with 32 value and 16 key heads of 128 and a convolution over 4
+    tokens; K, V and past inputs in bfloat16, matrices in float32."""
     layers = [
         CachedLayer(index, None, lambda tokens: (tokens * 2 * 256 * 2,) * 2)
         for index in range(3, 48, 4)
@@ -53,9 +56,8 @@ class Served:
     answer: int  # tokens to generate
     computed: int = 0
     known: int = 0  # at admission
-    done: Callable[[LiveRequest], Served | None] = lambda _: (
-        None
-    )  # returns the request that follows
+    # returns the request that follows
+    done: Callable[[LiveRequest], Served | None] = lambda _: None
 
     @property
     def ended(self) -> bool:
@@ -64,7 +66,8 @@ class Served:
 
 @dataclass
 class Engine:
-    """Runs requests in order of arrival, at most `RUNNING` at a time, and computes at most `chunk` prompt tokens in a step."""
+    """Runs requests in order of arrival, at most `RUNNING` at a time, and computes at most `chunk`
+    prompt tokens in a step."""
 
     kv: PrefixCache
     chunk: int
@@ -121,7 +124,8 @@ class Engine:
                     self.waiting.append(following)
 
     def _plan(self, each: Served, tokens: int, planned: list[tuple[Served, int]]) -> int:
-        """Count the next tokens as computed, commit those of the prompt, and return how many these are."""
+        """Count the next tokens as computed, commit those of the prompt, and return how many these
+        are."""
         planned.append((each, each.computed))
         prefills = each.computed < each.known
         each.computed += tokens
@@ -178,7 +182,8 @@ def serve(
 def share(
     layout: KVLayout, num_pages: int, chunk: int, traffic: Callable[[], Iterator[Served]]
 ) -> tuple[float, Engine, Engine]:
-    """Return the share of the possible hits, and the engines that served with states and without."""
+    """Return the share of the possible hits, and the engines that served with states and
+    without."""
     ours, possible = (
         serve(each, num_pages, chunk, traffic) for each in (layout, attention_only(layout))
     )
@@ -201,7 +206,8 @@ def main() -> None:
             ):
                 part, ours, possible = share(layout, pages, chunk, traffic)
                 told.append(
-                    f"{name}: {part:.0%} ({ours.checkpoints} ck, {ours.preemptions}/{possible.preemptions} pre)"
+                    f"{name}: {part:.0%} ({ours.checkpoints} ck, "
+                    f"{ours.preemptions}/{possible.preemptions} pre)"
                 )
             print(f"{gb} GB ({pages} pages), chunks of {chunk}: {'; '.join(told)}", flush=True)
 

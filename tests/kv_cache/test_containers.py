@@ -14,9 +14,9 @@ from dovetail_kv_cache.pool import BlockIndex, BlockPool, BlockQueue
 
 BLOCKS = 12
 MANY = 40_000
-LITTLE = (
-    10 * MANY
-)  # bytes: a list of as many may move at once, which is a copy; a dict would need 60 a block, and hash all anew
+# bytes: a list of as many may move at once, which is a copy; a dict would need 60 a block, and hash
+# all anew
+LITTLE = 10 * MANY
 
 
 @given(
@@ -94,7 +94,8 @@ def test_a_run_ends_before_the_first_that_is_not_found(
 @pytest.mark.parametrize("reused", [False, True])
 @pytest.mark.slow("tries large sizes")
 def test_no_block_costs_much_however_many_there_are(reused: bool) -> None:
-    """A full cache, then as much again and more: new blocks take the place of old ones, or the same are used again."""
+    """A full cache, then as much again and more: new blocks take the place of old ones, or the same
+    are used again."""
     pool = BlockPool(MANY)
     largest = 0
     tracemalloc.start()

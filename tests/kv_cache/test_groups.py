@@ -188,7 +188,8 @@ def test_a_long_request_holds_what_its_layers_see(model: Model, seen_mb: int, he
 def test_agents_find_what_they_would_in_one_full_group(
     model: Model, families: int, pool: int
 ) -> None:
-    """In a pool of the bytes that `pool` whole requests need in one full group, so that neither keeps all that is computed."""
+    """In a pool of the bytes that `pool` whole requests need in one full group, so that neither
+    keeps all that is computed."""
     pool_bytes = pool * model.one_group.pages(SHARED + OWN + ANSWER) * model.one_group.page_bytes
     by_groups, by_one = (
         found_tokens(layout, pool_bytes, families) for layout in (model.layout, model.one_group)

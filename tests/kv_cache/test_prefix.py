@@ -1,4 +1,5 @@
-"""Guarantees of the KV-cache manager `prefix` beyond the contract of its kind, which `KVCacheSuite` checks."""
+"""Guarantees of the KV-cache manager `prefix` beyond the contract of its kind, which `KVCacheSuite`
+checks."""
 
 from __future__ import annotations
 
@@ -111,7 +112,8 @@ def test_a_chain_is_the_same_whichever_chain_came_before(
 def test_where_k_and_v_also_depend_on_the_next_token_a_block_is_found_only_before_the_same_one(
     block_size: int, common: int, generated: int
 ) -> None:
-    """Of a request whose prompt ends with a block, the last block is found once there is a token after it."""
+    """Of a request whose prompt ends with a block, the last block is found once there is a token
+    after it."""
     layout = KVLayout((CacheGroup((0,), block_size),), 1024, "float32", reads_next=True)
     kv = PrefixCache(PrefixOptions(), KVContext(layout, 100))
     first = request([*range(common), 50])
@@ -136,7 +138,8 @@ def test_hashes_of_xxh3_differ_from_cache_to_cache_so_that_none_can_be_prepared(
 
 
 def test_sha256_is_that_of_the_standard() -> None:
-    """Block by block over the hash before it and the tokens, four bytes each; the first over the cache keys'."""
+    """Block by block over the hash before it and the tokens, four bytes each; the first over the
+    cache keys'."""
     first = request([1, 2, 3, 4], keys=("salt:a",))
     parent = hashlib.sha256(b"('salt:a',)").digest()
     expected = [

@@ -16,9 +16,8 @@ class Script(Scheduler):
             step.grant(known["first"], 4)  # the first block
             step.grant(known["second"], 4)  # finds it, computes the second
         elif step.index == 1:
-            step.grant(
-                known["first"], 8
-            )  # computes the second again and the third, which can be found
+            # computes the second again and the third, which can be found
+            step.grant(known["first"], 8)
             assert step.cost(known["third"]).cached == 12
             step.grant(known["third"])
             step.preempt(known["first"])
@@ -49,7 +48,8 @@ def test_turns_of_a_conversation_compute_only_what_is_new() -> None:
 
 
 def test_a_run_is_the_same_whatever_the_hashes_are() -> None:
-    """Those of xxh3 differ from run to run, as those of other processes do; no decision, block or token does."""
+    """Those of xxh3 differ from run to run, as those of other processes do; no decision, block or
+    token does."""
 
     def story(hash: HashName) -> list[object]:
         world = World(shape=Shape(num_blocks=12, block_size=2, max_model_len=24, hash=hash))

@@ -253,7 +253,8 @@ def test_agents_and_conversations_find_most_of_what_k_and_v_alone_would(
 
 
 def test_many_conversations_keep_one_checkpoint_each() -> None:
-    """64 states and prompts take three quarters of this pool; all that they write would take three of it."""
+    """64 states and prompts take three quarters of this pool; all that they write would take three
+    of it."""
     layout = qwen3_next()
 
     def traffic() -> list[Served]:
@@ -293,7 +294,8 @@ def test_random_operations_leak_nothing_and_read_no_state_but_their_own(
 
 
 class _World:
-    """Requests that begin alike, and a memory that knows what each page holds. Whatever isn't written for a reader is poison to it."""
+    """Requests that begin alike, and a memory that knows what each page holds. Whatever isn't
+    written for a reader is poison to it."""
 
     def __init__(self, kv: PrefixCache, random: Random) -> None:
         self.kv, self.random = kv, random
@@ -303,9 +305,8 @@ class _World:
         self.known: dict[LiveRequest, int] = {}  # -> tokens known at admission
         self.memory: dict[int, object] = {}  # page -> what it holds
         self.hits = self.written = self.revoked = 0
-        self.reused = (
-            0  # pages of checkpoints that were evicted and reused before they had been copied
-        )
+        # pages of checkpoints that were evicted and reused before they had been copied
+        self.reused = 0
 
     def act(self) -> None:
         random = self.random
@@ -383,7 +384,8 @@ class _World:
             kv.commit(each, end)
 
     def _leave(self, candidates: list[LiveRequest], before: object = None) -> None:
-        """Let a request end, or be preempted, with those of this step that read what it won't write."""
+        """Let a request end, or be preempted, with those of this step that read what it won't
+        write."""
         if not candidates:
             return
         going = [self.random.choice(candidates)]

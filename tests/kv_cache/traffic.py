@@ -1,4 +1,5 @@
-"""Layouts of real models, and traffic of agents: many requests share a long prompt, and each adds its own."""
+"""Layouts of real models, and traffic of agents: many requests share a long prompt, and each adds
+its own."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ RUNNING = 8  # requests at a time
 
 @dataclass(frozen=True)
 class Model:
-    """Layers with full attention and with a window, each of which keeps `token_bytes` for a token."""
+    """Layers with full attention and with a window, each of which keeps `token_bytes` for a
+    token."""
 
     full_layers: int
     window_layers: int
@@ -43,7 +45,8 @@ class Model:
         )
 
     def seen_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of K and V that the layers of a request with `num_tokens` tokens can see."""
+        """Return the bytes of K and V that the layers of a request with `num_tokens` tokens can
+        see."""
         return (
             self.full_layers * num_tokens + self.window_layers * min(self.window, num_tokens)
         ) * self.token_bytes
@@ -56,7 +59,8 @@ GEMMA_3_27B = Model(10, 52, window=1_024, token_bytes=2 * 16 * 128 * 2)
 def found_tokens(
     layout: KVLayout, pool_bytes: int, families: int, requests: int = 120, seed: int = 0
 ) -> int:
-    """Serve `requests` requests of a number of `families`, each with a shared prompt, and return the tokens that they found."""
+    """Serve `requests` requests of a number of `families`, each with a shared prompt, and return
+    the tokens that they found."""
     kv = PrefixCache(PrefixOptions(), KVContext(layout, pool_bytes // layout.page_bytes))
     random = Random(seed)
     drawn = random.choices(range(families), k=requests)

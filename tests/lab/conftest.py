@@ -11,7 +11,8 @@ from dovetail.errors import MissingExtraError
 
 @pytest.fixture(autouse=True, scope="session")
 def what_reports_need_is_imported() -> None:
-    """Matplotlib and scipy are imported late, and would count for the first test that writes a report."""
+    """Matplotlib and scipy are imported late, and would count for the first test that writes a
+    report."""
     with suppress(ImportError, MissingExtraError):
         import dovetail_lab.planned_runs
         import dovetail_lab.report.capacity_page
@@ -21,7 +22,8 @@ def what_reports_need_is_imported() -> None:
 
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are made, but neither laid out nor rendered, which takes most of a report's time: for tests of everything else."""
+    """Figures are made, but neither laid out nor rendered, which takes most of a report's time: for
+    tests of everything else."""
     monkeypatch.setattr("dovetail_lab.report.html.lay_out", lambda figure: None)
     monkeypatch.setattr("dovetail_lab.report.html.png", lambda figure: b"")
     monkeypatch.setattr("dovetail_lab.report.html.svg", lambda figure, prefix: "<svg></svg>")

@@ -1,4 +1,5 @@
-"""A GPU to calibrate on, kernel by kernel, on a virtual clock: an oracle that shares none of the lab's rules of what launching does to a step."""
+"""A GPU to calibrate on, kernel by kernel, on a virtual clock: an oracle that shares none of the
+lab's rules of what launching does to a step."""
 
 from __future__ import annotations
 
@@ -21,15 +22,18 @@ from dovetail_lab.step_time import StepShape
 LAYERS = 28
 SAMPLING_S = 1.2e-4  # of a step with prefills
 RESULTS_S = 1e-4
-GRAPH_SHARE = 0.6  # of launching a step with prefills that is one graph: when that begins, sampling is left to be launched
+# of launching a step with prefills that is one graph: when that begins, sampling is left to be
+# launched
+GRAPH_SHARE = 0.6
 ROW_GRAPHS = (1, 2, 4, *range(8, 129, 8))
 JUMP = 16
+# tokens that a graph is recorded for
 GRAPHS = (
     *range(32, 257, 32),
     *range(320, 513, 64),
     *range(640, 1025, 128),
     *range(1280, 2049, 256),
-)  # tokens that a graph is recorded for
+)
 
 
 @dataclass(frozen=True)
@@ -59,19 +63,21 @@ class Machine(SimulatedExecutor):
 
     jitter = Jitter()
     graphs: tuple[int, ...] = GRAPHS
-    row_graphs: tuple[
-        int, ...
-    ] = ()  # rows that a graph of decodes is recorded for; none: one for each number
+    # rows that a graph of decodes is recorded for; none: one for each number
+    row_graphs: tuple[int, ...] = ()
     decode_launch_s: float = 3e-4
-    joining_s: float = (
-        0.0  # of launching a step with prefills: what is for requests that take a row
-    )
+    # of launching a step with prefills: what is for requests that take a row
+    joining_s: float = 0.0
     copying: float = 0.0  # of launching decodes: what is left when their graph begins
     jump_s: float = 0.0  # what decodes take longer above `JUMP` rows: other kernels
-    busy: float = 1.0  # times as long the host takes for a step, and `request_s` for a request, while others than a grid's come and go
+    # times as long the host takes for a step, and `request_s` for a request, while others than a
+    # grid's come and go
+    busy: float = 1.0
     request_s: float = 0.0
     setup_s: float = 0.0  # what the device does meanwhile, before the graph of a step with prefills
-    length_s: float = 0.0  # what each token of the longest prefill row adds: its few queries go over it one after the other
+    # what each token of the longest prefill row adds: its few queries go over it one after the
+    # other
+    length_s: float = 0.0
 
     def __init__(self, options: SimulatedOptions, context: ExecutorContext) -> None:
         super().__init__(options, context)

@@ -1,4 +1,5 @@
-"""The simulated KV pool of models with sliding windows: that of the engine, and what a simulation holds in it."""
+"""The simulated KV pool of models with sliding windows: that of the engine, and what a simulation
+holds in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The prefix cache of a replayed trace, against an oracle that knows nothing of blocks and hashes of tokens: a list of hash ids, oldest use first."""
+"""The prefix cache of a replayed trace, against an oracle that knows nothing of blocks and hashes
+of tokens: a list of hash ids, oldest use first."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ OUTPUT = 11  # tokens: an answer fills a block of its own, and more
 
 
 def chats(count: int) -> list[tuple[int, ...]]:
-    """Prompts as lists of hash ids, as in Mooncake's trace: each continues an earlier one, possibly truncated, or is new."""
+    """Prompts as lists of hash ids, as in Mooncake's trace: each continues an earlier one, possibly
+    truncated, or is new."""
     rng = random.Random(7)
     made: list[tuple[int, ...]] = [(0, 1)]
     for fresh in range(2, 2 * count, 2):
@@ -53,7 +55,8 @@ def hits_of_the_manager(prompts: list[tuple[int, ...]], num_blocks: int) -> list
 
 
 def hits_of_the_oracle(prompts: list[tuple[int, ...]], num_blocks: int) -> list[int]:
-    """Least recently used goes first, of one request its end first. The last prompt block is never found: a token must be left to compute."""
+    """Least recently used goes first, of one request its end first. The last prompt block is never
+    found: a token must be left to compute."""
     kept: list[object] = []  # oldest first
     hits: list[int] = []
     for index, hash_ids in enumerate(prompts):

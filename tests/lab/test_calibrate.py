@@ -1,4 +1,5 @@
-"""Calibration: an executor whose step times are known must be found out; a real one must give a profile that a simulation can use."""
+"""Calibration: an executor whose step times are known must be found out; a real one must give a
+profile that a simulation can use."""
 
 from __future__ import annotations
 
@@ -162,7 +163,8 @@ LAUNCH = {
 
 @pytest.fixture(scope="module")
 def found_launching() -> Calibration:
-    """A step with a prompt is launched for longer than most of them compute, and the decodes before it end unseen meanwhile."""
+    """A step with a prompt is launched for longer than most of them compute, and the decodes before
+    it end unseen meanwhile."""
     return calibrate(pretended(launch=LAUNCH, after_launch_s=0.0005, results_s=0.0002))
 
 
@@ -227,8 +229,14 @@ MACHINE = {
     "max_num_batched_tokens": 8192,
     "max_model_len": 16_384,
 }
-BUSY = "arrivals=poisson(40) requests=500 prompt=lognormal(200, 1, most=6000) output=lognormal(60, 0.7, most=300)"
-BURSTS = "arrivals=gamma(20, cv=2) requests=300 prompt=lognormal(900, 0.9, most=8000) output=lognormal(60, 0.7, most=300)"
+BUSY = (
+    "arrivals=poisson(40) requests=500 prompt=lognormal(200, 1, most=6000) output=lognormal(60, "
+    "0.7, most=300)"
+)
+BURSTS = (
+    "arrivals=gamma(20, cv=2) requests=300 prompt=lognormal(900, 0.9, most=8000) "
+    "output=lognormal(60, 0.7, most=300)"
+)
 STEADY = "arrivals=poisson(30) requests=400 prompt=uniform(20, 60) output=uniform(200, 300)"
 SHORT = "arrivals=poisson(60) requests=1000 prompt=uniform(50, 700) output=uniform(6, 30)"
 
@@ -246,7 +254,8 @@ def differences(
     seeds: int = 1,
     **attributes: Any,
 ) -> dict[str, float]:
-    """Return the errors of a simulation with the machine's own profile by metric and percentile, relative to the machine's times."""
+    """Return the errors of a simulation with the machine's own profile by metric and percentile,
+    relative to the machine's times."""
     trace, policy = load_workload(workload), {"scheduler": scheduler}
     simulated = {
         **MACHINE,
@@ -329,7 +338,8 @@ STAIRS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def found_stairs() -> StepTimeProfile:
-    """Decodes are padded, those above 16 rows take other kernels, some are launched late, and all begin before launching them has ended."""
+    """Decodes are padded, those above 16 rows take other kernels, some are launched late, and all
+    begin before launching them has ended."""
     return calibrated(**STAIRS)
 
 
@@ -420,9 +430,8 @@ def test_a_machine_that_replays_only_decodes_is_predicted() -> None:
 
 @pytest.mark.full
 def test_tails_need_the_spread_of_launching(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "dovetail_lab.calibrate.REHEARSAL_S", 24.0
-    )  # so many launches know their mean well: what is wrong then isn't chance
+    # so many launches know their mean well: what is wrong then isn't chance
+    monkeypatch.setattr("dovetail_lab.calibrate.REHEARSAL_S", 24.0)
     jitter = Jitter(shares=(0.85, 0.15), times=(1.0, 5.0))
     profile = calibrated(jitter=jitter)
     with_it = differences(profile, SHORT, seeds=8, jitter=jitter)
@@ -442,8 +451,8 @@ BUSY_HOST: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def found_busy() -> Calibration:
-    """Launching and delivering take longer, the device sets steps up, and requests are taken in, only while requests come and go: in the rehearsal,
-    and in runs."""
+    """Launching and delivering take longer, the device sets steps up, and requests are taken in,
+    only while requests come and go: in the rehearsal, and in runs."""
     with machine(**BUSY_HOST):
         return calibrate(MACHINE, time_limit_s=600)
 
@@ -662,7 +671,8 @@ def test_too_little_time_is_an_error() -> None:
 def test_a_real_engine_gives_a_profile_that_simulates(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the demo model computes with torch")
     (tmp_path / "engine.yaml").write_text(
-        "model: demo\nexecutor: {name: local, device: cpu, threads: 1}\nmax_num_seqs: 4\nmax_model_len: 128\nkv_cache_memory: 16MiB\n"
+        "model: demo\nexecutor: {name: local, device: cpu, threads: 1}\nmax_num_seqs: "
+        "4\nmax_model_len: 128\nkv_cache_memory: 16MiB\n"
     )
     printed = lab("calibrate", tmp_path / "engine.yaml", "--out", tmp_path / "mine.json", "--quick")
     profile = StepTimeProfile.load(str(tmp_path / "mine.json"))

@@ -1,4 +1,5 @@
-"""The search for the highest rate: it finds it, to its tolerance, and notices where its assumption fails."""
+"""The search for the highest rate: it finds it, to its tolerance, and notices where its assumption
+fails."""
 
 from __future__ import annotations
 

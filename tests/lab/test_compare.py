@@ -78,9 +78,8 @@ def test_a_verdict_names_the_mean_and_the_p99_of_every_latency_once(
 
 def test_a_verdict_names_the_p50_of_a_latency_that_changes_most() -> None:
     base = ttfts()
-    other = np.where(
-        base < np.quantile(base, 0.6), base / 4, base
-    )  # most requests gain, and the slowest don't
+    # most requests gain, and the slowest don't
+    other = np.where(base < np.quantile(base, 0.6), base / 4, base)
     verdict = compared([run_of_ttfts(base)], [run_of_ttfts(other)]).versus[0].verdict
     assert "cuts p50 TTFT by 75 %" in verdict
     assert "p90" not in verdict
@@ -126,7 +125,8 @@ def test_what_the_footer_calls_too_narrow_is_no_finding(seeds: int) -> None:
     assert (line.change.measurable, line.measurable, line.better) == (True, False, None)
     assert line.outcome == "runs too short to tell"
     assert re.match(
-        r"B against A: mean TTFT \+\d+.\d %, p99 TTFT .*: these runs are too short to rule out chance; ",
+        r"B against A: mean TTFT \+\d+.\d %, p99 TTFT .*: these runs are too short to rule out "
+        r"chance; ",
         found.versus[0].verdict,
     )
     assert not re.search("cuts|raises|makes", found.versus[0].verdict)
@@ -208,7 +208,8 @@ def test_a_policy_that_turns_requests_away_has_that_said_first() -> None:
     )
     versus = compared([run_of_ttfts(base)], [picky]).versus[0]
     assert versus.verdict.startswith(
-        "B completes 90.0 % of the requests, A 100.0 %, and latencies are of those that both completed; B cuts"
+        "B completes 90.0 % of the requests, A 100.0 %, and latencies are of those that both "
+        "completed; B cuts"
     )
     assert versus.compared == 36
 

@@ -1,4 +1,5 @@
-"""The decision log: it keeps to the trace event format, draws each request's whole life, and says why it waited."""
+"""The decision log: it keeps to the trace event format, draws each request's whole life, and says
+why it waited."""
 
 from __future__ import annotations
 
@@ -75,7 +76,10 @@ def logged(
 ) -> Logged:
     """A simulation in which memory is short."""
     path = folder / "decisions.json"
-    spec = f"requests={requests} arrivals=poisson(20) prompt=uniform(5, 120) output=uniform(1, 80) clients=3"
+    spec = (
+        f"requests={requests} arrivals=poisson(20) prompt=uniform(5, 120) output=uniform(1, 80) "
+        f"clients=3"
+    )
     config = {
         "scheduler": scheduler,
         "max_model_len": 256,
@@ -264,7 +268,8 @@ def test_it_logs_a_real_engine_too(tmp_path: Path) -> None:
 
 
 def test_who_ends_while_nothing_runs_is_drawn_at_once(tmp_path: Path) -> None:
-    """Of a thousand requests the policy lets one in, and nothing runs any more: the others take neither memory nor a lane each."""
+    """Of a thousand requests the policy lets one in, and nothing runs any more: the others take
+    neither memory nor a lane each."""
     path = tmp_path / "decisions.json"
     config = {
         "scheduler": {"name": "rpm", "limit": 1, "window_s": 1e6},
@@ -306,7 +311,8 @@ def test_a_place_that_cannot_hold_it_is_refused_at_once(
 def test_a_file_that_cannot_be_opened_keeps_the_engine_from_starting(
     tmp_path: Path, others: int, why: str
 ) -> None:
-    """Root may open files without permission, but not a link to itself, or a name with a zero byte."""
+    """Root may open files without permission, but not a link to itself, or a name with a zero
+    byte."""
     path, other = tmp_path / "link", tmp_path / "decisions.json"
     path.symlink_to(path)
     observers = [

@@ -1,4 +1,5 @@
-"""Service over time, and how unequal it is: the measures of the VTC paper's artifact, on work whose answer is plain."""
+"""Service over time, and how unequal it is: the measures of the VTC paper's artifact, on work whose
+answer is plain."""
 
 from __future__ import annotations
 

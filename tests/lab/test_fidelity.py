@@ -1,4 +1,5 @@
-"""Small slices of what `bench/lab` checks in full: the simulator beside measurements by others (`data/README.md`)."""
+"""Small slices of what `bench/lab` checks in full: the simulator beside measurements by others
+(`data/README.md`)."""
 
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ from dovetail_lab.traces import Trace, load_trace
 from dovetail_lab.workloads import load_workload
 
 DATA = Path(__file__).parent / "data"
+# how vLLM was set up
 RUN = VLLMRun(
     "", Trace("", "", ()), "", None, 1, 1, 128, 2048, 40_960, 16, 26_000, False, True, 2, 1597e9
-)  # how vLLM was set up
+)
 UNDISTURBED = slice(0, 50)  # requests whose first token came before the slice ends
 
 
@@ -56,7 +58,8 @@ def test_a_piecewise_model_fits_an_a10g_to_a_few_percent() -> None:
 
 @pytest.mark.slow("simulates many requests")
 def test_the_hosts_own_times_follow_from_answers_of_a_server_that_was_full_and_idle() -> None:
-    """A server of known times is simulated, its clients' times are all that the fit sees, and the fit finds the host's times."""
+    """A server of known times is simulated, its clients' times are all that the fit sees, and the
+    fit finds the host's times."""
     device = StepTimeProfile.load("a10g-llama-2-7b").step_time
     host = dict(zip(HOST, (0.0, 1e-4, 8e-3, 1e-3), strict=True))
     known = StepTimeProfile(name="known", step_time=device, kv_tokens=10_000, **host)

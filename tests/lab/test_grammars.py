@@ -1,4 +1,5 @@
-"""Requests with a grammar in a simulation: which have one, when it is ready, and the cost of its masks."""
+"""Requests with a grammar in a simulation: which have one, when it is ready, and the cost of its
+masks."""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ def test_several_cores_fill_masks_at_the_same_time() -> None:
 def test_seeing_tokens_is_hidden_where_the_model_runs_meanwhile(
     overlap: bool, hidden_s: float
 ) -> None:
-    """Without overlap the next step isn't submitted before its grammars have seen the last one's tokens."""
+    """Without overlap the next step isn't submitted before its grammars have seen the last one's
+    tokens."""
     slow, quick = (
         ran(request(0, output=9, grammar=True), overlap=overlap, accept_s=accept_s)
         for accept_s in (0.012, 0.0)

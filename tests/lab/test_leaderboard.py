@@ -38,7 +38,8 @@ def figures(in_time: float = 0.5, **changes: Any) -> Figures:
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> list[BoardRun]:
-    """Runs take no time, and have the score of their scheduler; those of `srpt` fail. Returns the list of runs that are made."""
+    """Runs take no time, and have the score of their scheduler; those of `srpt` fail. Returns the
+    list of runs that are made."""
     made: list[BoardRun] = []
 
     def run(self: BoardRun, progress: object = None) -> Figures | str:
@@ -53,15 +54,15 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> list[BoardRun]:
     monkeypatch.setattr(board, "fingerprint", lambda name, seed: "x")
     for module in ("leaderboard.results", "report.leaderboard_page"):
         monkeypatch.setattr(f"dovetail_lab.{module}.fingerprint", lambda name, seed: "x")
-    monkeypatch.setattr(
-        "dovetail_lab.report.html.lay_out", lambda figure: None
-    )  # figures take most of the time
+    # figures take most of the time
+    monkeypatch.setattr("dovetail_lab.report.html.lay_out", lambda figure: None)
     monkeypatch.setattr("dovetail_lab.report.html.png", lambda figure: b"")
     return made
 
 
 def test_the_traces_of_the_board_never_change() -> None:
-    """A change here needs a new `VERSION` and a new folder: results on other requests can't be compared."""
+    """A change here needs a new `VERSION` and a new folder: results on other requests can't be
+    compared."""
     assert board.VERSION == 1
     found = {name: fingerprint(name, 0) for name in board.TRACES}
     assert found == {
@@ -157,9 +158,8 @@ def test_a_leaderboard_resumes(tmp_path: Path, made_up: list[BoardRun]) -> None:
     lab(*common, "--only", "fcfs,sjf")
     assert len(made_up) == 8
     lines = (tmp_path / "runs.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "runs.jsonl").write_text(
-        "".join(lines[:5]) + lines[5][:40]
-    )  # killed while it wrote
+    # killed while it wrote
+    (tmp_path / "runs.jsonl").write_text("".join(lines[:5]) + lines[5][:40])
     said = lab(*common, "--only", "fcfs,sjf,slo")
     assert "5 of 12 runs are in" in said
     assert len(made_up) == 8 + 7

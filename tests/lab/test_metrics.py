@@ -1,4 +1,5 @@
-"""The definitions of vLLM's `bench serve`, from arrival; what didn't complete has no latency and meets no objective."""
+"""The definitions of vLLM's `bench serve`, from arrival; what didn't complete has no latency and
+meets no objective."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def test_goodput_counts_those_that_meet_every_objective(slo: Slo, good: int) -> 
 
 
 def test_a_window_measures_requests_that_arrive_in_it_and_what_is_delivered_in_it() -> None:
-    """A request a second, each answered by three tokens, after 0.5, 1.0 and 1.5 s; the fifth is rejected."""
+    """A request a second, each answered by three tokens, after 0.5, 1.0 and 1.5 s; the fifth is
+    rejected."""
     records = [record(index, 0.5, gaps_s=(0.5, 0.5)) for index in range(10)]
     records[4] = rejected(4)
     metrics = measure(run(records, window=(2.25, 6.25)), Slo(ttft_s=1))

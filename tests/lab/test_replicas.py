@@ -1,4 +1,5 @@
-"""Data-parallel replicas: each is the engine that it would be alone, and a request goes where the router says."""
+"""Data-parallel replicas: each is the engine that it would be alone, and a request goes where the
+router says."""
 
 from __future__ import annotations
 

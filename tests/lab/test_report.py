@@ -1,4 +1,5 @@
-"""The report: complete, self-contained, the same bytes each time; and it survives runs in which nothing happened."""
+"""The report: complete, self-contained, the same bytes each time; and it survives runs in which
+nothing happened."""
 
 from __future__ import annotations
 

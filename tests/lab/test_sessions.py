@@ -1,4 +1,5 @@
-"""Closed loops: requests that wait for the ends of others, in front of one engine or of several; and predictions that are renewed."""
+"""Closed loops: requests that wait for the ends of others, in front of one engine or of several;
+and predictions that are renewed."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ from dovetail_lab.workloads import WorkloadOptions, load_workload
 from tests.lab.commands import lab, write_engine
 from tests.lab.runs import engine, request, trace
 
-AGENTS = "arrivals=poisson(1) requests=6 turns=uniform(2,4) prompt=20 output=uniform(3,9) tool=uniform(0.1,0.5) closed_loop=true"
+AGENTS = (
+    "arrivals=poisson(1) requests=6 turns=uniform(2,4) prompt=20 output=uniform(3,9) "
+    "tool=uniform(0.1,0.5) closed_loop=true"
+)
 
 
 def chain(count: int, gap_s: float = 1.0, **fields: Any) -> Trace:
@@ -75,7 +79,8 @@ def test_deadlines_keep_their_distance_from_the_arrival() -> None:
 
 
 def test_followers_arrive_among_open_requests_in_time() -> None:
-    """The engine has a request that arrives at 50 s already when the follower gets its time, which is before."""
+    """The engine has a request that arrives at 50 s already when the follower gets its time, which
+    is before."""
     sent = trace(request(0), request(1, after=("0",), gap_s=2.0), request(2, 50.0))
     run = replay(engine(), sent)
     assert run.requests[1].first_scheduled_s == pytest.approx(run.requests[1].arrival_s)
@@ -119,7 +124,10 @@ def test_a_closed_workload_waits_and_an_open_one_has_fixed_times() -> None:
 
 
 def test_tools_run_after_their_share_of_the_answers() -> None:
-    spec = "arrivals=poisson(1) requests=50 turns=5 prompt=9 output=9 think=30 tool=1 tool_share=0.75 closed_loop=true"
+    spec = (
+        "arrivals=poisson(1) requests=50 turns=5 prompt=9 output=9 think=30 tool=1 "
+        "tool_share=0.75 closed_loop=true"
+    )
     gaps = [one.gap_s for one in load_workload(spec) if one.after]
     assert set(gaps) == {1.0, 30.0}
     assert 0.6 < gaps.count(1.0) / len(gaps) < 0.9

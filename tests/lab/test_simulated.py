@@ -1,4 +1,5 @@
-"""The simulated executor under the real engine: the model determines times, and only the executor knows the length of an answer."""
+"""The simulated executor under the real engine: the model determines times, and only the executor
+knows the length of an answer."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class _Plain:
 
 
 def first_come_first_served(requests: list[_Plain], budget: int, max_seqs: int) -> None:
-    """Chunked prefills among decodes, one step after the other, memory without end: an oracle that shares nothing with the engine."""
+    """Chunked prefills among decodes, one step after the other, memory without end: an oracle that
+    shares nothing with the engine."""
     now = 0.0
     while unfinished := [one for one in requests if len(one.times) < one.output]:
         here = [one for one in unfinished if one.arrival <= now]
@@ -128,7 +130,8 @@ def test_taking_a_request_in_delays_steps_where_it_outlasts_the_one_under_way_an
     None
 ):
     def e2e(arrivals: list[float], request_s: float) -> float:
-        """Of the first request; the others come after it, and are made a second before that: while it decodes, or not."""
+        """Of the first request; the others come after it, and are made a second before that: while
+        it decodes, or not."""
         requests = [
             request(0, prompt=5, output=40),
             *(
@@ -152,10 +155,11 @@ def test_taking_a_request_in_delays_steps_where_it_outlasts_the_one_under_way_an
 
 
 def test_an_engine_that_plans_at_once_takes_up_an_arrival_a_step_later() -> None:
+    # early in the sixth step
     requests = [
         request(0, prompt=5, output=12),
         request(1, arrival_s=0.072, prompt=5, output=1),
-    ]  # early in the sixth step
+    ]
     late, at_once = (
         run(requests, overlap=True, executor={"plans_late": plans_late}).requests[1]
         for plans_late in (True, False)
@@ -166,16 +170,18 @@ def test_an_engine_that_plans_at_once_takes_up_an_arrival_a_step_later() -> None
 
 
 SPECULATION = {"drafter": "simulated", "max_drafts": 4}
+# costs of lines with which the engine checks as many drafts as it may
 FREE = [
     [1, 0.01],
     [512, 0.01],
-]  # costs of lines with which the engine checks as many drafts as it may
+]
 
 
 def ends(
     count: int, acceptance: float | None, *, token_s: float = 1e-4, **options: Any
 ) -> tuple[float, int]:
-    """Return when `count` requests at once have ended, and after how many steps; `acceptance`: of drafts, None: without speculation."""
+    """Return when `count` requests at once have ended, and after how many steps; `acceptance`: of
+    drafts, None: without speculation."""
     requests = [request(index, prompt=10, output=101) for index in range(count)]
     step_time = {"kind": "linear", "base_s": 0.01, "per_token_s": token_s}
     changes = {} if acceptance is None else {"speculation": SPECULATION}
@@ -490,7 +496,8 @@ VARYING = {
 
 
 def busy() -> tuple[dict[str, object], object]:
-    """Preemptions, overlap, late planning, prefix reuse, launching that varies, grammars: all that could depend on something it shouldn't."""
+    """Preemptions, overlap, late planning, prefix reuse, launching that varies, grammars: all that
+    could depend on something it shouldn't."""
     requests = [
         request(
             index,
@@ -535,7 +542,8 @@ def test_launching_varies_with_the_seed_and_the_step_alone() -> None:
 
 
 def test_what_the_spread_says_is_what_launching_takes() -> None:
-    """Alone and without overlap a request takes its steps and their launching, each three times as long as the model says."""
+    """Alone and without overlap a request takes its steps and their launching, each three times as
+    long as the model says."""
     profile = {
         "name": "slow",
         "step_time": LINEAR,
@@ -555,7 +563,8 @@ def test_what_the_spread_says_is_what_launching_takes() -> None:
 
 
 def test_a_trace_s_objectives_reach_the_policy() -> None:
-    """The second of the busy ones is due before the first is through. The third asks for short gaps, so the prompt of the fourth comes in chunks."""
+    """The second of the busy ones is due before the first is through. The third asks for short
+    gaps, so the prompt of the fourth comes in chunks."""
     sizes = {"max_num_batched_tokens": 1024, "max_model_len": 4096}
     warm = [request(index, 2.0 * index, prompt=50 + 90 * index, output=2) for index in range(12)]
     busy = [
@@ -597,13 +606,15 @@ def test_clients_read_along_and_the_pace_spares_them() -> None:
             2,
             {"overlap": False},
             False,
-            "measured with overlap on (steps in flight: 2), and are used here with overlap off (steps in flight: 1)",
+            "measured with overlap on (steps in flight: 2), and are used here with overlap off "
+            "(steps in flight: 1)",
         ),
         (
             1,
             {"max_in_flight": 2},
             True,
-            "measured with overlap off (steps in flight: 1), and are used here with overlap on (steps in flight: 2)",
+            "measured with overlap off (steps in flight: 1), and are used here with overlap on "
+            "(steps in flight: 2)",
         ),
         (None, {"overlap": False}, False, ""),
     ],

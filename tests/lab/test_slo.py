@@ -1,4 +1,5 @@
-"""Objectives: read right, judged right, and every request that wasn't served counts against them."""
+"""Objectives: read right, judged right, and every request that wasn't served counts against
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models with recurrent layers in the lab: their sizes, the layout of states, and how long steps take."""
+"""Models with recurrent layers in the lab: their sizes, the layout of states, and how long steps
+take."""
 
 from __future__ import annotations
 

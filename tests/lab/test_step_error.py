@@ -1,4 +1,5 @@
-"""A comparison repeated at other step times: which findings survive, and when a load is near saturation."""
+"""A comparison repeated at other step times: which findings survive, and when a load is near
+saturation."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ def test_a_finding_survives_if_it_is_the_same_with_shorter_and_longer_steps() ->
 def test_a_finding_that_vanishes_or_turns_around_is_reported_with_the_steps_that_undo_it() -> None:
     repeated = Repeated(ERRORS, compared(1, 0.7), compared(1, 1), compared(1, 1.3))
     assert (
-        "doesn't survive: cuts mean TTFT (no measurable difference with shorter steps, worse with longer steps)"
-        in repeated.verdict(0)
+        "doesn't survive: cuts mean TTFT (no measurable difference with shorter steps, worse with "
+        "longer steps)" in repeated.verdict(0)
     )
     line = repeated.nominal.versus[0].line("ttft", "p99")
     assert (repeated.survives(0, line), repeated.cells(0, line)) == (False, ["0.0 %", "+30.0 %"])
@@ -57,7 +58,8 @@ def test_a_latency_that_changes_far_more_than_the_steps_warns_of_saturation() ->
         ERRORS, compared(1, 0.7), compared(0.95, 0.4), compared(1.05, 1.26)
     ).warnings
     assert warning.startswith(
-        "B is near saturation: with every step 4.0 % shorter or longer its mean TTFT changes by -42.9 % or +80.0 %"
+        "B is near saturation: with every step 4.0 % shorter or longer its mean TTFT changes by "
+        "-42.9 % or +80.0 %"
     )
 
 
@@ -88,8 +90,8 @@ def test_compare_repeats_at_the_error_of_the_step_times(tmp_path: Path) -> None:
     assert "--step-time-error 0.04 repeats with steps 4 % longer and shorter" in said
     said = lab(*common, "--step-time", "rtxpro6000-llama-3.1-8b", "--out", tmp_path / "out")
     assert (
-        "Repeated with every step 2.1 % longer, and shorter by the same factor (the error of rtxpro6000-llama-3.1-8b):"
-        in said
+        "Repeated with every step 2.1 % longer, and shorter by the same factor (the error of "
+        "rtxpro6000-llama-3.1-8b):" in said
     )
     found = json.loads((tmp_path / "out/comparison.json").read_text())
     assert found["step_time_error"]["errors"] == {"fcfs": 0.0209, "sjf": 0.0209}

@@ -122,9 +122,8 @@ def test_what_a_step_computes_follows_from_how_long_it_kept_the_device(
 ) -> None:
     occupied_s = RULE.occupied_s(shape(*rows), seconds, late_s, 0.04)
     computed_s = RULE.computed_s(shape(*rows), occupied_s, late_s, 0.04)
-    launched_s = (
-        late_s + RULE.after_launch_s
-    )  # what ends before that can't be told from what ends then, but for a step that is one graph
+    # what ends before that can't be told from what ends then, but for a step that is one graph
+    launched_s = late_s + RULE.after_launch_s
     assert computed_s == pytest.approx(
         seconds if RULE.regime(shape(*rows)) is Regime.DECODE else max(seconds, launched_s)
     )

@@ -138,7 +138,8 @@ def test_the_table_and_the_page_have_every_combination(engine: Path, tmp_path: P
 def rows(
     axis: str, values: Sequence[str], others: Sequence[str], slo: str = "ttft_p99<1"
 ) -> list[GridResult]:
-    """A grid of runs made by hand: the larger the axis' value, the more requests a second, and the longer their wait."""
+    """A grid of runs made by hand: the larger the axis' value, the more requests a second, and the
+    longer their wait."""
     made = []
     for other in others:
         for index, value in enumerate(values, start=1):

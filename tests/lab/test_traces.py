@@ -169,7 +169,10 @@ def test_rows_out_of_order_are_sorted_and_it_is_said(read: Read) -> None:
 
 
 def test_reading_needs_neither_torch_nor_pandas(tmp_path: Path) -> None:
-    code = "import sys; from dovetail_lab.workloads import load_workload; load_workload(sys.argv[1]); print({'torch', 'pandas'} & {*sys.modules})"
+    code = (
+        "import sys; from dovetail_lab.workloads import load_workload; "
+        "load_workload(sys.argv[1]); print({'torch', 'pandas'} & {*sys.modules})"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, str(written(tmp_path, trace_files.AZURE))],
         capture_output=True,

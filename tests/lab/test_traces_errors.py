@@ -41,11 +41,13 @@ def error_of(folder: Path, text: str | bytes, **options: object) -> str:
         ("1,2,", "trace:3: column output_tokens: expected a whole number of at least 1, got ''"),
         (
             "1,2,1e999",
-            "trace:3: column output_tokens: expected a whole number from 1 to 16,777,216, got '1e999'",
+            "trace:3: column output_tokens: expected a whole number from 1 to 16,777,216, got "
+            "'1e999'",
         ),
         (
             "1,1e300,3",
-            "trace:3: column input_tokens: expected a whole number from 1 to 16,777,216, got '1e300'",
+            "trace:3: column input_tokens: expected a whole number from 1 to 16,777,216, got "
+            "'1e300'",
         ),
         (
             "1,1_000,3",
@@ -69,7 +71,8 @@ def error_of(folder: Path, text: str | bytes, **options: object) -> str:
         ),
         (
             "2023-13-45 00:00:00,2,3",
-            "trace:3: column arrived_at: expected a time in s >= 0 or a date and time, got '2023-13-45 00:00:00'",
+            "trace:3: column arrived_at: expected a time in s >= 0 or a date and time, got "
+            "'2023-13-45 00:00:00'",
         ),
         (
             "soon,2,3",
@@ -95,7 +98,10 @@ def test_an_acceptance_is_a_probability_or_none(tmp_path: Path) -> None:
 
 def test_an_id_that_no_file_could_hold_is_named(tmp_path: Path) -> None:
     said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    message = "trace: item 1: expected ids and clients that are text, got half a surrogate pair in 'a\\ud83d/0'"
+    message = (
+        "trace: item 1: expected ids and clients that are text, got half a surrogate pair in "
+        "'a\\ud83d/0'"
+    )
     assert error_of(tmp_path, json.dumps([{"id": "a\ud83d", "conversations": said}])) == message
 
 
@@ -123,11 +129,13 @@ GOOD = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0,
         ),
         (
             {"hash_ids": [1]},
-            "trace:2: column hash_ids: expected 2 whole numbers, one for each 512 of 600 tokens, got [1]",
+            "trace:2: column hash_ids: expected 2 whole numbers, one for each 512 of 600 tokens, "
+            "got [1]",
         ),
         (
             {"hash_ids": "ab"},
-            "trace:2: column hash_ids: expected 2 whole numbers, one for each 512 of 600 tokens, got 'ab'",
+            "trace:2: column hash_ids: expected 2 whole numbers, one for each 512 of 600 tokens, "
+            "got 'ab'",
         ),
     ],
 )
@@ -152,11 +160,13 @@ def test_a_bad_row_of_json_is_named(
         (HEADER, "trace: expected at least one request, there is none"),
         (
             "a,b\n1,2\n",
-            "trace:1: no known format has the columns 'a', 'b'; map them, such as arrival=ts:ms,prompt=in,output=out",
+            "trace:1: no known format has the columns 'a', 'b'; map them, such as "
+            "arrival=ts:ms,prompt=in,output=out",
         ),
         (
             "arrived_at,input_tokens\n1,2\n",
-            "trace:1: no known format has the columns 'arrived_at', 'input_tokens'; for llmservingsim the column",
+            "trace:1: no known format has the columns 'arrived_at', 'input_tokens'; for "
+            "llmservingsim the column",
         ),
         (
             HEADER.replace("\n", ",arrived_at\n1,2,3,4\n"),
@@ -169,7 +179,8 @@ def test_a_bad_row_of_json_is_named(
             "trace:3: column 2: expected JSON: the text is truncated",
         ),
         (
-            '{"input_lens": [1], "output_lens": [1], "start_times": [0], "ttfts": [1], "itls": [3]}',
+            '{"input_lens": [1], "output_lens": [1], "start_times": [0], "ttfts": [1], "itls": '
+            "[3]}",
             "trace: item 1: column itls: expected a list of",
         ),
         (trace_files.SHAREGPT[:60], "trace:1: column 61: expected JSON: the text is truncated"),
@@ -178,12 +189,14 @@ def test_a_bad_row_of_json_is_named(
         ("[{}]", "trace: item 1: expected a list at messages, got None"),
         (
             '[{"messages": [7]}]',
-            "trace: item 1: expected a turn with `from` and `value`, or `role` and `content`, as texts, got 7",
+            "trace: item 1: expected a turn with `from` and `value`, or `role` and `content`, as "
+            "texts, got 7",
         ),
         ("[]", "trace: expected at least one request, there is none"),
         (
             '{"total_input_tokens": 4}',
-            "trace: expected a list 'input_lens': only a run of vLLM's bench serve with --save-detailed writes it",
+            "trace: expected a list 'input_lens': only a run of vLLM's bench serve with "
+            "--save-detailed writes it",
         ),
         (
             '{"input_lens": [1, 2], "output_lens": [1]}',
@@ -233,7 +246,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         ),
         (
             {"columns": parse_columns("prompt=a,output=b")},
-            "trace:1: expected a column 'a'; there are 'arrived_at', 'input_tokens', 'output_tokens'",
+            "trace:1: expected a column 'a'; there are 'arrived_at', 'input_tokens', "
+            "'output_tokens'",
         ),
         ({"format": "azure"}, "trace:1: expected a column 'TIMESTAMP'"),
         ({"format": "mooncake"}, "trace:1: column 1: expected JSON"),

@@ -1,4 +1,5 @@
-"""Measured runs of vLLM: how the engine was set up is read from their own files, and what isn't simulated is refused by name."""
+"""Measured runs of vLLM: how the engine was set up is read from their own files, and what isn't
+simulated is refused by name."""
 
 from __future__ import annotations
 

@@ -42,7 +42,10 @@ def times(arrivals: Arrivals, count: int = 20_000, seed: int = 0) -> np.ndarray:
 
 
 def test_the_same_text_and_seed_give_the_same_trace_and_another_seed_another() -> None:
-    text = "arrivals=gamma(5, 2) requests=50 prompt=lognormal(100, 1) output=uniform(1, 9) clients=zipf(3, 1)"
+    text = (
+        "arrivals=gamma(5, 2) requests=50 prompt=lognormal(100, 1) output=uniform(1, 9) "
+        "clients=zipf(3, 1)"
+    )
     assert drawn(text) == drawn(text)
     assert drawn(text).requests != drawn(text, seed=1).requests
 
@@ -131,7 +134,8 @@ def test_arrivals_are_as_many_as_asked_and_in_order(
 
 def test_lengths_are_of_their_distribution() -> None:
     trace = drawn(
-        "arrivals=poisson(9) requests=20000 prompt=lognormal(500, 1.2, most=4000) output=uniform(16, 32)"
+        "arrivals=poisson(9) requests=20000 prompt=lognormal(500, 1.2, most=4000) "
+        "output=uniform(16, 32)"
     )
     prompts = np.array([request.prompt_tokens for request in trace])
     assert np.median(prompts) == pytest.approx(500, rel=0.05)
@@ -145,7 +149,8 @@ def test_lengths_may_be_those_of_a_trace_in_pairs_or_apart(tmp_path: Path) -> No
     pairs = drawn(f"arrivals=poisson(9) requests=200 lengths={path}")
     assert {(r.prompt_tokens, r.output_tokens) for r in pairs} == {(74, 918), (290, 905)}
     apart = drawn(
-        f"arrivals=poisson(9) requests=200 prompt=trace({path}, prompt) output=trace({path}, output)"
+        f"arrivals=poisson(9) requests=200 prompt=trace({path}, prompt) output=trace({path}, "
+        f"output)"
     )
     assert len({(r.prompt_tokens, r.output_tokens) for r in apart}) == 4
 
@@ -174,7 +179,8 @@ def test_streams_stand_side_by_side_and_name_their_clients() -> None:
 
 def test_no_two_requests_have_one_id() -> None:
     trace = drawn(
-        f"a: arrivals=at_once requests=12 {SHORT} turns=2; a1: arrivals=at_once requests=2 {SHORT} turns=2; b-1: arrivals=at_once requests=2 {SHORT}"
+        f"a: arrivals=at_once requests=12 {SHORT} turns=2; a1: arrivals=at_once requests=2 {SHORT} "
+        f"turns=2; b-1: arrivals=at_once requests=2 {SHORT}"
     )
     assert len({request.id for request in trace}) == len(trace)
 
@@ -196,7 +202,8 @@ def test_zipf_gives_the_first_client_the_most() -> None:
 
 def test_each_turn_of_a_chat_begins_with_all_that_was_said_before() -> None:
     trace = drawn(
-        "arrivals=poisson(1) requests=3 prompt=uniform(5, 9) output=uniform(2, 6) turns=3 think=20 system=7"
+        "arrivals=poisson(1) requests=3 prompt=uniform(5, 9) output=uniform(2, 6) turns=3 think=20 "
+        "system=7"
     )
     for chat in "012":
         turns = [request for request in trace if request.id.startswith(f"{chat}/")]
@@ -226,7 +233,8 @@ def test_yaml_says_the_same(tmp_path: Path) -> None:
     )
     path = written(
         tmp_path,
-        "a: {arrivals: constant(4), requests: 9, prompt: 9, output: 7}\nb: {arrivals: at_once, requests: 1, prompt: 1, output: 1}\n",
+        "a: {arrivals: constant(4), requests: 9, prompt: 9, output: 7}\nb: {arrivals: at_once, "
+        "requests: 1, prompt: 1, output: 1}\n",
         "x.yml",
     )
     assert {request.client for request in drawn(str(path))} == {"a", "b"}

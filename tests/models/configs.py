@@ -231,7 +231,8 @@ def gemma_configs(draw: st.DrawFn) -> Any:
 
 @st.composite
 def gemma4_configs(draw: st.DrawFn) -> Any:
-    """Gemma 4, text: with layers that share K and V, and without; with embeddings for each layer, and without."""
+    """Gemma 4, text: with layers that share K and V, and without; with embeddings for each layer,
+    and without."""
     fields = draw(_common(own_head_size=True))
     kinds = draw(
         st.sampled_from([["full_attention"], ["sliding_attention", "full_attention"]])
@@ -269,7 +270,8 @@ def gemma4_configs(draw: st.DrawFn) -> Any:
 
 @st.composite
 def hybrid_configs(draw: st.DrawFn) -> Any:
-    """Models with recurrent layers: all sizes that relate to each other, biases, multipliers, and mixtures."""
+    """Models with recurrent layers: all sizes that relate to each other, biases, multipliers, and
+    mixtures."""
     kind = draw(st.sampled_from(list(FAMILIES)))
     eps = "layer_norm_epsilon" if kind == "nemotron_h" else "rms_norm_eps"
     layers = draw(

@@ -251,7 +251,8 @@ def write_eagle3(directory: Path, fields: dict[str, Any], tensors: Tensors) -> P
 def plain_eagle3(
     fields: dict[str, Any], tensors: Tensors, tapped: torch.Tensor, token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return states [n, hidden] and logits [n, draft vocabulary] of one sequence: tapped [n, taps * hidden], and the tokens after these [n]."""
+    """Return states [n, hidden] and logits [n, draft vocabulary] of one sequence: tapped [n, taps *
+    hidden], and the tokens after these [n]."""
     return plain_eagle3_layers(fields, tensors, tapped @ tensors["fc.weight"].T, token_ids)
 
 
@@ -322,8 +323,10 @@ CHAINED = {
 
 @contextmanager
 def chained(config: Any, *, mtp: bool = False) -> Iterator[Path]:
-    """A checkpoint of a model whose state is the direction of the last token, and in which token t is followed by 5 t + 3. It has as many tokens as
-    numbers in a hidden state. `mtp`: with a head that passes the embedding through, of which the model's output layer makes the token after it."""
+    """A checkpoint of a model whose state is the direction of the last token, and in which token t
+    is followed by 5 t + 3. It has as many tokens as numbers in a hidden state. `mtp`: with a head
+    that passes the embedding through, of which the model's output layer makes the token after
+    it."""
     with checkpoint(config) as (directory, model):
         tensors = load_file(directory / "model.safetensors")
         _pass_through(tensors, config)
@@ -343,7 +346,8 @@ def chained(config: Any, *, mtp: bool = False) -> Iterator[Path]:
 
 
 def write_chained_eagle3(directory: Path, config: Any, tap: int, **layer: Any) -> Path:
-    """A head for such a model that makes its first draft of the state alone: two tokens after the state's own."""
+    """A head for such a model that makes its first draft of the state alone: two tokens after the
+    state's own."""
     fields = eagle3_fields(
         config,
         eagle_aux_hidden_state_layer_ids=[tap],

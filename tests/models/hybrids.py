@@ -1,4 +1,5 @@
-"""Tiny configs of the models with recurrent layers, one of each family, with the relations between sizes that real ones have."""
+"""Tiny configs of the models with recurrent layers, one of each family, with the relations between
+sizes that real ones have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How each type of transformers is served when its checkpoint is named to `LLM` as it is published: `docs/model-types.md` is generated from this.
+"""How each type of transformers is served when its checkpoint is named to `LLM` as it is published:
+`docs/model-types.md` is generated from this.
 
 python -m tests.models.model_types                 # tries all types and writes the page: some ten minutes
 python -m tests.models.model_types mixtral gpt2    # tries some, prints what came of them, and writes their rows
@@ -32,24 +33,28 @@ from tests.models.tiny_configs import PLACEHOLDER, random_model, tiny, tiny_whol
 PAGE = Path(__file__).parents[2] / "docs" / "model-types.md"
 MOST_PARAMETERS = 30_000_000
 TOKENS = 8
+# the third is 8 windows long
 PROMPTS = (
     [5, 6, 7],
     list(range(3, 43)),
     [*range(3, 91), *range(40)],
     [9],
-)  # the third is 8 windows long
+)
 SETTINGS: Mapping[str, Any] = {
     "dtype": "float32",
     "max_model_len": 160,
     "executor": {"name": "local", "num_blocks": 1200},
 }
-PUBLISHED = {  # by type: names of classes in published checkpoints that transformers spells otherwise
+# by type: names of classes in published checkpoints that transformers spells otherwise
+PUBLISHED = {
     "exaone_moe": "ExaoneMoEForCausalLM",
     "mpt": "MPTForCausalLM",
     "phimoe": "PhiMoEForCausalLM",
     "shieldgemma2": "ShieldGemma2ForImageClassification",
 }
-MISNAMED = {  # by type: what transformers writes into names of text tensors by mistake, and what published checkpoints have
+# by type: what transformers writes into names of text tensors by mistake, and what published
+# checkpoints have
+MISNAMED = {
     "kimi_k25": ("language_model.model.blocks.", "language_model.model.layers."),
     "qianfan_ocr": ("language_model.model.encoder.layers.", "language_model.model.layers."),
 }
@@ -61,7 +66,8 @@ NOT_TRIED = "not tried"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A table of transformers: its classes by type, how a small model is created, what it computes, and what is served of its checkpoint."""
+    """A table of transformers: its classes by type, how a small model is created, what it computes,
+    and what is served of its checkpoint."""
 
     classes: Mapping[str, str]
     auto: Any
@@ -159,13 +165,14 @@ FAMILIES = {
 
 
 def family_of(model_type: str) -> Family:
-    """Return the family whose class a checkpoint of this type is published as: causal models of a type of encoders seldom are."""
+    """Return the family whose class a checkpoint of this type is published as: causal models of a
+    type of encoders seldom are."""
     return next(family for family in (VISION, ENCODERS, CAUSAL) if model_type in family.classes)
 
 
 def published_as(model_type: str) -> str:
-    """Return the architecture that a published checkpoint of this type names. Some types are served by another type's class in transformers; their
-    checkpoints bring a class of their own."""
+    """Return the architecture that a published checkpoint of this type names. Some types are served
+    by another type's class in transformers; their checkpoints bring a class of their own."""
     if model_type in PUBLISHED:
         return PUBLISHED[model_type]
     name: str = family_of(model_type).classes[model_type]
@@ -181,7 +188,8 @@ def published_as(model_type: str) -> str:
 
 
 def save_as_published(reference: Any, model_type: str, directory: Path) -> None:
-    """Save a checkpoint with the architecture of published ones; with the name of its own code if it has some."""
+    """Save a checkpoint with the architecture of published ones; with the name of its own code if
+    it has some."""
     reference.save_pretrained(directory)
     name, file = published_as(model_type), directory / "config.json"
     if model_type in MISNAMED:
@@ -195,15 +203,14 @@ def save_as_published(reference: Any, model_type: str, directory: Path) -> None:
     if fields["architectures"] != [name]:
         fields["architectures"] = [name]
         fields["auto_map"] = {"AutoModelForCausalLM": f"modeling_{model_type}.{name}"}
-    fields["is_encoder_decoder"] = transformers.CONFIG_MAPPING[
-        model_type
-    ]().is_encoder_decoder  # which a decoder by itself leaves out
+    # which a decoder by itself leaves out
+    fields["is_encoder_decoder"] = transformers.CONFIG_MAPPING[model_type]().is_encoder_decoder
     file.write_text(json.dumps(fields), encoding="utf-8")
 
 
 def verdict(model_type: str) -> str:
-    """Return `EXACT` or "native: …" if a small checkpoint of this type, as it is published, gives what transformers computes; "refused: …" with the
-    reason, or "not tried: …"."""
+    """Return `EXACT` or "native: …" if a small checkpoint of this type, as it is published, gives
+    what transformers computes; "refused: …" with the reason, or "not tried: …"."""
     family = family_of(model_type)
     try:
         config = family.config(model_type)
@@ -239,8 +246,9 @@ def verdict(model_type: str) -> str:
 
 
 def with_scaled_logits(model: Any) -> Any:
-    """Return the model with the `logit_scale` of its text model, which transformers leaves out of Cohere's vision-language models: a text model that
-    was trained with it has other probabilities without."""
+    """Return the model with the `logit_scale` of its text model, which transformers leaves out of
+    Cohere's vision-language models: a text model that was trained with it has other probabilities
+    without."""
     scale = getattr(model.config.get_text_config(decoder=True), "logit_scale", None)
     if model.config.model_type in UNSCALED:
         model.lm_head.register_forward_hook(lambda _, __, logits: logits * scale)
@@ -248,7 +256,8 @@ def with_scaled_logits(model: Any) -> Any:
 
 
 def native_name(directory: Path) -> str | None:
-    """Return the name of the native component that serves a checkpoint; None if transformers' code does."""
+    """Return the name of the native component that serves a checkpoint; None if transformers' code
+    does."""
     serving = type(find_architecture(directory, MODELS).arch)
     return next(
         (

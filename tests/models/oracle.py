@@ -1,4 +1,5 @@
-"""Tiny models of each architecture, ours and transformers', with the same weights; and the plainest attention there can be."""
+"""Tiny models of each architecture, ours and transformers', with the same weights; and the plainest
+attention there can be."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ BY_TYPE = {target.name.partition(":")[2]: target for target in MODELS}
 
 
 class DenseAttention(AttentionLayer):
-    """Attention of one sequence that comes in chunks: keeps all K and V, masks by position. `of`: the layer whose K and V it shares."""
+    """Attention of one sequence that comes in chunks: keeps all K and V, masks by position. `of`:
+    the layer whose K and V it shares."""
 
     def __init__(self, spec: LayerSpec, of: DenseAttention | None = None) -> None:
         self.spec, self._of = spec, of
@@ -92,9 +94,8 @@ def checkpoint_tensors(model: Any) -> dict[str, torch.Tensor]:
     """The tensors that a checkpoint of transformers' `model` holds."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    held = revert_weight_conversion(
-        model, model.state_dict()
-    )  # a mixture's experts have tensors of their own
+    # a mixture's experts have tensors of their own
+    held = revert_weight_conversion(model, model.state_dict())
     tensors = {name: value.detach().clone() for name, value in held.items()}
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
@@ -112,7 +113,8 @@ def fill(model: Any, tensors: dict[str, torch.Tensor]) -> None:
 def run(
     model: Any, token_ids: torch.Tensor, chunks: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states and logits of one sequence, computed whole or in chunks of these lengths (which add up)."""
+    """Hidden states and logits of one sequence, computed whole or in chunks of these lengths (which
+    add up)."""
     positions = torch.arange(len(token_ids))
     steps = zip(
         *(torch.split(x, list(chunks or (len(token_ids),))) for x in (token_ids, positions)),
@@ -130,7 +132,8 @@ def run_reference(model: Any, token_ids: torch.Tensor) -> tuple[torch.Tensor, to
 
 @dataclass
 class FakeGroup:
-    """One of several ranks without the others: its sums and gathers stay its own share, and are counted."""
+    """One of several ranks without the others: its sums and gathers stay its own share, and are
+    counted."""
 
     rank: int
     size: int

@@ -30,7 +30,8 @@ ROUNDINGS = roundings_of(SimpleNamespace(**SIZES), SIZES["max_position_embedding
 
 
 def save(directory: Path, kind: str, *, seed: int = 0, **fields: Any) -> Any:
-    """Save a model of transformers' class `kind` with random weights that leave none at a neutral value, and return it."""
+    """Save a model of transformers' class `kind` with random weights that leave none at a neutral
+    value, and return it."""
     config_class = getattr(transformers, kind).config_class
     torch.manual_seed(seed)
     model = getattr(transformers, kind)(config_class(**{**SIZES, **fields})).eval()
@@ -46,7 +47,8 @@ def save(directory: Path, kind: str, *, seed: int = 0, **fields: Any) -> Any:
 def sentence_transformer(
     directory: Path, *modules: str, pooling: dict[str, Any] | None = None, **files: dict[str, Any]
 ) -> None:
-    """Add sentence-transformers' files: `modules` after the transformer, with the config of Pooling, and others by their names."""
+    """Add sentence-transformers' files: `modules` after the transformer, with the config of
+    Pooling, and others by their names."""
     kinds = ("Transformer", *modules)
     paths = ["" if index == 0 else f"{index}_{kind}" for index, kind in enumerate(kinds)]
     listed = [

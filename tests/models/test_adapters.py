@@ -1,4 +1,5 @@
-"""Adapters of each linear layer that a family of models has besides the usual ones, as merged weights."""
+"""Adapters of each linear layer that a family of models has besides the usual ones, as merged
+weights."""
 
 from __future__ import annotations
 
@@ -98,9 +99,8 @@ def test_an_adapter_changes_answers_as_merged_weights_do(family: str, tmp_path: 
         ).items()
     }
     ends = sorted({name.rpartition(".")[2] for name in linear})
-    folder = write_adapter(
-        tmp_path / "adapter", config_of(target_modules=ends), weights
-    )  # of rank 4 and alpha 8
+    # of rank 4 and alpha 8
+    folder = write_adapter(tmp_path / "adapter", config_of(target_modules=ends), weights)
     params = SamplingParams(
         temperature=0, max_tokens=5, prompt_logprobs=0, logprobs=0, detokenize=False
     )
@@ -114,9 +114,8 @@ def test_an_adapter_changes_answers_as_merged_weights_do(family: str, tmp_path: 
         adapter = LoRARequest("x", 1, str(folder))
         found = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=[adapter, None])
         plain = llm.generate(PROMPTS, params, use_tqdm=False)
-    model.lm_head.weight = torch.nn.Parameter(
-        model.lm_head.weight.clone()
-    )  # it may be the embedding's
+    # it may be the embedding's
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
     for name, module in linear.items():
         a, b = (
             torch.tensor(weights[f"base_model.model.{name}.lora_{side}.weight"]) for side in "AB"

@@ -1,4 +1,5 @@
-"""Every field of a native model's config class is handled or in the table, and nothing that changes numbers is dropped."""
+"""Every field of a native model's config class is handled or in the table, and nothing that changes
+numbers is dropped."""
 
 from __future__ import annotations
 

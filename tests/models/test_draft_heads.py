@@ -1,4 +1,5 @@
-"""Draft heads compute what plain references do: transformers' own MTP layers, and EAGLE-3's equations; and refuse what doesn't fit."""
+"""Draft heads compute what plain references do: transformers' own MTP layers, and EAGLE-3's
+equations; and refuse what doesn't fit."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ LENGTH = 13
 def outputs(
     head: Any, states: torch.Tensor, tokens: torch.Tensor, stored: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return states and logits of the positions after the first `stored`, of which only K and V are stored."""
+    """Return states and logits of the positions after the first `stored`, of which only K and V are
+    stored."""
     positions = torch.arange(len(tokens))
     head.store(tokens[:stored], positions[:stored], states[:stored])
     out = head(tokens[stored:], positions[stored:], states[stored:])
@@ -115,9 +117,8 @@ def test_eagle3_heads_equal_the_plain_equations(
         "other ids can't be drafted"
     )
     assert torch.equal(tapped, kept)
-    again = head(
-        tokens[:1], torch.tensor([LENGTH]), states[-1:]
-    )  # its own output, as the next state
+    # its own output, as the next state
+    again = head(tokens[:1], torch.tensor([LENGTH]), states[-1:])
     longer = (
         torch.cat((tapped @ tensors["fc.weight"].T, expected[-1:])),
         torch.cat((tokens, tokens[:1])),
@@ -228,7 +229,8 @@ def test_eagle3_checkpoints_that_cannot_be_right_are_refused(
     [
         (
             target_config(),
-            "model_type 'llama' has no multi-token-prediction head that is implemented .implemented: deepseek_v3, glm4_moe, ",
+            "model_type 'llama' has no multi-token-prediction head that is implemented "
+            ".implemented: deepseek_v3, glm4_moe, ",
         ),
         (
             glm4_moe(),

@@ -1,4 +1,5 @@
-"""Encoders in the executor: states, embeddings and scores are transformers', for single texts and pairs; and what isn't served is refused by name."""
+"""Encoders in the executor: states, embeddings and scores are transformers', for single texts and
+pairs; and what isn't served is refused by name."""
 
 from __future__ import annotations
 
@@ -111,9 +112,8 @@ def test_an_adapter_changes_an_encoder_as_merged_weights_do(
         ).items()
     }
     targets = sorted({name.rpartition(".")[2] for name in linear})
-    folder = write_adapter(
-        tmp_path / "adapter", config_of(target_modules=targets), weights
-    )  # of rank 4 and alpha 8
+    # of rank 4 and alpha 8
+    folder = write_adapter(tmp_path / "adapter", config_of(target_modules=targets), weights)
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     with LLM(tmp_path, dtype="float32", enable_lora=True, max_model_len=60) as llm:
         adapters = [LoRARequest("x", 1, str(folder)), *[None] * (len(PROMPTS) - 1)]

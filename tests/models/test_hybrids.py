@@ -1,4 +1,5 @@
-"""Models with recurrent layers compute what transformers computes, however their tokens come; what they load, and what they refuse."""
+"""Models with recurrent layers compute what transformers computes, however their tokens come; what
+they load, and what they refuse."""
 
 from __future__ import annotations
 
@@ -252,7 +253,8 @@ class TestFormats:
     def test_a_checkpoint_in_blocks_of_float8_is_taken_apart(
         self, block: int, left_out: list[str], tmp_path: Path
     ) -> None:
-        """Blocks of 6 outputs begin and end within heads; and a shared expert may be stored otherwise than the experts that it is computed with."""
+        """Blocks of 6 outputs begin and end within heads; and a shared expert may be stored
+        otherwise than the experts that it is computed with."""
         config, theirs = reference("qwen3_next")
         tensors, exact = theirs.tensors(), dict[str, torch.Tensor]()
         for key, tensor in theirs.tensors().items():

@@ -1,4 +1,5 @@
-"""Models with recurrent layers in an engine: greedy tokens are those of transformers, whatever happens to a request."""
+"""Models with recurrent layers in an engine: greedy tokens are those of transformers, whatever
+happens to a request."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def test_preempted_requests_write_the_same_tokens(name: str) -> None:
 
 
 def scarce(directory: Any, requests: int) -> dict[str, Any]:
-    """An executor with pages for the states of this many requests, and for the K and V of a request of 64 tokens."""
+    """An executor with pages for the states of this many requests, and for the K and V of a request
+    of 64 tokens."""
     with LLMEngine.from_config(
         {"model": str(directory), **SETTINGS, "executor": {"name": "local", "num_blocks": 500}}
     ) as engine:

@@ -1,4 +1,5 @@
-"""Models with latent attention: what they keep, what they are split into, which tensors they skip, and what they refuse."""
+"""Models with latent attention: what they keep, what they are split into, which tensors they skip,
+and what they refuse."""
 
 from __future__ import annotations
 
@@ -106,9 +107,8 @@ def test_a_token_takes_a_fraction_of_what_k_and_v_of_all_heads_would(
         )
         // 16
     )
-    size = max(
-        config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    )  # what V would be padded to
+    # what V would be padded to
+    size = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     padded = 2 * 2 * config.num_hidden_layers * config.num_attention_heads * size
     assert (taken, padded // taken) == (bytes_per_token, times)
 

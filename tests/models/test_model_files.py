@@ -1,4 +1,5 @@
-"""Choice of the implementation, dtype and length for a model directory; and every reason to reject it."""
+"""Choice of the implementation, dtype and length for a model directory; and every reason to reject
+it."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def test_an_unsupported_architecture_lists_the_supported_ones(tmp_path: Path) ->
     write_config(tmp_path, model_type="gpt2", architectures=["GPT2LMHeadModel"], n_positions=64)
     with pytest.raises(
         UnsupportedError,
-        match=r"no installed model serves GPT2LMHeadModel; served are .*LlamaForCausalLM, .*Qwen3ForCausalLM",
+        match=r"no installed model serves GPT2LMHeadModel; served are .*LlamaForCausalLM, "
+        r".*Qwen3ForCausalLM",
     ):
         find_architecture(
             tmp_path, tuple(model for model in MODELS if "*" not in model.architectures)
@@ -89,7 +91,8 @@ def test_of_several_that_serve_an_architecture_the_built_in_is_used(tmp_path: Pa
     assert type(arch).__name__ == "Llama"
     with pytest.raises(
         UnsupportedError,
-        match=r"served by mine:llama and other:llama; name the one you mean: `model: {path: .*, component: mine:llama}`",
+        match=r"served by mine:llama and other:llama; name the one you mean: `model: {path: .*, "
+        r"component: mine:llama}`",
     ):
         find_architecture(tmp_path, (theirs, others))
     theirs = ComponentRef("model", "mine:bert", "mine:Bert", architectures=("BertModel",))
@@ -208,8 +211,10 @@ def test_a_config_of_another_model_type_is_refused(tmp_path: Path) -> None:
             r"transformers \d.* knows no model_type 'nobody-knows'$",
         ),
         (
-            '{"model_type": "qwen", "architectures": ["QWenLMHeadModel"], "auto_map": {"AutoConfig": "configuration_qwen.QWenConfig"}}',
-            r"knows no model_type 'qwen'; the code that the checkpoint brings for it \(auto_map\) is never run$",
+            '{"model_type": "qwen", "architectures": ["QWenLMHeadModel"], "auto_map": '
+            '{"AutoConfig": "configuration_qwen.QWenConfig"}}',
+            r"knows no model_type 'qwen'; the code that the checkpoint brings for it \(auto_map\) "
+            r"is never run$",
         ),
         ('{"model_type": ["llama"]}', r"knows no model_type \['llama'\]"),
         ('{"model_type": null}', "knows no model_type None"),
@@ -220,11 +225,13 @@ def test_a_config_of_another_model_type_is_refused(tmp_path: Path) -> None:
             "hidden_size",
         ),
         (
-            '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 7, "num_attention_heads": 2}',
+            '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 7, '
+            '"num_attention_heads": 2}',
             "hidden size",
         ),
         (
-            '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_scaling": {"rope_type": "linear"}}',
+            '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_scaling": '
+            '{"rope_type": "linear"}}',
             "factor",
         ),
     ],
@@ -298,7 +305,8 @@ def test_bfloat16_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch
     place(monkeypatch, TURING)
     with pytest.raises(
         UnsupportedError,
-        match=r"dtype: NVIDIA T4 .* has no bfloat16, which came with compute capability 8.0; use auto, float16 or f",
+        match=r"dtype: NVIDIA T4 .* has no bfloat16, which came with compute capability 8.0; use "
+        r"auto, float16 or f",
     ):
         resolve_dtype("bfloat16", LlamaConfig(), CUDA)
     assert resolve_dtype("bfloat16", LlamaConfig(), CPU) == torch.bfloat16

@@ -1,4 +1,5 @@
-"""Models that can't be split over ranks are rejected. The conformance suite checks that a split decoder computes the same as a whole one."""
+"""Models that can't be split over ranks are rejected. The conformance suite checks that a split
+decoder computes the same as a whole one."""
 
 from __future__ import annotations
 

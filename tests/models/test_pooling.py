@@ -1,4 +1,5 @@
-"""What checkpoints pool is what transformers computes of them, and what isn't served is refused by name."""
+"""What checkpoints pool is what transformers computes of them, and what isn't served is refused by
+name."""
 
 from __future__ import annotations
 
@@ -285,7 +286,8 @@ def test_tokens_of_scores_are_given_as_texts(tmp_path: Path) -> None:
 def test_one_label_of_a_regression_is_a_sigmoid_to_sentence_transformers(
     marks: dict[str, Any], tmp_path: Path
 ) -> None:
-    """As its `CrossEncoder` scores pairs, whoever saved the checkpoint; transformers' pipeline leaves the logit as it is."""
+    """As its `CrossEncoder` scores pairs, whoever saved the checkpoint; transformers' pipeline
+    leaves the logit as it is."""
     model = save(
         tmp_path, "BertForSequenceClassification", num_labels=1, problem_type="regression", **marks
     )

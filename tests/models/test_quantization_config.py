@@ -1,4 +1,5 @@
-"""Formats chosen by a checkpoint's `quantization_config` and `quantization` in engine.yaml, and errors in them."""
+"""Formats chosen by a checkpoint's `quantization_config` and `quantization` in engine.yaml, and
+errors in them."""
 
 from __future__ import annotations
 
@@ -223,7 +224,8 @@ def test_what_is_left_out_stays_plain() -> None:
         ),
         (
             GPTQ | {"desc_act": True},
-            r"desc_act = True is not implemented \(only False\): groups of inputs must be contiguous",
+            r"desc_act = True is not implemented \(only False\): groups of inputs must be "
+            r"contiguous",
         ),
         (GPTQ | {"bits": 8}, r"bits = 8 is not implemented \(only 4\)"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin' is not implemented"),
@@ -308,7 +310,8 @@ def test_what_is_not_implemented_is_rejected_by_name(said: dict[str, Any], why: 
         ),
         (
             of_group(weights=FLOAT8) | {"ignore": ["re:("]},
-            r"^somewhere/config.json: quantization_config: 're:\(' is not a valid regular expression",
+            r"^somewhere/config.json: quantization_config: 're:\(' is not a valid regular "
+            r"expression",
         ),
         (
             AWQ | {"group_size": "many"},
@@ -346,7 +349,8 @@ def test_a_method_that_several_plugins_know_is_the_built_ins_unless_another_is_n
     assert type(choose(AWQ, "acme:awq", installed=(*QUANTIZATIONS, theirs))) is Theirs
     with pytest.raises(
         UnsupportedError,
-        match=r"known to acme:awq and other:awq: write one of these names as `quantization` in engine.yaml",
+        match=r"known to acme:awq and other:awq: write one of these names as `quantization` in "
+        r"engine.yaml",
     ):
         choose(AWQ, installed=(theirs, others))
 
@@ -375,9 +379,15 @@ def test_each_key_of_transformers_config_is_in_a_table(name: str) -> None:
 
 def test_each_key_of_compressed_tensors_is_in_a_table() -> None:
     """As version 0.20.1 writes them."""
-    of_config = "config_groups quant_method kv_cache_scheme format quantization_status global_compression_ratio ignore moe_sparsity_config version"
+    of_config = (
+        "config_groups quant_method kv_cache_scheme format quantization_status "
+        "global_compression_ratio ignore moe_sparsity_config version"
+    )
     of_group = "targets weights input_activations output_activations format"
-    of_numbers = "num_bits type symmetric group_size strategy block_structure dynamic actorder scale_dtype zp_dtype observer observer_kwargs"
+    of_numbers = (
+        "num_bits type symmetric group_size strategy block_structure dynamic actorder "
+        "scale_dtype zp_dtype observer observer_kwargs"
+    )
     tables = (
         (compressed_tensors.KEYS, of_config),
         (compressed_tensors.GROUP_KEYS, of_group),
@@ -395,7 +405,8 @@ def test_a_refused_key_is_refused_by_name_and_one_without_effect_is_not(table: F
                 choose(plain | {key: value})
             with pytest.raises(
                 UnsupportedError,
-                match=rf"somewhere/config.json: quantization_config: {key} = 'other' is not implemented",
+                match=rf"somewhere/config.json: quantization_config: {key} = 'other' is not "
+                rf"implemented",
             ):
                 choose(plain | {key: "other"})
         elif isinstance(rule, NoEffect):

@@ -1,7 +1,9 @@
-"""Checkpoints that other libraries wrote give the tokens that those libraries' own dequantized weights give, on one rank and on two.
+"""Checkpoints that other libraries wrote give the tokens that those libraries' own dequantized
+weights give, on one rank and on two.
 
-In `quantized/` there is a small Qwen3 for each published `quantization_config`. `expected.json` says which library packed its weights, and what
-transformers' model writes, in float32, with the weights that this library makes of them again.
+In `quantized/` there is a small Qwen3 for each published `quantization_config`. `expected.json`
+says which library packed its weights, and what transformers' model writes, in float32, with the
+weights that this library makes of them again.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def test_a_quantized_checkpoint_writes_what_its_dequantized_weights_do(directory
 
 @pytest.mark.parametrize("directory", ALL, ids=lambda path: path.name)
 def test_weights_take_no_more_room_than_in_the_checkpoint(directory: Path) -> None:
-    """Tensors that other libraries keep in 16 bits are in float32 here; nothing else of a layer may grow."""
+    """Tensors that other libraries keep in 16 bits are in float32 here; nothing else of a layer may
+    grow."""
     tensors = load_file(directory / "model.safetensors")
     model = loaded(directory)
     for name in ("q_proj", "k_proj", "v_proj"):

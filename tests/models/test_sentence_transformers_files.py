@@ -1,4 +1,5 @@
-"""The tables of sentence-transformers' files have every key that it writes, and refuse what they say."""
+"""The tables of sentence-transformers' files have every key that it writes, and refuse what they
+say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Texts beyond the length that sentence-transformers has stored are cut as it cuts them; pairs have the token types that its tokenizer tells."""
+"""Texts beyond the length that sentence-transformers has stored are cut as it cuts them; pairs have
+the token types that its tokenizer tells."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def text(ids: list[int]) -> str:
 
 
 def save_tokenizer(directory: Path, **settings: Any) -> None:
-    """Save one whose tokens are words, and that puts special tokens around texts and pairs as BERT's does."""
+    """Save one whose tokens are words, and that puts special tokens around texts and pairs as
+    BERT's does."""
     made = Tokenizer(models.WordLevel(WORDS, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.post_processor = processors.TemplateProcessing(

@@ -1,4 +1,5 @@
-"""The text model of a vision checkpoint is served, with the same tokens as the whole model for text."""
+"""The text model of a vision checkpoint is served, with the same tokens as the whole model for
+text."""
 
 from __future__ import annotations
 
@@ -171,7 +172,8 @@ def test_the_tokens_are_those_of_the_whole_model(
 
 
 def test_published_experts_of_qwen3_vl_are_transposed(tmp_path: Path) -> None:
-    """transformers saves them as [outputs, inputs]; those that are published are [inputs, outputs]. It reads both."""
+    """transformers saves them as [outputs, inputs]; those that are published are [inputs, outputs].
+    It reads both."""
     model = saved(tmp_path, "qwen3_vl_moe")
     tensors = load_file(tmp_path / "model.safetensors")
     for name in [name for name in tensors if ".experts." in name]:
@@ -181,7 +183,8 @@ def test_published_experts_of_qwen3_vl_are_transposed(tmp_path: Path) -> None:
 
 
 def test_published_files_of_qwen2_5_vl_name_the_text_at_the_top(tmp_path: Path) -> None:
-    """Fields of the text model lie beside `vision_config`, and its tensors are named as without a vision model."""
+    """Fields of the text model lie beside `vision_config`, and its tensors are named as without a
+    vision model."""
     model = saved(tmp_path, "qwen2_5_vl")
     config = json.loads((tmp_path / "config.json").read_text())
     text = config.pop("text_config")

@@ -26,6 +26,7 @@ from tests.models.model_types import (
 from tests.models.tiny_configs import random_model, tiny
 
 ROWS = rows_of(PAGE.read_text(encoding="utf-8"))
+# types whose module code hides state or masks
 MISLEADING = (
     "falcon_h1",
     "zaya",
@@ -35,7 +36,7 @@ MISLEADING = (
     "lfm3",
     "llama4_text",
     "minimax",
-)  # types whose module code hides state or masks
+)
 SOME = ("phimoe", "internlm3", "gemma4", "lfm3", "bloom", "bart")
 
 
@@ -177,13 +178,15 @@ def test_experts_that_are_not_quantized_with_the_rest_are_named_in_a_warning(
 ) -> None:
     load(saved(tmp_path), quantization="fp8").close()
     assert re.search(
-        r"MixtralExperts aren't quantized through transformers: \d+ % of the model's parameters stay in float32",
+        r"MixtralExperts aren't quantized through transformers: \d+ % of the model's parameters "
+        r"stay in float32",
         caplog.text,
     )
 
 
 def test_quantized_experts_are_refused_with_the_reason(tmp_path: Path) -> None:
-    """Not as if the file were broken: the checkpoint is whole, and only its attention can be computed as it is stored."""
+    """Not as if the file were broken: the checkpoint is whole, and only its attention can be
+    computed as it is stored."""
     from safetensors.torch import load_file, save_file
 
     saved(tmp_path)
@@ -205,7 +208,8 @@ def test_quantized_experts_are_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         UnsupportedError,
-        match=r"experts\.0\.w1.* are quantized, and through transformers only layers that are replaced can be",
+        match=r"experts\.0\.w1.* are quantized, and through transformers only layers that are "
+        r"replaced can be",
     ):
         load(tmp_path)
 
@@ -222,7 +226,8 @@ def test_a_class_of_the_checkpoints_own_code_is_refused_if_transformers_has_anot
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         UnsupportedError,
-        match="MyMixtralForCausalLM is no class of transformers, and code in a checkpoint is never run",
+        match="MyMixtralForCausalLM is no class of transformers, and code in a checkpoint is never "
+        "run",
     ):
         load(tmp_path)
 

@@ -1,4 +1,5 @@
-"""Modules of transformers are replaced by our layers where these compute the same, and only there."""
+"""Modules of transformers are replaced by our layers where these compute the same, and only
+there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models through transformers on several ranks: split where all of the config's own plan is covered by layers of ours, otherwise refused by name."""
+"""Models through transformers on several ranks: split where all of the config's own plan is covered
+by layers of ours, otherwise refused by name."""
 
 from __future__ import annotations
 
@@ -37,9 +38,10 @@ def test_two_ranks_write_the_tokens_of_one(tmp_path: Path, model_type: str) -> N
 def test_a_split_that_computes_something_else_on_a_rank_is_refused(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Path
 ) -> None:
+    # the other rank is a process of its own
     monkeypatch.setattr(
         served, "check", lambda *args: transformers_check.check(*args) or "rank 0 says no"
-    )  # the other rank is a process of its own
+    )
     with pytest.raises(UnsupportedError, match="rank 0 says no"):
         tokens_of(checkpoint, "transformers", executor=TWO)
 

@@ -1,4 +1,5 @@
-"""A model through transformers is checked whole, in its own dtype, before it serves; what passed isn't checked again."""
+"""A model through transformers is checked whole, in its own dtype, before it serves; what passed
+isn't checked again."""
 
 from __future__ import annotations
 

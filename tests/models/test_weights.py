@@ -1,4 +1,5 @@
-"""Weights are loaded from safetensors files, each once into its parameter; errors in the files are reported."""
+"""Weights are loaded from safetensors files, each once into its parameter; errors in the files are
+reported."""
 
 from __future__ import annotations
 
@@ -337,11 +338,13 @@ SINGLE_FILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "only .bin": (
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
-        r"found pytorch_model.bin; convert them to safetensors: AutoModelForCausalLM.from_pretrained\(DIRECTORY\).save_pretrained",
+        r"found pytorch_model.bin; convert them to safetensors: "
+        r"AutoModelForCausalLM.from_pretrained\(DIRECTORY\).save_pretrained",
     ),
     "only GGUF": (
         lambda d: (d / "model.safetensors").rename(d / "q4.gguf"),
-        r"found q4.gguf; convert them to safetensors: AutoModelForCausalLM.from_pretrained\(DIRECTORY, gguf_file='q4.gguf'\).save_pretrained",
+        r"found q4.gguf; convert them to safetensors: "
+        r"AutoModelForCausalLM.from_pretrained\(DIRECTORY, gguf_file='q4.gguf'\).save_pretrained",
     ),
     "a bare model without one tensor": (
         lambda d: rewrite(

@@ -1,4 +1,5 @@
-"""Models with sliding windows: at contexts of several windows, greedy tokens are those of transformers, whatever happens to a request."""
+"""Models with sliding windows: at contexts of several windows, greedy tokens are those of
+transformers, whatever happens to a request."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ CONFIGS: dict[str, Any] = {
 
 
 def too_little_memory(config: Any) -> str:
-    """Return three quarters of the memory that K and V of a request of the longest length take if nothing is released."""
+    """Return three quarters of the memory that K and V of a request of the longest length take if
+    nothing is released."""
     specs = [spec for spec in arch_of(config).layer_specs(config, SINGLE) if spec.shares is None]
     return f"{sum(2 * 4 * spec.kv_heads * spec.head_size for spec in specs) * MAX_LEN * 3 // 4}B"
 
@@ -142,7 +144,8 @@ def test_preempted_requests_write_the_same_tokens(name: str) -> None:
 
 
 class TestShards:
-    """Each rank has a share of the heads, in layers with K and V of their own and in those that share them."""
+    """Each rank has a share of the heads, in layers with K and V of their own and in those that
+    share them."""
 
     def test_ranks_compute_what_one_does(self) -> None:
         class Suite(ModelSuite):

@@ -1,4 +1,5 @@
-"""Small configs of the types that transformers knows, of each type's own shape: its layer kinds, norms, gates and heads."""
+"""Small configs of the types that transformers knows, of each type's own shape: its layer kinds,
+norms, gates and heads."""
 
 from __future__ import annotations
 
@@ -53,11 +54,14 @@ SIZES: dict[str, Any] = {
 }
 OF_TYPES: dict[
     str, dict[str, Any]
-] = {  # instead of these sizes; and kinds of layers, where the default config lacks some that checkpoints have
+    # instead of these sizes; and kinds of layers, where the default config lacks some that
+    # checkpoints have
+] = {
     "gemma3n_text": {
         "num_hidden_layers": 8,
         "layer_types": ["sliding_attention", "full_attention"] * 4,
-        "num_kv_shared_layers": 4,  # of each kind two: what fewer layers would compute says nothing of these
+        # of each kind two: what fewer layers would compute says nothing of these
+        "num_kv_shared_layers": 4,
         "intermediate_size": [96] * 8,
         "activation_sparsity_pattern": [0.95, *[0.0] * 7],
         "vocab_size_per_layer_input": 128,
@@ -156,8 +160,8 @@ def tiny(model_type: str) -> Any:
 
 
 def tiny_whole(model_type: str) -> Any:
-    """Return the config of a small model with all its parts, such as a vision model beside the text model. Raises any error of transformers for one
-    that it can't create."""
+    """Return the config of a small model with all its parts, such as a vision model beside the text
+    model. Raises any error of transformers for one that it can't create."""
     default = CONFIG_MAPPING[model_type]()
     text = default.get_text_config(decoder=True)
     if text is default:
@@ -174,7 +178,8 @@ def tiny_whole(model_type: str) -> Any:
 
 
 def _known(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return those of `sizes` that a config of this class has, as floats and lists where it has these."""
+    """Return those of `sizes` that a config of this class has, as floats and lists where it has
+    these."""
     known = config.to_dict()
     return {
         key: size

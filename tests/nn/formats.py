@@ -1,4 +1,5 @@
-"""Weights of each format, made from random numbers, and the bounds within which what is computed with them may lie."""
+"""Weights of each format, made from random numbers, and the bounds within which what is computed
+with them may lie."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def stored(
     device: torch.device,
     seed: int = 0,
 ) -> Any:
-    """A weight of the format, quantized from random numbers that are about as large as a model's."""
+    """A weight of the format, quantized from random numbers that are about as large as a
+    model's."""
     weight: Any = form.allocate(plain_weight(sizes, inputs, dtype, device), device)
     torch.manual_seed(seed)
     for index, size in enumerate(sizes):
@@ -57,8 +59,8 @@ def product(
 
 
 def bound_of_narrow_inputs(x: torch.Tensor, weight: torch.Tensor, group: int = 0) -> torch.Tensor:
-    """The most by which products change when inputs are rounded to e4m3, with a scale for each row or each group of it, that makes the largest
-    448."""
+    """The most by which products change when inputs are rounded to e4m3, with a scale for each row
+    or each group of it, that makes the largest 448."""
     own = group or x.shape[1]
     wide = x.double().abs()
     padded = torch.nn.functional.pad(wide, (0, -x.shape[1] % own)).unflatten(1, (-1, own))

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""Kernels that do nothing but convert, so that the conversions of other kernels can be looked at: imported where kernels run, as Triton decides then
-whether they are interpreted."""
+"""Kernels that do nothing but convert, so that the conversions of other kernels can be looked at:
+imported where kernels run, as Triton decides then whether they are interpreted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Recurrent layers with random weights, exact results in float64, and a driver that serves sequences step by step."""
+"""Recurrent layers with random weights, exact results in float64, and a driver that serves
+sequences step by step."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ LIMITS = (0.01, 3.0)
 
 @dataclass(frozen=True)
 class Tokens:
-    """Inputs of a row: of the convolution [length, channels], and of a token's gates [length, heads]."""
+    """Inputs of a row: of the convolution [length, channels], and of a token's gates [length,
+    heads]."""
 
     x: torch.Tensor
     a: torch.Tensor
@@ -72,9 +74,8 @@ class Net:
         state_dtype: torch.dtype = torch.float32,
         max_lines: int = 0,
     ) -> BoundStates:
-        specs = [
-            self.shape.spec(index) for index in ((5, 9) if max_lines else (5,))
-        ]  # a second layer, so that changes are told apart
+        # a second layer, so that changes are told apart
+        specs = [self.shape.spec(index) for index in ((5, 9) if max_lines else (5,))]
         return bind_states(
             specs,
             rows,
@@ -95,7 +96,8 @@ class Net:
         return mamba2(y, s.a, self.A_log, self.D, self.dt_bias, LIMITS, self.shape, state, 1)
 
     def exact(self, s: Tokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Outputs [tokens, heads, size] of a whole sequence, the convolution's inputs and the state after it; in float64, token by token."""
+        """Outputs [tokens, heads, size] of a whole sequence, the convolution's inputs and the state
+        after it; in float64, token by token."""
         wide = Tokens(s.x.double(), s.a.double(), s.b.double())
         past = self.shape.kernel - 1
         seen = F.pad(wide.x.T, (past, 0))
@@ -167,7 +169,8 @@ def serve(
     sequences: Sequence[Tokens],
     steps: Sequence[Sequence[tuple[int, int, int]]],
 ) -> list[torch.Tensor]:
-    """Compute steps of (row, tokens, checkpoint_at); row i is sequence i. Return each row's outputs so far."""
+    """Compute steps of (row, tokens, checkpoint_at); row i is sequence i. Return each row's outputs
+    so far."""
     done, outputs = [0] * len(sequences), [list[torch.Tensor]() for _ in sequences]
     for step in steps:
         rows, lengths, at = (list(part) for part in zip(*step, strict=True))

@@ -80,7 +80,8 @@ def exact(
 def compute(
     kind: str, count: int, slots: int, rank: int, dtype: torch.dtype, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-    """Return the outputs before, those computed, and those expected; and the slots of the tokens."""
+    """Return the outputs before, those computed, and those expected; and the slots of the
+    tokens."""
     torch.manual_seed(seed)
     layer = bank(*SIZES[kind], slots, rank, dtype)
     of_tokens = torch.randint(0, slots + 1, (count,), dtype=torch.int32, device=DEVICE)
@@ -197,7 +198,8 @@ def test_adapters_add_to_the_products_of_any_format_before_the_gate(name: str) -
 
 @pytest.mark.skipif(ON_GPU, reason="compares float32")
 def test_adapters_of_a_matrix_with_two_sides_are_those_of_its_sum() -> None:
-    """Latent attention multiplies queries by K's matrix and sums of latents by V's, with W + B A for each token."""
+    """Latent attention multiplies queries by K's matrix and sums of latents by V's, with W + B A
+    for each token."""
     latent, heads, key, value = 12, 3, 4, 6
     layer = LatentUpLinear(
         latent, heads, key, value, BuildContext(SINGLE, torch.float32, DEVICE, DenseAttention)

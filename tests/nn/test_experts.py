@@ -1,4 +1,5 @@
-"""Mixtures of experts: the plain twin computes what the definition says, and the kernels what the twin does."""
+"""Mixtures of experts: the plain twin computes what the definition says, and the kernels what the
+twin does."""
 
 from __future__ import annotations
 
@@ -47,9 +48,8 @@ seeds = st.integers(0, 2**31)
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     take_kernels(monkeypatch, moe, base)
-    monkeypatch.setattr(
-        launch, "_why_unavailable", lambda *asked: None
-    )  # a kernel that fails does so here, and its twin doesn't stand in for it
+    # a kernel that fails does so here, and its twin doesn't stand in for it
+    monkeypatch.setattr(launch, "_why_unavailable", lambda *asked: None)
     if INTERPRETED:  # which takes milliseconds for a program: let them have more outputs
         monkeypatch.setattr(
             kernels, "choice_for", lambda *asked: with_outputs(choice_for(*asked), 16)
@@ -169,9 +169,8 @@ FORMATS = [
 def test_experts_in_a_format_compute_what_their_dequantized_weights_do(
     tokens: int, form: Any, activation: Any, seed: int
 ) -> None:
-    whole_chunks = (
-        isinstance(form, PackedInt4) and form.group is not None
-    )  # of other sizes the twin computes
+    # of other sizes the twin computes
+    whole_chunks = isinstance(form, PackedInt4) and form.group is not None
     sizes = (
         (128, 128)
         if whole_chunks

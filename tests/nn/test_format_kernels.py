@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""The kernels of each weight format compute the same as dequantizing and multiplying, with any fused operations around the layer."""
+"""The kernels of each weight format compute the same as dequantizing and multiplying, with any
+fused operations around the layer."""
 
 from __future__ import annotations
 
@@ -63,9 +64,8 @@ FORMATS: list[WeightFormat] = [
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     take_kernels(monkeypatch, float8, int4, residual_module)
     monkeypatch.setattr(float8, "has_many_rows", lambda device: False)  # which rounds inputs: below
-    monkeypatch.setattr(
-        launch, "_why_unavailable", lambda *asked: None
-    )  # a kernel that fails does so here, and its twin doesn't stand in for it
+    # a kernel that fails does so here, and its twin doesn't stand in for it
+    monkeypatch.setattr(launch, "_why_unavailable", lambda *asked: None)
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -144,9 +144,8 @@ def test_one_row_of_float8_is_as_exact_on_matrix_units(
     size: float,
     seed: int,
 ) -> None:
-    size = (
-        1.0 if dtype == torch.float16 or (gated and size < 1.0) else size
-    )  # what is gated is as small as its square
+    # what is gated is as small as its square
+    size = 1.0 if dtype == torch.float16 or (gated and size < 1.0) else size
     weight = stored(form, (outputs, outputs) if gated else (outputs,), inputs, dtype, DEVICE, seed)
     assert one_row_float8.takes(weight, weight.scales, form.block[1], gated)
     torch.manual_seed(seed)
@@ -221,7 +220,8 @@ def test_a_norm_that_kernels_dont_know_is_applied_as_it_is(form: WeightFormat, r
 
 
 def largest_of_chunks(x: torch.Tensor) -> torch.Tensor:
-    """The largest size among the 32 inputs, 16 and 16 from 64 further on, that `one_row_int4` makes integers with the same scale; for each input."""
+    """The largest size among the 32 inputs, 16 and 16 from 64 further on, that `one_row_int4` makes
+    integers with the same scale; for each input."""
     inputs = x.shape[1]
     chunks = torch.nn.functional.pad(x.double().abs(), (0, -inputs % 128)).view(-1, 2, 4, 16)
     return chunks.amax((1, 3), keepdim=True).expand(chunks.shape).reshape(1, -1)[:, :inputs]
@@ -230,11 +230,12 @@ def largest_of_chunks(x: torch.Tensor) -> torch.Tensor:
 INT4 = [form for form in FORMATS if isinstance(form, PackedInt4)]
 KINDS = ("as in models", "with outliers", "of one sign", "tiny")
 OF_ONE_ROW = [(form, kind, inputs) for form in INT4 for kind in KINDS for inputs in (128, 640)]
+# each pair once
 A_FEW_OF_ONE_ROW = [
     (form, kind, (128, 640)[(i + j) % 2])
     for i, form in enumerate(INT4)
     for j, kind in enumerate(KINDS)
-]  # each pair once
+]
 
 
 @runs_kernels
@@ -383,9 +384,8 @@ def test_norming_and_narrowing_at_once_is_as_one_after_the_other(
     narrow, scales = float8_products.normed_and_narrowed(x, added, weight, 1e-6, group)
     expected, expected_scales = float8_products.narrowed(normed, group)
     assert torch.equal(x, stream)
-    torch.testing.assert_close(
-        scales, expected_scales, rtol=2**-9, atol=0
-    )  # a compiler may round the norm otherwise, in its last place
+    # a compiler may round the norm otherwise, in its last place
+    torch.testing.assert_close(scales, expected_scales, rtol=2**-9, atol=0)
     differs = narrow.view(torch.uint8).int() - expected.view(torch.uint8).int()
     assert differs.abs().max() <= 1
     assert (differs != 0).float().mean() < 0.05
@@ -456,9 +456,8 @@ def _widen_all(narrow, pairs, of_narrow, low, high, N: tl.constexpr) -> None:  #
 @runs_kernels
 def test_every_number_of_8_and_of_4_bits_is_widened_as_it_is() -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
-    narrow = torch.where(codes & 0x7F == 0x7F, 0, codes).view(
-        torch.float8_e4m3fn
-    )  # but those that are no numbers
+    # but those that are no numbers
+    narrow = torch.where(codes & 0x7F == 0x7F, 0, codes).view(torch.float8_e4m3fn)
     of_narrow, low, high = torch.empty(3, 256, dtype=DTYPE, device=DEVICE)
     _widen_all[(1,)](narrow, codes, of_narrow, low, high, N=256)
     assert torch.equal(of_narrow, narrow.to(DTYPE))

@@ -1,4 +1,5 @@
-"""Weights of each format: what of a checkpoint's tensors a rank keeps, how plain numbers are rounded, and what is refused."""
+"""Weights of each format: what of a checkpoint's tensors a rank keeps, how plain numbers are
+rounded, and what is refused."""
 
 from __future__ import annotations
 
@@ -56,9 +57,8 @@ def checkpoint_of(
         elif "scale" in name:
             tensors[name] = torch.rand(size) * 0.01 + 0.001
         elif name == "qzeros" and getattr(form, "symmetric", False):
-            tensors[name] = torch.full(
-                size, 0x77777777, dtype=torch.int32
-            )  # 7 in each four bits: 8, less 1
+            # 7 in each four bits: 8, less 1
+            tensors[name] = torch.full(size, 0x77777777, dtype=torch.int32)
         elif name == "weight" and isinstance(form, Float8):
             tensors[name] = (torch.randn(size) * 100).to(torch.float8_e4m3fn)
         elif name == "weight_shape":
@@ -100,9 +100,8 @@ def test_the_ranks_of_a_column_parallel_layer_have_the_outputs_of_the_whole(
     form: Any, size: int
 ) -> None:
     gate, up = (checkpoint_of(form, 256, 128, seed) for seed in (1, 2))
-    whole = torch.stack(
-        [whole_of(form, 256, 128, tensors) for tensors in (gate, up)]
-    )  # [2, 256, 128]
+    # [2, 256, 128]
+    whole = torch.stack([whole_of(form, 256, 128, tensors) for tensors in (gate, up)])
     for rank in range(size):
         own = context(FakeGroup(rank, size), weights_later=True)
         layer = with_format(
@@ -142,7 +141,8 @@ def test_ranks_that_share_a_head_of_k_and_v_have_it_both(form: Any) -> None:
 
 
 def test_blocks_may_begin_and_end_within_a_part() -> None:
-    """k and v of 96 outputs each, with a scale for 64: the second block of k has 32, and v begins amidst the second block of the layer."""
+    """k and v of 96 outputs each, with a scale for 64: the second block of k has 32, and v begins
+    amidst the second block of the layer."""
     form = Float8("block", (64, 128), "weight_scale_inv")
     parts = {
         name: checkpoint_of(form, outputs, 200, outputs)
@@ -254,9 +254,8 @@ def test_a_plain_weight_is_quantized_an_eighth_at_once(form: Any) -> None:
 
 
 def test_four_bits_are_unpacked_in_order() -> None:
-    packed = torch.tensor(
-        [[0x76543210, -0x01234568]], dtype=torch.int32
-    )  # the second is 0xFEDCBA98
+    # the second is 0xFEDCBA98
+    packed = torch.tensor([[0x76543210, -0x01234568]], dtype=torch.int32)
     assert unpacked(packed, 1).tolist() == [list(range(16))]
     assert unpacked(packed, 0).tolist() == [[i, i + 8] for i in range(8)]
     assert unpacked(packed, 1, (0, 2, 4, 6, 1, 3, 5, 7))[0, :8].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]

@@ -1,4 +1,5 @@
-"""The facts about a GPU that kernels and dtypes follow, for one GPU of each architecture that is served."""
+"""The facts about a GPU that kernels and dtypes follow, for one GPU of each architecture that is
+served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Compiled instructions of the kernels for one row, counted by `bench.instructions` without a GPU."""
+"""Compiled instructions of the kernels for one row, counted by `bench.instructions` without a
+GPU."""
 
 from __future__ import annotations
 

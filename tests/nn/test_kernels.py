@@ -1,4 +1,5 @@
-"""Each kernel of `dovetail.nn` computes what its twin computes in float64, and the functions that choose between them agree."""
+"""Each kernel of `dovetail.nn` computes what its twin computes in float64, and the functions that
+choose between them agree."""
 
 from __future__ import annotations
 
@@ -235,7 +236,8 @@ def test_layers_that_torch_computes_quicker_have_no_tiling(
 def test_layers_of_few_rows_have_room_in_the_shared_memory(
     shared_kb: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With fewer outputs a program where there is less than on a Hopper, whose tilings were measured."""
+    """With fewer outputs a program where there is less than on a Hopper, whose tilings were
+    measured."""
     shapes = [
         (rows, inputs, gated)
         for rows in (2, 8, 9, 16)
@@ -552,9 +554,8 @@ def test_each_row_gets_as_many_logprobs_as_it_asks_for_and_others_are_left_alone
         torch.tensor(values, device=DEVICE)
         for values in ([5, 9, 5, 7, 2**40], [3, 0, 1, 2, 4], [-1, 4, 0, 2, -1])
     )
-    asked = torch.stack((torch.full_like(asked, 99), asked), dim=1).int()[
-        :, 1
-    ]  # a column of a table
+    # a column of a table
+    asked = torch.stack((torch.full_like(asked, 99), asked), dim=1).int()[:, 1]
     token_ids, logprobs, ranks = kernels.top_logprobs(logits, ids, 4, rows, asked)
     for place, k in ((0, 2), (2, 4), (3, 0)):
         alone = kernels.top_logprobs(
@@ -582,7 +583,8 @@ def test_logprobs_of_a_row_without_numbers_are_of_tokens_that_exist(value: float
 
 @dataclass
 class Layer(AttentionLayer):
-    """Records what is written; or exposes its cache, with unusual strides and NaN where nothing was written."""
+    """Records what is written; or exposes its cache, with unusual strides and NaN where nothing was
+    written."""
 
     spec: LayerSpec
     slots: torch.Tensor
@@ -710,9 +712,8 @@ def test_a_cache_that_is_laid_open_gets_k_and_v_at_its_slots_and_nothing_elsewhe
     qkv, head_norm, rotation = case.make()
     expected = exact(qkv, case, head_norm, rotation)
     chosen = data.draw(st.permutations(range(SLOTS)))[: case.tokens]
-    slots = [
-        slot if data.draw(st.booleans()) else SLOTS for slot in chosen
-    ]  # the latter is padding's
+    # the latter is padding's
+    slots = [slot if data.draw(st.booleans()) else SLOTS for slot in chosen]
     layer = case.layer(
         torch.tensor([*slots, SLOTS - 1, SLOTS - 1], dtype=torch.int64, device=DEVICE), fused=True
     )
@@ -755,7 +756,8 @@ def test_a_cache_of_fp8_gets_what_its_twin_rounds(
 
 
 def hard_to_round() -> torch.Tensor:
-    """Every number of e4m3, all midpoints between two, float32 right beside these, what is beyond all, and no numbers."""
+    """Every number of e4m3, all midpoints between two, float32 right beside these, what is beyond
+    all, and no numbers."""
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     numbers = numbers[~numbers.isnan()].unique()
     ties = (numbers[1:] + numbers[:-1]) / 2

@@ -1,4 +1,5 @@
-"""`dovetail.nn.kernels.launch`: kernels are launched, or compiled ahead and not launched, each kind once."""
+"""`dovetail.nn.kernels.launch`: kernels are launched, or compiled ahead and not launched, each kind
+once."""
 
 from __future__ import annotations
 
@@ -133,7 +134,8 @@ def test_an_unavailable_kernel_is_reported_once_and_not_tried_again(
     for _ in range(3):
         with pytest.raises(
             KernelUnavailable,
-            match=r"_kernel of some.module is unavailable .* RuntimeError: out of resource: shared memory, R",
+            match=r"_kernel of some.module is unavailable .* RuntimeError: out of resource: shared "
+            r"memory, R",
         ):
             launch(broken, (1,))(1)
     launch(sound, (1,))(1)

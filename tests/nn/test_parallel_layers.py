@@ -1,4 +1,5 @@
-"""A layer split over ranks computes what the whole layer computes, and each rank holds only its part."""
+"""A layer split over ranks computes what the whole layer computes, and each rank holds only its
+part."""
 
 from __future__ import annotations
 
@@ -42,9 +43,8 @@ def load(
     return layer
 
 
-ROUNDINGS = (
-    32  # sums of at most 8 products over as many as 4 ranks, a bias, an activation and a norm
-)
+# sums of at most 8 products over as many as 4 ranks, a bias, an activation and a norm
+ROUNDINGS = 32
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -88,7 +88,8 @@ def test_gate_and_up_of_a_rank_belong_together(size: int, activation: str) -> No
 def test_an_activation_that_is_not_implemented_is_refused_with_those_that_are() -> None:
     with pytest.raises(
         UnsupportedError,
-        match=r"^hidden_act = 'relu' is not implemented \(implemented: silu, gelu, gelu_pytorch_tanh\)$",
+        match=r"^hidden_act = 'relu' is not implemented \(implemented: silu, gelu, "
+        r"gelu_pytorch_tanh\)$",
     ):
         GateUpParallelLinear(5, 8, context(), bias=False, activation="relu")
 

@@ -1,5 +1,6 @@
-"""Sums over ranks in one kernel, in Triton's interpreter: one rank computes, and the others have left their shares, and the word that they are there.
-`tests/runtime/test_rank_shares.py` has several ranks compute, each in a process of its own."""
+"""Sums over ranks in one kernel, in Triton's interpreter: one rank computes, and the others have
+left their shares, and the word that they are there. `tests/runtime/test_rank_shares.py` has several
+ranks compute, each in a process of its own."""
 
 from __future__ import annotations
 

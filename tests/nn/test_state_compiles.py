@@ -1,4 +1,5 @@
-"""The kernels of layers with states compile for a Hopper, on a machine without any GPU: bfloat16, which the interpreter can't check."""
+"""The kernels of layers with states compile for a Hopper, on a machine without any GPU: bfloat16,
+which the interpreter can't check."""
 
 from __future__ import annotations
 
@@ -49,9 +50,8 @@ def test_a_layer_compiles_for_matrix_units(
         assert ("wgmma.mma_async" in kernel.ptx) == (kernel.name in chunks), kernel.name
         assert ("griddepcontrol.wait" in kernel.ptx) == (kernel.name in of_steps), kernel.name
         assert kernel.spilled_bytes <= 512, kernel.name
-        programs = (
-            1 if kernel.name == "_carry" else 2
-        )  # with few states, a processor has one, which fetches more chunks ahead
+        # with few states, a processor has one, which fetches more chunks ahead
+        programs = 1 if kernel.name == "_carry" else 2
         assert programs * (kernel.shared_bytes + 1024) <= 228 << 10, (
             f"{programs} programs of {kernel.name} fit a processor"
         )

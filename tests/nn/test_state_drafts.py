@@ -1,5 +1,6 @@
-"""Recurrent layers check drafts: a token's outputs, and the state after those that count, are those of single tokens: bit for bit if kernels compute
-them; torch rounds differently for other numbers of tokens."""
+"""Recurrent layers check drafts: a token's outputs, and the state after those that count, are those
+of single tokens: bit for bit if kernels compute them; torch rounds differently for other numbers of
+tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def joined(parts: list[Tokens]) -> Tokens:
 
 
 class Rows:
-    """Rows of two layers that compute sequences, some of which check drafts, beside the same rows token by token."""
+    """Rows of two layers that compute sequences, some of which check drafts, beside the same rows
+    token by token."""
 
     def __init__(
         self, model: Net, state_dtype: torch.dtype, prompts: list[int], max_lines: int = ROWS * MOST
@@ -76,7 +78,8 @@ class Rows:
         return [self.model.compute(bound, joined(parts), index) for index in LAYERS]
 
     def check(self, step: dict[int, tuple[int, int]], chunk: int = 0) -> None:
-        """A step in which rows check (drafts, right ones), and row 0, if it isn't among them, computes a chunk; against single tokens."""
+        """A step in which rows check (drafts, right ones), and row 0, if it isn't among them,
+        computes a chunk; against single tokens."""
         rows = [*step, *([0] if chunk else [])]
         drafts = [*(drafts for drafts, _ in step.values()), *([0] if chunk else [])]
         lengths = [*(1 + drafts for drafts, _ in step.values()), *([chunk] if chunk else [])]

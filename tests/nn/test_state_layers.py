@@ -1,4 +1,5 @@
-"""Layers with states compute what transformers' own modules do, from their checkpoints, on one rank and on two."""
+"""Layers with states compute what transformers' own modules do, from their checkpoints, on one rank
+and on two."""
 
 from __future__ import annotations
 
@@ -23,9 +24,8 @@ from dovetail.testing.memory import bind_states
 from tests.rounding import assert_rounded
 
 TOKENS = 70
-ROUNDINGS = TOKENS * (
-    24 + 16 + 32
-)  # a token: a projection, a state of 16 rows, and the norm and projection of 32 outputs
+# a token: a projection, a state of 16 rows, and the norm and projection of 32 outputs
+ROUNDINGS = TOKENS * (24 + 16 + 32)
 DELTA = DeltaShape(k_heads=2, v_heads=4, k_size=16, v_size=8, kernel=4)
 MAMBA = Mamba2Shape(heads=4, head_size=8, state_size=16, groups=2, kernel=4)
 

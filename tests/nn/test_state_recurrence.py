@@ -1,4 +1,5 @@
-"""Recurrent layers compute the recurrence, however tokens come: in chunks, batches, from checkpoints; and touch no other state."""
+"""Recurrent layers compute the recurrence, however tokens come: in chunks, batches, from
+checkpoints; and touch no other state."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 @pytest.fixture(params=HOWS)
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Dtype of the inputs. The interpreter also runs the kernels for chunks of 16-bit numbers in float32, where they must be exact."""
+    """Dtype of the inputs. The interpreter also runs the kernels for chunks of 16-bit numbers in
+    float32, where they must be exact."""
     take_kernels(monkeypatch, conv, delta, mamba, norm)
     if request.param == "in chunks":
         from dovetail.nn.kernels import delta_rule, mamba2
@@ -49,7 +51,8 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
 
 @pytest.fixture
 def tokens(request: pytest.FixtureRequest, dtype: torch.dtype) -> int:
-    """Tokens of a sequence: more than a chunk, except where the interpreter computes one token after the other."""
+    """Tokens of a sequence: more than a chunk, except where the interpreter computes one token
+    after the other."""
     return 10 if INTERPRETED and request.node.callspec.params["dtype"] == "float32" else 70
 
 
@@ -109,7 +112,8 @@ def test_float16_is_near(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_compute_what_each_computes_alone(
     kind: str, dtype: torch.dtype, tokens: int, data: st.DataObject, seed: int
 ) -> None:
-    """Whatever their order, their chunks, the rows of a unit, and where checkpoints are; and those hold the state at their place."""
+    """Whatever their order, their chunks, the rows of a unit, and where checkpoints are; and those
+    hold the state at their place."""
     torch.manual_seed(seed)
     model = net(kind, dtype)
     lengths = data.draw(
@@ -357,7 +361,8 @@ def test_sizes_that_are_not_implemented_are_refused(make: object, reason: str) -
 
 
 def test_a_steps_arrays_of_the_host_suffice_to_find_its_pieces() -> None:
-    """`bind_states` makes what an executor makes: chunks that begin anew at rows and checkpoints."""
+    """`bind_states` makes what an executor makes: chunks that begin anew at rows and
+    checkpoints."""
     bound = net("delta").bound(2)
     batch = bound.plan([1, 0], [70, 3], [0, 9], [65, 0])
     assert batch.chunks is not None

@@ -35,7 +35,8 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels can alw
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Record requests for unavailable kernels from here on: all that would be launched on a Hopper GPU."""
+    """Record requests for unavailable kernels from here on: all that would be launched on a Hopper
+    GPU."""
     names: set[str] = set()
 
     def fail(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> NoReturn:
@@ -72,7 +73,8 @@ class Echo(AttentionLayer):
 
 
 def decoder(make: Any) -> tuple[Any, list[Echo]]:
-    """Return a decoder of sizes that every kernel for linear layers supports, and its attention layers."""
+    """Return a decoder of sizes that every kernel for linear layers supports, and its attention
+    layers."""
     sizes = {
         "vocab_size": 128,
         "hidden_size": 256,

@@ -96,8 +96,10 @@ def test_rates_are_by_the_engines_clock_and_counts_begin_anew_with_each_line(
     wall.time += 5
     log.on_step(step(2, 50.0, 50.5, decode=5))  # after an idle time, which doesn't count
     assert caplog.messages == [
-        "running 3, waiting 2 | prefill 150 tok/s, decode 40 tok/s | KV 30.0% used, prefix hits 25% | 1 preemptions",
-        "running 3, waiting 2 | prefill 0 tok/s, decode 10 tok/s | KV 30.0% used, prefix hits 0% | 0 preemptions",
+        "running 3, waiting 2 | prefill 150 tok/s, decode 40 tok/s | KV 30.0% used, prefix hits "
+        "25% | 1 preemptions",
+        "running 3, waiting 2 | prefill 0 tok/s, decode 10 tok/s | KV 30.0% used, prefix hits 0% | "
+        "0 preemptions",
     ]
 
 
@@ -125,7 +127,8 @@ def test_at_the_stop_come_the_rest_and_the_sums(
     log.on_preempted(preempted())
     log.on_stopped(EngineStopped(2.0, None))
     assert caplog.messages == [
-        "running 3, waiting 2 | prefill 30 tok/s, decode 4 tok/s | KV 30.0% used, prefix hits 25% | 1 preemptions",
+        "running 3, waiting 2 | prefill 30 tok/s, decode 4 tok/s | KV 30.0% used, prefix hits 25% "
+        "| 1 preemptions",
         "stopped: 1 steps, 30 prefill and 4 decode tokens, prefix hits 25%, 1 preemptions",
     ]
 
@@ -135,7 +138,8 @@ def test_an_engine_that_stops_before_any_step_and_by_an_error_logs_it(
 ) -> None:
     log.on_stopped(EngineStopped(2.0, ValueError("no")))
     assert caplog.messages == [
-        "stopped by ValueError: no: 0 steps, 0 prefill and 0 decode tokens, prefix hits 0%, 0 preemptions"
+        "stopped by ValueError: no: 0 steps, 0 prefill and 0 decode tokens, prefix hits 0%, 0 "
+        "preemptions"
     ]
 
 
@@ -153,7 +157,8 @@ def test_the_start_names_what_runs(log: LogObserver, caplog: pytest.LogCaptureFi
         )
     )
     assert caplog.messages == [
-        "started: scheduler dovetail:fcfs, kv_cache dovetail:prefix (10 blocks of 16), executor dovetail:local (device cpu, dtype float32)"
+        "started: scheduler dovetail:fcfs, kv_cache dovetail:prefix (10 blocks of 16), executor "
+        "dovetail:local (device cpu, dtype float32)"
     ]
 
 
@@ -161,7 +166,10 @@ def test_cache_groups_are_described_at_the_start_and_told_apart_later(
     log: LogObserver, wall: Wall, caplog: pytest.LogCaptureFixture
 ) -> None:
     groups = (CacheGroup((1,), 16), CacheGroup((0,), 16, 128))
-    described = "1 layers, full attention, blocks of 16 tokens in 1 page; 1 layers, window 128, blocks of 16 tokens in 1 page"
+    described = (
+        "1 layers, full attention, blocks of 16 tokens in 1 page; 1 layers, window 128, "
+        "blocks of 16 tokens in 1 page"
+    )
     log.on_started(
         EngineStarted(
             0.0,
@@ -181,7 +189,8 @@ def test_cache_groups_are_described_at_the_start_and_told_apart_later(
         "started: scheduler fcfs, kv_cache prefix (10 blocks of 16), executor local (device cpu)",
         "cache group: 1 layers, full attention, blocks of 16 tokens in 1 page",
         "cache group: 1 layers, window 128, blocks of 16 tokens in 1 page",
-        "running 3, waiting 2 | prefill 0 tok/s, decode 4 tok/s | KV 30.0% used (full 10.0%, window 128 20.0%), prefix hits 0% | 0 preemptions",
+        "running 3, waiting 2 | prefill 0 tok/s, decode 4 tok/s | KV 30.0% used (full 10.0%, "
+        "window 128 20.0%), prefix hits 0% | 0 preemptions",
     ]
 
 

@@ -83,7 +83,8 @@ def test_without_the_observer_headers_are_left_out_with_one_line(
             engine.add_request(name, "ROMEO:", PARAMS, trace_headers=HEADERS)
     lines = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert [line for line in lines if "trace_headers" in line] == [
-        "trace_headers: left out, as no observer reads them: observers=[{'name': 'otlp', 'endpoint': …}]"
+        "trace_headers: left out, as no observer reads them: observers=[{'name': 'otlp', "
+        "'endpoint': …}]"
     ]
 
 

@@ -1,4 +1,5 @@
-"""The observer `perfetto`: the trace keeps to the format, tells each request's life, and never disturbs the engine."""
+"""The observer `perfetto`: the trace keeps to the format, tells each request's life, and never
+disturbs the engine."""
 
 from __future__ import annotations
 
@@ -91,8 +92,8 @@ def events_of(path: Path) -> list[Event]:
 
 
 def slices(events: list[Event]) -> dict[int, list[tuple[str, int, int, Event]]]:
-    """Lane -> its slices of requests and phases: name, begin, end, arguments; the outer one first. Asserts that begins and ends match, and that time
-    doesn't run backwards."""
+    """Lane -> its slices of requests and phases: name, begin, end, arguments; the outer one first.
+    Asserts that begins and ends match, and that time doesn't run backwards."""
     found: dict[int, list[tuple[str, int, int, Event]]] = defaultdict(list)
     open_ones: dict[int, list[int]] = defaultdict(list)
     last: Counter[int] = Counter()
@@ -280,9 +281,8 @@ def test_a_lane_holds_one_request_at_a_time_and_is_used_again(tmp_path: Path) ->
             request(f"b{index}", arrival_time=101.0 + index),
             request(f"c{index}"),
         )
-        late.arrival_time = (
-            101.5 + index
-        )  # before the first one's end, which is reported before this arrival
+        # before the first one's end, which is reported before this arrival
+        late.arrival_time = 101.5 + index
         trace.on_arrived(RequestArrived(101.0 + index, one))
         trace.on_arrived(RequestArrived(101.0 + index, other))
         trace.on_finished(RequestFinished(101.6 + index, one, "abort", None))

@@ -1,4 +1,5 @@
-"""The observer `prometheus`: what it serves while an engine runs, that it ends with it, and that it speaks as the server does."""
+"""The observer `prometheus`: what it serves while an engine runs, that it ends with it, and that it
+speaks as the server does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Dovetail as pip and an index see it: a tree to build from, a venv without Dovetail, and an index that holds what was built."""
+"""Dovetail as pip and an index see it: a tree to build from, a venv without Dovetail, and an index
+that holds what was built."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# setuptools is there
 PIP_OPTIONS = (
     "--quiet",
     "--disable-pip-version-check",
     "--no-build-isolation",
-)  # setuptools is there
+)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -44,7 +46,8 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def tracked_files() -> list[str]:
-    """Paths of what git has, relative to the repository. Skips the test where this isn't a checkout."""
+    """Paths of what git has, relative to the repository. Skips the test where this isn't a
+    checkout."""
     if not (ROOT / ".git").exists():
         pytest.skip("this is no checkout")
     return run("git", "ls-files", cwd=ROOT).splitlines()
@@ -117,7 +120,8 @@ def pip_install(python: Path, *what: str | Path, index: str) -> None:
 
 @contextmanager
 def serve_index(wheels: Sequence[Path], folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Serve an index of these wheels (PEP 503) on this machine. Yields its address, and the requested paths."""
+    """Serve an index of these wheels (PEP 503) on this machine. Yields its address, and the
+    requested paths."""
     asked: list[str] = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):

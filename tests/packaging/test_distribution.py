@@ -1,4 +1,5 @@
-"""The distribution is called dovetail-llm wherever pip is used, and uploads contain the right files."""
+"""The distribution is called dovetail-llm wherever pip is used, and uploads contain the right
+files."""
 
 from __future__ import annotations
 
@@ -26,13 +27,15 @@ from tests.packaging.building import (
 )
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# of the repository, for nobody who has unpacked an sdist
 UNPUBLISHED = (
     ".ci/",
     ".gitignore",
     ".pre-commit-config.yaml",
-)  # of the repository, for nobody who has unpacked an sdist
+)
 
-# What a reader, pip or a tool would take for the other project: `pip install dovetail`, "dovetail[torch]", 'dovetail>=0.1'.
+# What a reader, pip or a tool would take for the other project: `pip install dovetail`,
+# "dovetail[torch]", 'dovetail>=0.1'.
 OTHER_PROJECT = re.compile(
     r"""pip install [^\n`]*?(?<![\w./-])dovetail(?![\w.-])|["']dovetail\s*(\[[a-z,]+\]|[<>=~!]=?\s*\d)"""
 )
@@ -97,7 +100,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_new_packages_install_in_a_clean_venv_from_an_index_that_holds_the_wheel(
     wheel: Path, tmp_path: Path
 ) -> None:
-    """The index has only Dovetail, and the venv has Dovetail's dependencies. One package needs the extra `torch`."""
+    """The index has only Dovetail, and the venv has Dovetail's dependencies. One package needs the
+    extra `torch`."""
     projects = [
         write_package("observer", "mine", tmp_path),
         write_package("sampler", "other", tmp_path),

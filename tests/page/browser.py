@@ -1,4 +1,5 @@
-"""`Browser`: a headless Chromium, driven over its DevTools protocol through two pipes, so that no port and no further package is needed."""
+"""`Browser`: a headless Chromium, driven over its DevTools protocol through two pipes, so that no
+port and no further package is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
 DEADLINE_S = 60.0
-# Chromium reads commands from descriptor 3 and writes answers to 4; which numbers the pipes have here isn't known beforehand.
+# Chromium reads commands from descriptor 3 and writes answers to 4; which numbers the pipes have
+# here isn't known beforehand.
 _WITH_PIPES = """
 import os, sys
 read, write = (os.dup2(int(number), 100 + place) for place, number in enumerate(sys.argv[1:3]))
@@ -101,8 +103,8 @@ class Browser:
         return result
 
     def open(self, url: str, *, width: int = 1100, scheme: str = "light") -> None:
-        """Open a page in a window of this width with this preferred colour scheme. `mobile` isn't set: such a window grows with overflowing
-        content."""
+        """Open a page in a window of this width with this preferred colour scheme. `mobile` isn't
+        set: such a window grows with overflowing content."""
         self.errors.clear()
         self.command(
             "Emulation.setDeviceMetricsOverride",

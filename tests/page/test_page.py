@@ -1,4 +1,5 @@
-"""The page at `/` in a browser: by keyboard, in both colour schemes, on a telephone, and with nothing in the console."""
+"""The page at `/` in a browser: by keyboard, in both colour schemes, on a telephone, and with
+nothing in the console."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ pytestmark = pytest.mark.full
 CHART = "document.querySelectorAll('#charts path')[{}].getAttribute('d').length"
 LABELLED = """[...document.querySelectorAll('input, textarea')].every((field) => field.labels.length === 1)
   && [...document.querySelectorAll('svg')].every((chart) => chart.getAttribute('aria-label'))"""
-SMALL_TARGETS = "[...document.querySelectorAll('button, input, textarea')].filter((e) => e.getBoundingClientRect().height < 24).length"
+SMALL_TARGETS = (
+    "[...document.querySelectorAll('button, input, textarea')].filter((e) => "
+    "e.getBoundingClientRect().height < 24).length"
+)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +213,8 @@ def test_a_key_is_sent_with_requests_and_kept_nowhere(browser: Browser) -> None:
         assert answered(browser).startswith("It was")
         assert (
             browser.evaluate(
-                "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])"
+                "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, "
+                "location.href])"
             ).count("a-secret")
             == 0
         )

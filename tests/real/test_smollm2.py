@@ -1,4 +1,5 @@
-"""A real chat model, served, and spoken with by OpenAI's own client: it says what is so, and stops by itself."""
+"""A real chat model, served, and spoken with by OpenAI's own client: it says what is so, and stops
+by itself."""
 
 from __future__ import annotations
 

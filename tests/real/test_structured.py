@@ -1,4 +1,5 @@
-"""Rules on a real chat model: a hundred answers to a schema, and a tool that it must call, spoken with by OpenAI's own client."""
+"""Rules on a real chat model: a hundred answers to a schema, and a tool that it must call, spoken
+with by OpenAI's own client."""
 
 from __future__ import annotations
 

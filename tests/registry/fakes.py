@@ -1,4 +1,5 @@
-"""Third-party distributions made up on disk: a dist-info folder and a module each, as pip would leave them."""
+"""Third-party distributions made up on disk: a dist-info folder and a module each, as pip would
+leave them."""
 
 from __future__ import annotations
 
@@ -45,7 +46,10 @@ def scheduler(name: str = "fair", package: str = "fair_plugin", **fields: object
         if key != "target"
     )
     target = fields.get("target", f"{package}_policy:Fair")
-    return f'kind="scheduler", name={name!r}, target={target!r}, options="{package}_policy:Options"{more}'
+    return (
+        f'kind="scheduler", name={name!r}, target={target!r}, '
+        f'options="{package}_policy:Options"{more}'
+    )
 
 
 class Site:
@@ -101,7 +105,8 @@ class Site:
 
 @contextmanager
 def modules_forgotten(path: Path) -> Iterator[None]:
-    """Forget modules imported from a folder in the block, so that another test can import its own of that name."""
+    """Forget modules imported from a folder in the block, so that another test can import its own
+    of that name."""
     try:
         yield
     finally:

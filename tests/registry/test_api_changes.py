@@ -1,4 +1,5 @@
-"""Components written for an older version: the table says which run, how, and what the others must change."""
+"""Components written for an older version: the table says which run, how, and what the others must
+change."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ from dovetail.registry.resolved import BASE_CLASSES
 from tests.docs.pages import DOCS
 from tests.registry.fakes import Site, components
 
-ANY_CLASS = "from dovetail.api import {base}\nclass Old({base}): pass\nOld.__abstractmethods__ = frozenset()\n"
+ANY_CLASS = (
+    "from dovetail.api import {base}\nclass Old({base}): pass\nOld.__abstractmethods__ = "
+    "frozenset()\n"
+)
 
 
 def install(site: Site, kind: Kind, api: str) -> None:
@@ -107,7 +111,8 @@ def test_a_step_is_either_refused_or_bridged() -> None:
 def test_a_class_that_no_bridge_can_be_made_of_is_an_error_that_names_it() -> None:
     with pytest.raises(
         PluginError,
-        match=r"mine: dovetail.registry.bridges:executor_0_6 can't make it fit this Dovetail: TypeError",
+        match=r"mine: dovetail.registry.bridges:executor_0_6 can't make it fit this Dovetail: "
+        r"TypeError",
     ):
         bridged(
             bool,

@@ -1,4 +1,5 @@
-"""`attention: auto` and `grammar: auto`: built-ins only, in order, those whose packages are there."""
+"""`attention: auto` and `grammar: auto`: built-ins only, in order, those whose packages are
+there."""
 
 from __future__ import annotations
 

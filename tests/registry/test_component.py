@@ -1,4 +1,5 @@
-"""A resolved component: what it needs, its class, its options. Everything that goes wrong names the plugin."""
+"""A resolved component: what it needs, its class, its options. Everything that goes wrong names the
+plugin."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def test_resolving_imports_no_target(site: Site) -> None:
         ({"zzz": 1}, "engine.yaml:3: scheduler.zzz: unknown option; valid are aging_s"),
         (
             {"aging_s": "soon"},
-            "engine.yaml:6: scheduler.aging_s: expected a valid number, unable to parse string as a number, got 'soon'",
+            "engine.yaml:6: scheduler.aging_s: expected a valid number, unable to parse string as "
+            "a number, got 'soon'",
         ),
         (
             {"aging_s": -1},
@@ -128,7 +130,8 @@ def test_component_without_options_takes_none(site: Site) -> None:
         (
             "parser",
             "Parser",
-            "from dovetail.api.parser import ParserCapabilities as P; P(calls=True, templates=(('<call>'),))",
+            "from dovetail.api.parser import ParserCapabilities as P; P(calls=True, "
+            "templates=(('<call>'),))",
             "must be tuples of texts",
         ),
         (
@@ -154,7 +157,10 @@ def test_component_without_options_takes_none(site: Site) -> None:
 def test_a_component_that_describes_itself_wrongly_is_reported_before_it_is_used(
     site: Site, kind: str, base: str, wrong: str, says: str
 ) -> None:
-    body = f"from dovetail.api import {base}\nclass Odd({base}):\n    {wrong}\nOdd.__abstractmethods__ = frozenset()"
+    body = (
+        f"from dovetail.api import {base}\nclass Odd({base}):\n    "
+        f"{wrong}\nOdd.__abstractmethods__ = frozenset()"
+    )
     site.install(
         "dovetail-odd",
         modules={
@@ -184,7 +190,8 @@ def test_a_component_that_describes_itself_wrongly_is_reported_before_it_is_used
         ("import there_is_no_such_module", "ModuleNotFoundError"),
         ("raise SystemExit(4)", "SystemExit: 4"),
         (
-            "from dovetail.api import Scheduler\nclass Fair(Scheduler):\n    def schedule(self, step): 1\n    def __init__(self, *a): 1/0",
+            "from dovetail.api import Scheduler\nclass Fair(Scheduler):\n    def schedule(self, "
+            "step): 1\n    def __init__(self, *a): 1/0",
             "ZeroDivisionError",
         ),
     ],
@@ -202,7 +209,10 @@ def test_target_that_is_no_component_is_reported_with_the_plugin(
     assert says in str(caught.value)
 
 
-FAILS_WHEN_MADE = "from dovetail.api import Scheduler\nclass Fair(Scheduler):\n    def schedule(self, step): 1\n    def __init__(self, *a): {raises}"
+FAILS_WHEN_MADE = (
+    "from dovetail.api import Scheduler\nclass Fair(Scheduler):\n    def "
+    "schedule(self, step): 1\n    def __init__(self, *a): {raises}"
+)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +232,8 @@ def test_an_error_while_a_component_is_made_is_reported_with_its_name_and_line(
     part = Registry.discover().resolve("scheduler", "odd")
     with pytest.raises(
         PluginError,
-        match=r"scheduler dovetail-odd:odd.*: making it failed: ZeroDivisionError.* \(.*odd_policy\.py:4\)$",
+        match=r"scheduler dovetail-odd:odd.*: making it failed: ZeroDivisionError.* "
+        r"\(.*odd_policy\.py:4\)$",
     ):
         use(part, CONTEXT)
 
@@ -259,7 +270,8 @@ def test_options_that_the_class_is_annotated_with_and_the_spec_does_not_name_are
     for use in (part.load, part.validate_options):
         with pytest.raises(
             PluginError,
-            match=r'annotated with options: Mine, but its ComponentSpec names none: give it options="odd_policy:Mine"$',
+            match=r"annotated with options: Mine, but its ComponentSpec names none: give it "
+            r'options="odd_policy:Mine"$',
         ):
             use()
 
@@ -302,7 +314,10 @@ def test_an_error_of_a_plugin_is_reported_with_its_file_and_line(
 def test_options_model_must_be_one_that_refuses_unknown_keys(
     site: Site, source: str, says: str
 ) -> None:
-    spec = 'kind="scheduler", api="0.4", name="odd", target="odd_policy:Fair", options="odd_policy:Options"'
+    spec = (
+        'kind="scheduler", api="0.4", name="odd", target="odd_policy:Fair", '
+        'options="odd_policy:Options"'
+    )
     site.install("dovetail-odd", modules={"odd": components(spec), "odd_policy": source})
     with pytest.raises(PluginError, match="dovetail-odd:odd") as caught:
         Registry.discover().resolve("scheduler", "odd").validate_options()
@@ -314,7 +329,8 @@ def test_options_model_must_be_one_that_refuses_unknown_keys(
     [
         (
             "there-is-no-such-package>=1",
-            'there-is-no-such-package>=1 (not installed); install with: pip install "there-is-no-such-package>=1"',
+            "there-is-no-such-package>=1 (not installed); install with: pip install "
+            '"there-is-no-such-package>=1"',
         ),
         ("pluggy>=999", 'is installed); install with: pip install "pluggy>=999"'),
         ("heavy>=2", 'heavy>=2 (not installed); install with: pip install "dovetail-fair[gpu]"'),
@@ -323,7 +339,10 @@ def test_options_model_must_be_one_that_refuses_unknown_keys(
 def test_missing_requirement_is_reported_with_its_pip_line(
     site: Site, requirement: str, says: str
 ) -> None:
-    extras = 'Provides-Extra: gpu\nProvides-Extra: all\nRequires-Dist: heavy; extra == "gpu"\nRequires-Dist: heavy; extra == "all"\n'
+    extras = (
+        "Provides-Extra: gpu\nProvides-Extra: all\nRequires-Dist: heavy; extra == "
+        '"gpu"\nRequires-Dist: heavy; extra == "all"\n'
+    )
     extras += 'Requires-Dist: light; extra == "all"\n'
     site.install(
         "dovetail-fair",

@@ -43,7 +43,8 @@ BROKEN = {  # what is wrong -> (source, phase, what the error says)
         "SystemExit",
     ),
     "generator that raises": (
-        "from dovetail.api import hookimpl\n@hookimpl\ndef dovetail_components():\n    raise OSError('disk')\n    yield",
+        "from dovetail.api import hookimpl\n@hookimpl\ndef dovetail_components():\n    raise "
+        "OSError('disk')\n    yield",
         "declare",
         "disk",
     ),

@@ -116,7 +116,8 @@ def test_gguf_is_refused_saying_what_converts_it(tmp_path: Path) -> None:
     ):
         with pytest.raises(
             ConfigError,
-            match=rf"{said}; .*from_pretrained\(DIRECTORY, gguf_file='q4.gguf'\).save_pretrained\(ANOTHER\)",
+            match=rf"{said}; .*from_pretrained\(DIRECTORY, "
+            rf"gguf_file='q4.gguf'\).save_pretrained\(ANOTHER\)",
         ):
             locate_model(str(name), Registry())
     (tmp_path / "config.json").touch()  # beside a checkpoint they are no harm
@@ -186,7 +187,8 @@ def test_without_the_package_of_the_hub_its_pip_line_is_reported(
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(
         MissingExtraError,
-        match=r"'dmo' is neither bundled nor a directory here \(bundled models: demo, did you mean demo\?\)",
+        match=r"'dmo' is neither bundled nor a directory here \(bundled models: demo, did you mean "
+        r"demo\?\)",
     ) as caught:
         resolve_model("dmo", built_in("demo"))
     assert "pip install" in str(caught.value)

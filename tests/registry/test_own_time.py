@@ -24,7 +24,8 @@ shares = st.dictionaries(st.sampled_from(["main", "helper", "child"]), st.floats
 def test_what_the_most_hindered_thread_waited_for_a_cpu_is_not_counted(
     passing: list[tuple[float, dict[str, float]]],
 ) -> None:
-    """Each entry: seconds that pass, and the share of them that each thread which is alive waits."""
+    """Each entry: seconds that pass, and the share of them that each thread which is alive
+    waits."""
     now, waited = 0.0, {"main": 7 * S}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own_time, "waits", lambda process: waited.items())

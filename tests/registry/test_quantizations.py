@@ -1,4 +1,5 @@
-"""Ways of storing weights are found like components: a plugin declares them, and a checkpoint that names one is served in it."""
+"""Ways of storing weights are found like components: a plugin declares them, and a checkpoint that
+names one is served in it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ SMALL = Path(__file__).parent.parent / "models" / "quantized" / "ct-fp8-dynamic"
 
 @dataclass(frozen=True, slots=True)
 class Halved(StoredFormat):
-    """A third-party format: weights are stored in half precision, doubled. It has no kernels, so the twin computes."""
+    """A third-party format: weights are stored in half precision, doubled. It has no kernels, so
+    the twin computes."""
 
     def allocate(self, weight: Weight, device: torch.device) -> StoredWeight:
         return StoredWeight(
@@ -98,7 +100,10 @@ def test_a_plugin_brings_a_format_and_a_model_that_knows_nothing_of_it_is_served
 
 
 def test_the_hook_is_called_and_its_specs_are_checked(site: Site) -> None:
-    body = "from dovetail.api import QuantizationSpec, hookimpl\n\n\n@hookimpl\ndef dovetail_quantizations():\n    return [{}]\n"
+    body = (
+        "from dovetail.api import QuantizationSpec, hookimpl\n\n\n@hookimpl\ndef "
+        "dovetail_quantizations():\n    return [{}]\n"
+    )
     site.install(
         "dovetail-good",
         modules={"good_bits": body.format('QuantizationSpec("bits", "good_bits:Bits")')},

@@ -107,7 +107,8 @@ def test_a_key_that_is_there_twice_imports_nothing(
         ),
         (
             "require=dovetail>=0.1",
-            "DOVETAIL_PLUGINS: require.0: expected a requirement of dovetail-llm, as Dovetail's distribution is called",
+            "DOVETAIL_PLUGINS: require.0: expected a requirement of dovetail-llm, as Dovetail's "
+            "distribution is called",
         ),
         (
             "allow=not a name",

@@ -1,4 +1,5 @@
-"""Arguments for a worker or an executor of the bundled demo model, and steps to drive it by hand."""
+"""Arguments for a worker or an executor of the bundled demo model, and steps to drive it by
+hand."""
 
 from __future__ import annotations
 

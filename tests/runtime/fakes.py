@@ -43,9 +43,8 @@ from tests.runtime.recordable_attention import RecordableAttention
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, SIZE = 31, 16, 4, 2, 4
 TAPS = (0, 2)  # of `TinyHead`
-ROUNDINGS = (
-    2 * (2 * HIDDEN + HEADS * SIZE + 64) + HIDDEN + VOCAB
-)  # on the way to a log-probability: two layers, attention over 64 tokens
+# on the way to a log-probability: two layers, attention over 64 tokens
+ROUNDINGS = 2 * (2 * HIDDEN + HEADS * SIZE + 64) + HIDDEN + VOCAB
 NAN_TOKEN = VOCAB - 1  # its embedding is NaN; never sampled
 
 
@@ -227,7 +226,8 @@ def layout(*groups: tuple[int, int | None, int] | int) -> KVLayout:
 
 @dataclass
 class Bench:
-    """A runner with a tiny model, and the books that the core would keep: which row and blocks each request has."""
+    """A runner with a tiny model, and the books that the core would keep: which row and blocks each
+    request has."""
 
     max_rows: int = 4
     max_len: int = 64
@@ -362,8 +362,8 @@ class Bench:
         copies: Sequence[PageCopy],
         drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> Batch:
-        """`work`: row -> tokens to compute, without its `drafts`. Blocks are handed out as needed. A row samples when its last known token is
-        computed."""
+        """`work`: row -> tokens to compute, without its `drafts`. Blocks are handed out as needed.
+        A row samples when its last known token is computed."""
         computed, known = self.rows.computed.copy(), self.rows.known.copy()
         for row in removed:
             self.free_blocks += (
@@ -470,7 +470,8 @@ def generate(
     windows: tuple[int | None, ...] = (None, None),
     error: float = 0.0,
 ) -> list[int]:
-    """Return the tokens of a tiny model after a prompt, each computed from scratch and without other requests: the oracle of the runner's tests."""
+    """Return the tokens of a tiny model after a prompt, each computed from scratch and without
+    other requests: the oracle of the runner's tests."""
     tokens = list(prompt)
     for _ in range(count):
         bench = Bench(max_rows=1, block_size=64, num_blocks=1, windows=windows, error=error)

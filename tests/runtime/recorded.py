@@ -1,7 +1,8 @@
-"""CUDA graphs played on the CPU: a recording keeps its operations, and the tensors that they read and wrote; a replay runs them on these again.
+"""CUDA graphs played on the CPU: a recording keeps its operations, and the tensors that they read
+and wrote; a replay runs them on these again.
 
-So a replay sees of the present what lies in those tensors, and nothing else: a number that the host knew when it recorded stays what it was. Kernels
-in Triton's interpreter are operations too.
+So a replay sees of the present what lies in those tensors, and nothing else: a number that the host
+knew when it recorded stays what it was. Kernels in Triton's interpreter are operations too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The bank of adapters: its modules and memory, what it refuses, and the graphs of steps with adapters."""
+"""The bank of adapters: its modules and memory, what it refuses, and the graphs of steps with
+adapters."""
 
 from __future__ import annotations
 

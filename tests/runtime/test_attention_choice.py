@@ -73,7 +73,8 @@ def test_layers_with_sinks_or_capped_scores_pass_over_a_backend_that_declares_ne
     specs = [LayerSpec(0, 8, 4, 32, 0.2, sinks=True), LayerSpec(1, 8, 4, 32, 0.2, softcap=50.0)]
     with pytest.raises(
         UnsupportedError,
-        match="BigBlocks: attention sinks aren't supported\n  - test:BigBlocks: a softcap of attention scores isn't supported",
+        match="BigBlocks: attention sinks aren't supported\n  - test:BigBlocks: a softcap of "
+        "attention scores isn't supported",
     ):
         choose_attention((target(BigBlocks),), specs, "cpu", "float32", None)
 
@@ -86,7 +87,8 @@ def test_a_backend_that_cannot_be_imported_is_a_reason_too() -> None:
     )
     with pytest.raises(
         UnsupportedError,
-        match=r"attention test:flash: importing no_such_package\.flash failed: ModuleNotFoundError: No module",
+        match=r"attention test:flash: importing no_such_package\.flash failed: "
+        r"ModuleNotFoundError: No module",
     ):
         choose_attention((missing,), SPECS, "cpu", "float32", None)
 

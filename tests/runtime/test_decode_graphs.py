@@ -121,7 +121,8 @@ def test_a_step_is_replayed_in_the_smallest_graph_that_holds_it() -> None:
 
 
 def test_every_size_has_run_before_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded kernels must be compiled. A late step's are those of the plain step of its size, which is recorded before."""
+    """Recorded kernels must be compiled. A late step's are those of the plain step of its size,
+    which is recorded before."""
     bench, runs = Bench(max_rows=7, num_blocks=60), Counter[tuple[str, int]]()
     run = DecodeSteps.run
 
@@ -224,7 +225,8 @@ def test_what_a_graph_reads_of_a_step_is_padded_with_nobodys_row() -> None:
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_block_table_comes_with_a_steps_other_inputs_where_it_is_small(more: int) -> None:
-    """A larger one is gathered on the device, which must then know of the blocks; this device knows of none."""
+    """A larger one is gathered on the device, which must then know of the blocks; this device knows
+    of none."""
     width = TABLE_ENTRIES // 8 + more
     state = state_of(dict.fromkeys(range(3), 4 * width))
     inputs = DecodeInputs(8, state)

@@ -1,4 +1,5 @@
-"""The two ends of a decode step: each kernel changes and returns what its twin does, and both what a row's list of tokens would."""
+"""The two ends of a decode step: each kernel changes and returns what its twin does, and both what
+a row's list of tokens would."""
 
 from __future__ import annotations
 
@@ -232,7 +233,8 @@ def test_rows_grow_by_what_was_sampled_up_to_a_draft_that_differs_and_nobody_sta
 
 @pytest.mark.skipif(
     not INTERPRETED,
-    reason="without the interpreter, test_decode_graphs says so of the twins, and tests/gpu of real graphs",
+    reason="without the interpreter, test_decode_graphs says so of the twins, and tests/gpu of "
+    "real graphs",
 )
 @pytest.mark.usefixtures("with_kernels")
 def test_decodes_with_the_kernels_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

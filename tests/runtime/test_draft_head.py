@@ -1,4 +1,5 @@
-"""The draft head: whatever steps came before, its drafts are those of a head that computes all of a row's tokens at once."""
+"""The draft head: whatever steps came before, its drafts are those of a head that computes all of a
+row's tokens at once."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def answer(prompt: tuple[int, ...]) -> list[int]:
 @cache
 @torch.inference_mode()
 def drafted(known: tuple[int, ...], count: int) -> list[int]:
-    """Return the drafts after `known` tokens: each from all states of the target, without a cache of the engine's."""
+    """Return the drafts after `known` tokens: each from all states of the target, without a cache
+    of the engine's."""
     tokens = torch.tensor(known)
     positions = torch.arange(len(known) - 1)
     _, tapped = TinyModel(DenseAttention).forward_tapped(tokens[:-1], positions, None, TAPS)
@@ -47,7 +49,8 @@ def drafted(known: tuple[int, ...], count: int) -> list[int]:
 
 
 class Drafting:
-    """Rows that get their answers, and require of each draft of the head that it is the right one."""
+    """Rows that get their answers, and require of each draft of the head that it is the right
+    one."""
 
     def __init__(self, **of_bench: object) -> None:
         self.bench = Bench(max_rows=4, max_lines=MAX_LINES, head=True, **of_bench)  # type: ignore[arg-type]
@@ -74,7 +77,8 @@ class Drafting:
         return (*PROMPTS[row], *self.got[row])
 
     def step(self, rows: dict[int, int | list[bool]]) -> None:
-        """A step of decodes: of each row, how many tokens the head drafts, or for drafts of the host whether each is right."""
+        """A step of decodes: of each row, how many tokens the head drafts, or for drafts of the
+        host whether each is right."""
         drafts = {}
         for row, asked in rows.items():
             right = answer(PROMPTS[row])[len(self.got[row]) :]
@@ -213,7 +217,8 @@ def test_a_rehearsal_runs_what_follows_a_recorded_step_and_changes_no_draft() ->
 
 
 def test_a_request_that_comes_back_drafts_nothing_from_anothers_state() -> None:
-    """It keeps its blocks, and drafts at once in another row. What the head made of its last state is lost."""
+    """It keeps its blocks, and drafts at once in another row. What the head made of its last state
+    is lost."""
 
     def drafts_after(other: int) -> list[int]:
         rows = Drafting()

@@ -1,4 +1,5 @@
-"""The draft model: of its drafts, those are accepted that it would have right if it ran alone, whatever steps came before."""
+"""The draft model: of its drafts, those are accepted that it would have right if it ran alone,
+whatever steps came before."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def answer(prompt: tuple[int, ...]) -> list[int]:
 
 @cache
 def right(known: tuple[int, ...], expected: tuple[int, ...]) -> int:
-    """Return how many tokens the draft model, alone, generates after `known` tokens as `expected`."""
+    """Return how many tokens the draft model, alone, generates after `known` tokens as
+    `expected`."""
     for count in range(len(expected)):
         if generate((*known, *expected[:count]), 1, error=ERROR) != [expected[count]]:
             return count
@@ -61,7 +63,8 @@ class Drafting:
         return [*PROMPTS[row], *self.got[row]]
 
     def step(self, drafts: dict[int, int], *, exact: bool = True) -> None:
-        """A step of decodes, with as many drafts of each row; all 0: one without drafts. `exact`: the draft model sees all tokens."""
+        """A step of decodes, with as many drafts of each row; all 0: one without drafts. `exact`:
+        the draft model sees all tokens."""
         if not any(drafts.values()):
             for row, token in zip(
                 drafts, self.bench.run(dict.fromkeys(drafts, 1)).token_ids, strict=True

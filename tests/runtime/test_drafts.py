@@ -1,4 +1,5 @@
-"""Steps with drafts: whatever is drafted, rows get the tokens that they get one by one, and their state is as if they had."""
+"""Steps with drafts: whatever is drafted, rows get the tokens that they get one by one, and their
+state is as if they had."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Rows:
         self.take(list(rows), self.bench.run({row: len(PROMPTS[row]) for row in rows}, added))
 
     def take(self, rows: list[int], result: Result) -> None:
-        """Note what rows got, and require that it is right, and that host and device agree about them."""
+        """Note what rows got, and require that it is right, and that host and device agree about
+        them."""
         tokens, counts = (
             result.token_ids.tolist(),
             [1] * len(rows) if result.counts is None else result.counts.tolist(),
@@ -249,10 +251,11 @@ def test_masks_are_of_lines(graphs: bool) -> None:
     pending = rows.bench.runner.submit(batch)
     other = (rows.expected[0][2] + 1) % NAN_TOKEN
     words = np.zeros((2, 1), np.uint32)
+    # of the second line of row 0, and the first of row 1
     words[0, 0], words[1, 0] = (
         1 << other,
         1 << rows.expected[1][1],
-    )  # of the second line of row 0, and the first of row 1
+    )
     rows.bench.runner.sample(pending, Masks(np.array([1, 3], np.int32), words))
     result = rows.bench.runner.collect(pending)
     assert result.counts is not None
@@ -304,7 +307,8 @@ def test_a_step_with_drafts_is_alone_in_flight() -> None:
         (
             [9],
             [1] * 9,
-            r"can't compute 10 tokens after 58: 59 are known and 9 drafted, its blocks hold 60, a row holds 64",
+            r"can't compute 10 tokens after 58: 59 are known and 9 drafted, its blocks hold 60, a "
+            r"row holds 64",
         ),
     ],
 )

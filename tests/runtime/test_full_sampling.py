@@ -1,5 +1,5 @@
-"""Steps whose rows ask for penalties, rules and log-probabilities, replayed: the tokens and numbers are those of the sampler without kernels or
-graphs, whoever joins, leaves or comes back."""
+"""Steps whose rows ask for penalties, rules and log-probabilities, replayed: the tokens and numbers
+are those of the sampler without kernels or graphs, whoever joins, leaves or comes back."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ samplings = st.builds(
 
 @dataclass(frozen=True)
 class Step:
-    """What happens before the rows that are there compute: who leaves, who comes back to another row, who joins."""
+    """What happens before the rows that are there compute: who leaves, who comes back to another
+    row, who joins."""
 
     leaves: int | None
     comes_back: int | None
@@ -79,13 +80,11 @@ class Story:
 
     bench: Bench
     tokens: dict[int, list[int]] = field(default_factory=dict)  # row -> prompt and output
-    asked: dict[int, tuple[int, RowSampling]] = field(
-        default_factory=dict
-    )  # row -> tokens of the prompt, and the rest
+    # row -> tokens of the prompt, and the rest
+    asked: dict[int, tuple[int, RowSampling]] = field(default_factory=dict)
     gone: list[int] = field(default_factory=list)  # rows given up since the last step
-    told: list[float] = field(
-        default_factory=list
-    )  # tokens, and log-probabilities that were asked for
+    # tokens, and log-probabilities that were asked for
+    told: list[float] = field(default_factory=list)
 
     def play(self, step: Step) -> None:
         leaving = {

@@ -1,4 +1,5 @@
-"""`Graphs`: what recording launches was compiled before, many kernels at once; where that isn't possible, recording compiles it."""
+"""`Graphs`: what recording launches was compiled before, many kernels at once; where that isn't
+possible, recording compiles it."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ class Noting(launch.Compiler):
 def graphs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Graphs:
-    """Return the graphs of a small model whose layers have the sizes of a large one, as if on a Hopper."""
+    """Return the graphs of a small model whose layers have the sizes of a large one, as if on a
+    Hopper."""
     monkeypatch.setattr(gpu, "_gpu_of", lambda device: GPUS[90])
     monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda shape, limits: True)
     write_checkpoint(
@@ -231,7 +233,8 @@ def test_a_kind_is_added_by_its_inputs_and_its_work() -> None:
 
 
 def test_larger_sizes_are_recorded_first_and_kinds_in_their_order() -> None:
-    """So that smaller recordings find room in the memory of larger ones, and sampling is recorded after what it reads."""
+    """So that smaller recordings find room in the memory of larger ones, and sampling is recorded
+    after what it reads."""
     told: list[tuple[str, int, int]] = []
     inputs: list[tuple[GraphKey, int]] = []
 
@@ -255,7 +258,8 @@ def test_larger_sizes_are_recorded_first_and_kinds_in_their_order() -> None:
 def test_all_is_recorded_on_one_stream_and_warmed_up_on_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Memory isn't reused across streams; and replays are slower where warm-ups ran on the stream that is recorded."""
+    """Memory isn't reused across streams; and replays are slower where warm-ups ran on the stream
+    that is recorded."""
     current: list[object] = []  # streams, the inner ones last
     warmed_up: list[object] = []
     recorded: list[object] = []

@@ -25,7 +25,8 @@ _folder, _numbers = TemporaryDirectory(), count()
 
 @contextmanager
 def store() -> Iterator[str]:
-    """A file that outlasts the test: torch opens it once more when it frees its store, perhaps much later, and ends the process if it can't."""
+    """A file that outlasts the test: torch opens it once more when it frees its store, perhaps much
+    later, and ends the process if it can't."""
     yield f"{_folder.name}/{next(_numbers)}"
 
 

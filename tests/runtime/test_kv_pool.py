@@ -1,4 +1,5 @@
-"""Layout of K and V in pages, the number of pages in the pool, and the error if there are too few."""
+"""Layout of K and V in pages, the number of pages in the pool, and the error if there are too
+few."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def test_on_a_gpu_the_pool_takes_what_the_biggest_step_leaves_of_the_memory(
     )
     with pytest.raises(
         ConfigError,
-        match=r"gpu_memory_utilization: 0\.5 of 9\.4 MiB, less 9\.4 MiB for the model, gives 0\. Raise gpu_memory_util",
+        match=r"gpu_memory_utilization: 0\.5 of 9\.4 MiB, less 9\.4 MiB for the model, gives 0\. "
+        r"Raise gpu_memory_util",
     ):
         blocks_of(device=GPU, gpu_memory_utilization=0.5, profile=lambda: 100 * BLOCK_BYTES)
 

@@ -1,4 +1,5 @@
-"""Scales of K and V in FP8: where they come from, what is said of them, and that they stay once a request's K and V are stored."""
+"""Scales of K and V in FP8: where they come from, what is said of them, and that they stay once a
+request's K and V are stored."""
 
 from __future__ import annotations
 

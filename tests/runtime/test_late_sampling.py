@@ -1,4 +1,5 @@
-"""Steps that are sampled late, with masks: the same tokens with and without recorded graphs, and never one that a mask forbids."""
+"""Steps that are sampled late, with masks: the same tokens with and without recorded graphs, and
+never one that a mask forbids."""
 
 from __future__ import annotations
 

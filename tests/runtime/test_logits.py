@@ -1,5 +1,5 @@
-"""Steps in which rows ask for logits processors, with graphs that are played on the CPU: the tokens are those without graphs, and steps in which
-nobody asks replay what they did."""
+"""Steps in which rows ask for logits processors, with graphs that are played on the CPU: the tokens
+are those without graphs, and steps in which nobody asks replay what they did."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ SLOW = RowSampling(logits_processors={"t:faulty": {"at": "nowhere"}, **PAIR})
 
 
 def drawn(logits: torch.Tensor) -> torch.Tensor:
-    """Return the least likely of the tokens that are left of clipped logits, otherwise the most likely: [n]."""
+    """Return the least likely of the tokens that are left of clipped logits, otherwise the most
+    likely: [n]."""
     clipped = logits.isneginf()
     return (
         logits.masked_fill(clipped, torch.inf)
@@ -104,7 +105,8 @@ class Told:
 
 
 def play(bench: Bench, samplings: Sequence[RowSampling], *, late: bool = False) -> Told:
-    """Compute all prompts, then let three rows decode, then have the second leave for another that asks for nothing, then check drafts."""
+    """Compute all prompts, then let three rows decode, then have the second leave for another that
+    asks for nothing, then check drafts."""
     told = Told()
 
     def take(result: Any, rows: Sequence[int], counts: Sequence[int] | None = None) -> None:
@@ -212,7 +214,8 @@ def test_one_that_says_it_can_be_captured_and_cannot_is_named() -> None:
         patch.setattr(processing, "Clip", Liar)
         with pytest.raises(
             PluginError,
-            match=r"logits processor t:clip declares cuda_graph, but can't be recorded: RuntimeError: operation not",
+            match=r"logits processor t:clip declares cuda_graph, but can't be recorded: "
+            r"RuntimeError: operation not",
         ):
             bench_with("Shun", "Clip", graphs=True)
 

@@ -1,4 +1,5 @@
-"""Available memory, of machines and of containers; weights that don't fit it are refused before they are read."""
+"""Available memory, of machines and of containers; weights that don't fit it are refused before
+they are read."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ GIB = 1 << 30
 def machine(
     folder: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str, files: dict[str, str]
 ) -> None:
-    """A machine of 16 GiB, 12 of them available, with a process in `cgroup` and `files` below /sys/fs/cgroup."""
+    """A machine of 16 GiB, 12 of them available, with a process in `cgroup` and `files` below
+    /sys/fs/cgroup."""
     (folder / "meminfo").write_text(
         f"MemTotal: {16 << 20} kB\nMemFree: 1 kB\nMemAvailable: {12 << 20} kB\n"
     )
@@ -96,7 +98,8 @@ def test_ranks_of_one_machine_are_held_against_all_of_its_memory(
     require_ram(8 * GIB, "they", ranks=2)
     with pytest.raises(
         ConfigError,
-        match=r"they need 18.0 GiB of memory \(9.0 GiB in each of 2 ranks\), and 16.0 GiB are there",
+        match=r"they need 18.0 GiB of memory \(9.0 GiB in each of 2 ranks\), and 16.0 GiB are "
+        r"there",
     ):
         require_ram(9 * GIB, "they", ranks=2)
 

@@ -1,4 +1,5 @@
-"""Steps that are replayed, whole or in pieces, with graphs that are played on the CPU: the tokens are those of the model as it is."""
+"""Steps that are replayed, whole or in pieces, with graphs that are played on the CPU: the tokens
+are those of the model as it is."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def bench_with_graphs(
 
 
 def generate_in_chunks(bench: Bench, chunk: int, outputs: int) -> list[list[int]]:
-    """All prompts together, each in chunks of so many tokens, until each row has `outputs` tokens."""
+    """All prompts together, each in chunks of so many tokens, until each row has `outputs`
+    tokens."""
     added = [bench.new(row, prompt) for row, prompt in enumerate(PROMPTS)]
     tokens: list[list[int]] = [[] for _ in PROMPTS]
     while work := {
@@ -88,7 +90,8 @@ def generate_in_chunks(bench: Bench, chunk: int, outputs: int) -> list[list[int]
 def test_the_tokens_are_those_of_the_model_however_prompts_are_cut_and_steps_padded(
     backend: type[AttentionBackend], chunk: int, sizes: list[int], max_rows: int
 ) -> None:
-    """With sizes that no step exceeds, that some do, and that most do; with recordings that compute all states, and wanted ones alone."""
+    """With sizes that no step exceeds, that some do, and that most do; with recordings that compute
+    all states, and wanted ones alone."""
     with pytest.MonkeyPatch.context() as patch:
         bench = bench_with_graphs(backend, sizes, patch, max_rows)
         assert generate_in_chunks(bench, chunk, 4) == [generate(prompt, 4) for prompt in PROMPTS]
@@ -218,8 +221,8 @@ def test_steps_that_share_a_prefix_have_recordings_of_their_own(
 def pooled_in_chunks(
     bench: Bench, method: PoolingMethod, tasks: Sequence[PoolingTask], chunk: int
 ) -> list[Any]:
-    """Return the pooled result of each prompt, for its task, computed beside a request that generates.
-    The runner keeps its graphs."""
+    """Return the pooled result of each prompt, for its task, computed beside a request that
+    generates. The runner keeps its graphs."""
     plan = PoolingPlan(Path(), PoolingCapacity(tuple(tasks), method, 1), normalize=False)
     graphs = bench.runner.graphs
     bench.make_runner(Pooler(plan, [], [], bench.rows))
@@ -256,7 +259,8 @@ def pooled_in_chunks(
 def test_rows_pool_from_recordings_what_they_pool_without(
     backend: type[AttentionBackend], method: PoolingMethod
 ) -> None:
-    """With recordings of all states and of wanted ones alone, too small ones, and with more wanted tokens than these compute."""
+    """With recordings of all states and of wanted ones alone, too small ones, and with more wanted
+    tokens than these compute."""
     for tasks in (("embed",) * 3, ("embed", "token_embed", "embed")):
         expected = pooled_in_chunks(Bench(), method, tasks, 13)
         for sizes, chunk, max_rows in (

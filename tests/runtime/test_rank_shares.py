@@ -1,5 +1,6 @@
-"""Sums and gatherings through memory that all ranks can read, each rank in a process of its own: with GPUs on two of them, or on the one that there
-is; without, in Triton's interpreter, with memory of the host.
+"""Sums and gatherings through memory that all ranks can read, each rank in a process of its own:
+with GPUs on two of them, or on the one that there is; without, in Triton's interpreter, with memory
+of the host.
 """
 
 from __future__ import annotations
@@ -148,7 +149,8 @@ print("released")
     scope="module", params=[2, 3] if ON_GPUS or FULL else [3]
 )  # of two ranks the order can't be wrong
 def printed(request: pytest.FixtureRequest) -> list[list[str]]:
-    """Run the programs above on all ranks, and return what each rank printed: the names of the programs that it completed, in order."""
+    """Run the programs above on all ranks, and return what each rank printed: the names of the
+    programs that it completed, in order."""
     pytest.importorskip("triton")
     size = request.param
     environ = {**os.environ, **ENVIRONMENT, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}

@@ -1,4 +1,5 @@
-"""The row state against plain lists: for any rows that are added, grow and are removed, it holds what was written."""
+"""The row state against plain lists: for any rows that are added, grow and are removed, it holds
+what was written."""
 
 from __future__ import annotations
 
@@ -194,9 +195,8 @@ def test_a_full_row_samples_once_more_and_writes_into_no_other_row() -> None:
 
 
 def test_a_step_beyond_the_end_of_a_row_is_refused() -> None:
-    state = RowState(
-        MAX_ROWS, 2 * BLOCK_SIZE - 1, LAYOUT, torch.device("cpu")
-    )  # the last block could hold one token more
+    # the last block could hold one token more
+    state = RowState(MAX_ROWS, 2 * BLOCK_SIZE - 1, LAYOUT, torch.device("cpu"))
     state.update(batch(added=[new(0, [5] * 5, [1, 2])]))
     grow(state, [0], [9])
     beyond = replace(

@@ -136,10 +136,11 @@ def test_copies_run_before_the_step_that_carries_them() -> None:
     bench = Bench()
     bench.run({0: 9}, [bench.new(0, PROMPTS[0])])
     own = bench.free_blocks.pop()
+    # a fork: full blocks shared, the partial one copied
     bench.blocks[1] = [
         *bench.blocks[0][:2],
         own,
-    ]  # a fork: full blocks shared, the partial one copied
+    ]
     longer = [*PROMPTS[0], 7, 7]
     result = bench.run(
         {1: 2}, [bench.new(1, longer, computed=9)], copies=[PageCopy(bench.blocks[0][2], own)]

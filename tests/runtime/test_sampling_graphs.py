@@ -1,4 +1,5 @@
-"""Sampling that is replayed at the end of steps with prefills, with graphs that are played on the CPU: the tokens are those of sampling as it is."""
+"""Sampling that is replayed at the end of steps with prefills, with graphs that are played on the
+CPU: the tokens are those of sampling as it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Recurrent states in the pool: where each lies, what a step tells its layers, and how its tokens are cut into chunks."""
+"""Recurrent states in the pool: where each lies, what a step tells its layers, and how its tokens
+are cut into chunks."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ MAX_ROWS, NUM_PAGES = 3, 40
 
 
 def planned(dtype: torch.dtype = torch.float16) -> PlannedLayout:
-    """Two attention layers, whose slots of 256 bytes hold 8 rows of 8 float32 numbers, or 32 rows of 3 float16."""
+    """Two attention layers, whose slots of 256 bytes hold 8 rows of 8 float32 numbers, or 32 rows
+    of 3 float16."""
     layers = [
         CachedLayer(index, None, lambda tokens: (tokens * 64, tokens * 48)) for index in (1, 4)
     ]

@@ -1,4 +1,5 @@
-"""`HostInputs` against plain loops; `MixedInputs` hold the last step and nothing of those before."""
+"""`HostInputs` against plain loops; `MixedInputs` hold the last step and nothing of those
+before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Copies between host and device, with a stand-in for a device that is late: it runs nothing before it is waited for."""
+"""Copies between host and device, with a stand-in for a device that is late: it runs nothing before
+it is waited for."""
 
 from __future__ import annotations
 

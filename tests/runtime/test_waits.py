@@ -1,4 +1,5 @@
-"""All that the host does for a step, with the backends of GPUs, asks the device for nothing. What is computed is left out: a model of zeros."""
+"""All that the host does for a step, with the backends of GPUs, asks the device for nothing. What
+is computed is left out: a model of zeros."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One rank: what it loads and refuses, the pool that it is told to make, and what becomes of a step that fails."""
+"""One rank: what it loads and refuses, the pool that it is told to make, and what becomes of a step
+that fails."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def test_it_tells_how_many_blocks_fit_and_makes_as_many_as_were_agreed(
 
 @pytest.fixture
 def start_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a worker does in turn on a GPU: one that is there in name, while all is made on the CPU."""
+    """What a worker does in turn on a GPU: one that is there in name, while all is made on the
+    CPU."""
     steps: list[str] = []
 
     class Graphs:
@@ -188,7 +190,8 @@ def test_a_step_that_fails_names_its_requests_and_ends_the_worker() -> None:
     rank.runner.model.forward = broken  # type: ignore[union-attr]
     with pytest.raises(
         DovetailError,
-        match="step 7 failed: RuntimeError: the device caught fire; requests in it: request-0, request-1",
+        match="step 7 failed: RuntimeError: the device caught fire; requests in it: request-0, "
+        "request-1",
     ):
         rank.submit(decode(2, 7))
     with pytest.raises(DovetailError, match=r"^executor ours stopped computing: step 7 failed"):
@@ -212,7 +215,8 @@ def test_an_error_that_shows_late_names_the_requests_of_its_own_step() -> None:
     rank.runner._wait = lost  # type: ignore[method-assign, union-attr]
     with pytest.raises(
         DovetailError,
-        match=r"step 1 failed: .*device-side assert triggered; requests in it: request-0, request-1$",
+        match=r"step 1 failed: .*device-side assert triggered; requests in it: request-0, "
+        r"request-1$",
     ):
         rank.collect(first)
     rank.stop()

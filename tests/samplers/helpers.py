@@ -38,7 +38,8 @@ def plain(rows: Sequence[int], device: str = "cpu") -> Lines:
 def with_drafts(
     rows: Sequence[Row], drafts: Sequence[Sequence[int]]
 ) -> tuple[list[Row], list[int], list[Row]]:
-    """Return the lines of rows with these drafts, the row of each, and a row of its own for each, whose output the drafts are."""
+    """Return the lines of rows with these drafts, the row of each, and a row of its own for each,
+    whose output the drafts are."""
     lines = [
         replace(row, drafts=tuple(own[:ahead]))
         for row, own in zip(rows, drafts, strict=True)
@@ -58,8 +59,8 @@ def ready(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Ready:
-    """One batch of all; `places` are their rows in the history (0, 1, … if not given). Lines of one row have the same place, and share its drafts:
-    the last has the most."""
+    """One batch of all; `places` are their rows in the history (0, 1, … if not given). Lines of one
+    row have the same place, and share its drafts: the last has the most."""
     vocab = len(rows[0].logits)
     places = list(range(len(rows))) if places is None else list(places)
     max_rows, longest = max(places) + 1, max(len(r.tokens) for r in rows) + 3

@@ -1,5 +1,5 @@
-"""Rules, penalties and log-probabilities on the device alone: with `Capture.FULL` a sampler draws what it does without, and the kernels change logits as
-their twins do, to the bit."""
+"""Rules, penalties and log-probabilities on the device alone: with `Capture.FULL` a sampler draws
+what it does without, and the kernels change logits as their twins do, to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The whole sampler: a row's token doesn't depend on other rows in the batch; seeds; logprobs; types."""
+"""The whole sampler: a row's token doesn't depend on other rows in the batch; seeds; logprobs;
+types."""
 
 from __future__ import annotations
 

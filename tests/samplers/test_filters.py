@@ -17,7 +17,8 @@ VOCAB = st.integers(1, 40)
 
 @st.composite
 def logit_rows(draw: st.DrawFn) -> np.ndarray:
-    """Logits with few values, so that ties are common; sixteenths, so that float32 and float64 agree on which are equal."""
+    """Logits with few values, so that ties are common; sixteenths, so that float32 and float64
+    agree on which are equal."""
     size, spread = draw(VOCAB), draw(st.sampled_from([1, 8, 64, 400]))
     row = draw(st.lists(st.integers(-spread, spread), min_size=size, max_size=size))
     banned = draw(st.sets(st.integers(0, size - 1), max_size=size - 1))

@@ -1,4 +1,5 @@
-"""Drawing on the device alone: with `Capture.TOKENS` a sampler draws what it does without, and the fused kernels those of their twin."""
+"""Drawing on the device alone: with `Capture.TOKENS` a sampler draws what it does without, and the
+fused kernels those of their twin."""
 
 from __future__ import annotations
 
@@ -28,9 +29,8 @@ import triton.language as tl
 from dovetail_samplers import fused
 from dovetail_samplers.fused import SIZES, Sizes
 
-SMALL = Sizes(
-    tile=64, rows=2, programs=1, group=8, chunk=64
-)  # so that short rows have several of each
+# so that short rows have several of each
+SMALL = Sizes(tile=64, rows=2, programs=1, group=8, chunk=64)
 FILTERS = [
     RowSampling(temperature=0.0),
     RowSampling(),
@@ -100,7 +100,8 @@ def fused_draw(r: Ready, sizes: Sizes = SMALL) -> list[int]:
 
 
 def plain_draws(r: Ready) -> list[set[int]]:
-    """The twin's tokens in float64, with top-p and min-p as they are and moved by what rounding may move them."""
+    """The twin's tokens in float64, with top-p and min-p as they are and moved by what rounding may
+    move them."""
     device_rows, history = r.sampler._device_rows, r.sampler.context.history
     of = device_rows.parameters(r.lines.rows)
     tokens = []
@@ -207,7 +208,8 @@ def test_ties_go_to_the_lowest_ids() -> None:
 def test_of_a_few_likely_tokens_exactly_those_are_drawn_that_the_filters_keep(
     filters: dict[str, float], ties: bool
 ) -> None:
-    """Nearly flat, so that over some seeds each token that is kept comes up, and so would one that shouldn't be."""
+    """Nearly flat, so that over some seeds each token that is kept comes up, and so would one that
+    shouldn't be."""
     logits = np.zeros(13) if ties else np.random.default_rng(3).permutation(13) / 100
     rows = [
         Row(logits.tolist(), RowSampling(seed=seed, **filters))

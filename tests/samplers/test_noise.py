@@ -1,4 +1,5 @@
-"""The noise: uniform, exponential, independent across ids, positions and seeds, and a function of only these three."""
+"""The noise: uniform, exponential, independent across ids, positions and seeds, and a function of
+only these three."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def test_each_byte_is_uniform(stats: ModuleType, x: np.ndarray) -> None:
 
 @pytest.mark.parametrize("x", ALONG.values(), ids=ALONG)
 def test_neighbours_are_unrelated(stats: ModuleType, x: np.ndarray) -> None:
-    """Pairs of successive values fall uniformly into 16 x 16 squares, by their high bits and by their low ones."""
+    """Pairs of successive values fall uniformly into 16 x 16 squares, by their high bits and by
+    their low ones."""
     for shift in (0, 27):
         nibbles = (x >> shift) & 15
         assert (
@@ -66,9 +68,8 @@ def test_neighbours_are_unrelated(stats: ModuleType, x: np.ndarray) -> None:
 )
 def test_streams_are_uncorrelated(stats: ModuleType, shape: tuple[list[int], list[int]]) -> None:
     x = bits(*shape).astype(np.float64)
-    off_diagonal = np.corrcoef(x)[np.triu_indices(64, 1)] * np.sqrt(
-        IDS
-    )  # standard normal, 2016 of them
+    # standard normal, 2016 of them
+    off_diagonal = np.corrcoef(x)[np.triu_indices(64, 1)] * np.sqrt(IDS)
     assert np.abs(off_diagonal).max() < 5.5
     assert stats.kstest(off_diagonal, "norm").pvalue > ALPHA
 
@@ -77,9 +78,8 @@ def test_one_input_bit_changes_half_of_the_output_bits() -> None:
     seeds = [int(s) for s in np.random.default_rng(0).integers(0, 2**62, 200)]
     base = bits(seeds, [0] * 200, 64)
     for changed in (bits([s ^ (1 << b) for s in seeds], [0] * 200, 64) for b in range(0, 64, 7)):
-        flips = (
-            np.unpackbits((base ^ changed).view(np.uint8)).mean() * 32 / 31
-        )  # the top bit is always 0
+        # the top bit is always 0
+        flips = np.unpackbits((base ^ changed).view(np.uint8)).mean() * 32 / 31
         assert abs(flips - 0.5) < 0.01
 
 
@@ -105,9 +105,8 @@ def test_small_exponentials_keep_their_precision() -> None:
     assert u.min() < 2.0**-19
     exact = -np.log1p(-u)
     np.testing.assert_allclose(e[u < 0.9], exact[u < 0.9], rtol=allowed(4))
-    np.testing.assert_allclose(
-        e[u < 0.999], exact[u < 0.999], rtol=2e-5
-    )  # above, 1 - u has few bits left, and never wins a race
+    # above, 1 - u has few bits left, and never wins a race
+    np.testing.assert_allclose(e[u < 0.999], exact[u < 0.999], rtol=2e-5)
 
 
 @pytest.mark.parametrize("extreme", [0, 1, 2**31 - 1, 2**31 - 64, 2**31 - 65])
@@ -158,7 +157,8 @@ def test_the_bits_are_those_of_the_definition() -> None:
 
 
 def test_the_bits_never_change() -> None:
-    """A seed promises the same tokens from release to release: these numbers are written in stone."""
+    """A seed promises the same tokens from release to release: these numbers are written in
+    stone."""
     assert bits([0, 1, -1], [0, 1, 2], 3).tolist() == GOLDEN_BITS
 
 
@@ -182,7 +182,8 @@ def test_seeds_that_share_64_bits_are_the_same() -> None:
 def test_samples_of_two_distributions_with_the_same_noise_agree_as_often_as_the_formula_says(
     scale: float,
 ) -> None:
-    """The acceptance of drafts that are drawn with the noise of the model that checks them: see docs/speculation.md."""
+    """The acceptance of drafts that are drawn with the noise of the model that checks them: see
+    docs/speculation.md."""
     logits, difference = np.random.default_rng(1).normal(size=(2, 300)) * 2
     p, q = (np.exp(x) / np.exp(x).sum() for x in (logits, logits + scale * difference))
     formula = sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in range(len(p)))

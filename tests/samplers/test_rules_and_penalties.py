@@ -1,4 +1,5 @@
-"""Bias, allowed ids, bad words, min_tokens and penalties: the changed logits against the oracle, and what each does alone."""
+"""Bias, allowed ids, bad words, min_tokens and penalties: the changed logits against the oracle,
+and what each does alone."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def test_ids_outside_the_vocabulary_are_left_out() -> None:
 
 
 def test_bad_words_take_as_much_memory_as_they_have_tokens_together() -> None:
-    """However long the longest is: a table of 1,001 lines as wide as it would have 10 million numbers."""
+    """However long the longest is: a table of 1,001 lines as wide as it would have 10 million
+    numbers."""
     words = [tuple(range(10_000)), *((token, token + 1, 7) for token in range(1_000))]
     rules = RowRules.of(greedy(bad_words=tuple(words)), 10_000, torch.device("cpu"))
     assert rules is not None

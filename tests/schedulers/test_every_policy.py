@@ -27,13 +27,19 @@ every_policy = pytest.mark.parametrize("policy", POLICIES, ids=repr)
 
 def test_sixteen_policies_are_declared() -> None:
     specs = dovetail_components()
-    names = "fcfs priority vtc mlfq lpm edf prefill_first sarathi sjf srpt lcf lightllm rpm andes slo prefix_batch"
+    names = (
+        "fcfs priority vtc mlfq lpm edf prefill_first sarathi sjf srpt lcf lightllm rpm andes "
+        "slo prefix_batch"
+    )
     assert [spec.name for spec in specs] == names.split()
     assert all(spec.kind == "scheduler" and spec.summary for spec in specs)
 
 
 def test_declaring_imports_no_policy() -> None:
-    code = "import sys, dovetail_schedulers as d; d.dovetail_components(); print([m for m in sys.modules if m.startswith('dovetail_schedulers.')])"
+    code = (
+        "import sys, dovetail_schedulers as d; d.dovetail_components(); print([m for m in "
+        "sys.modules if m.startswith('dovetail_schedulers.')])"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -106,9 +112,8 @@ def situations(draw: st.DrawFn) -> dict[str, object]:
         -(-r.num_computed // BLOCK if r.num_computed >= 0 else -(-(r.num_tokens - 1) // BLOCK))
         for r in running
     )
-    enough = max(
-        -(-r.num_tokens // BLOCK) for r in running + waiting
-    )  # as the engine sees to: any request fits, alone
+    # as the engine sees to: any request fits, alone
+    enough = max(-(-r.num_tokens // BLOCK) for r in running + waiting)
     limits = {
         "max_tokens": draw(st.integers(1, 40)),
         "max_seqs": draw(st.integers(1, 5)),
@@ -174,7 +179,9 @@ def test_whoever_comes_and_goes_all_are_answered_rightly(
     world.drain(check=True)
 
 
-THREE_GROUPS = (  # (block_tokens, window, pages_per_block): full, and two windows with larger blocks, of several pages
+# (block_tokens, window, pages_per_block): full, and two windows with larger blocks, of several
+# pages
+THREE_GROUPS = (
     ((2, None, 1), (2, 5, 3), (4, 12, 1)),
     ((4, None, 2), (4, 3, 1), (2, 10, 2)),
 )

@@ -20,9 +20,8 @@ def test_fcfs_admits_strictly_in_order_of_arrival() -> None:
 
 
 def test_fcfs_makes_the_youngest_give_way() -> None:
-    running = [
-        make_request(f"r{i}", 8, generated=1, arrival_time=i) for i in range(3)
-    ]  # each needs a block more
+    # each needs a block more
+    running = [make_request(f"r{i}", 8, generated=1, arrival_time=i) for i in range(3)]
     done = plan(FCFS, running=running, free_blocks=0)
     assert done.preempted == ("r2",)
     assert done.granted == {"r0": 1, "r1": 1}

@@ -93,7 +93,8 @@ class RPMKeepsAll(RPM):
         else:
             step.reject(
                 request,
-                f"its client {request.client!r} sent more than {self.options.limit} requests in {window_s:g} s",
+                f"its client {request.client!r} sent more than {self.options.limit} requests in "
+                f"{window_s:g} s",
             )
         return False
 
@@ -164,7 +165,8 @@ def played(policy: type[Scheduler], options: BaseModel, acts: list[tuple[str, An
 
 
 class Bench:
-    """Counters without an engine: waiting and running requests, and the calls that tell the counters about them."""
+    """Counters without an engine: waiting and running requests, and the calls that tell the
+    counters about them."""
 
     def __init__(self, counters: Counters) -> None:
         self.counters = counters
@@ -241,9 +243,8 @@ def test_a_policy_decides_as_its_twin_that_forgets_nothing(
     assert played(policy, options, acts).story() == played(keeps_all, options, acts).story()
 
 
-ARRIVALS = st.lists(
-    st.tuples(st.sampled_from("ab"), st.floats(0, 4)), max_size=3
-)  # (client, seconds ago)
+# (client, seconds ago)
+ARRIVALS = st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 4)), max_size=3)
 
 
 @pytest.mark.usefixtures("forgetful")
@@ -301,7 +302,8 @@ def entries(policy: Scheduler) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Soak:
-    """What was kept in the tables by client, and in all, while many clients came that never came again."""
+    """What was kept in the tables by client, and in all, while many clients came that never came
+    again."""
 
     most_entries: int
     mib: float
@@ -315,7 +317,8 @@ def soak(
     at_once: int = 8,
     pause_s: float = 1.0,
 ) -> Soak:
-    """Each client sends one request and has a long name. `at_once` come together; the next when all of them have ended, and after a pause."""
+    """Each client sends one request and has a long name. `at_once` come together; the next when all
+    of them have ended, and after a pause."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_world, "watched", lambda policy: policy)  # it notes all that it sees
         world = World(policy, Shape(events=False, max_seqs=4), options, executor=Fleeting)

@@ -14,9 +14,8 @@ def test_a_client_that_was_away_has_credit_for_it() -> None:
         waiting=[make_request(f"a{i}", 8, client="a") for i in range(4)],
         max_tokens=24,
     ).policy
-    waiting = [
-        make_request(id, 8, client=id[0]) for id in ("a4", "b1", "b2", "b3")
-    ]  # b comes when a has had three prompts
+    # b comes when a has had three prompts
+    waiting = [make_request(id, 8, client=id[0]) for id in ("a4", "b1", "b2", "b3")]
     assert list(plan(policy, waiting=waiting, max_tokens=16).granted) == ["b1", "b2"]
 
 

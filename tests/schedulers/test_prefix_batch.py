@@ -88,7 +88,9 @@ def test_more_is_found_in_the_cache_than_with_the_longest_cached_prefix_first() 
         chance = random.Random(0)
         for i in range(
             60
-        ):  # questions about twelve documents of 40 tokens; the pool holds two, and soon all have waited long
+            # questions about twelve documents of 40 tokens; the pool holds two, and soon all have
+            # waited long
+        ):
             world.add(
                 Spec(
                     f"r{i}",

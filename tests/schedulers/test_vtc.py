@@ -23,7 +23,8 @@ def backlogged(weights: dict[str, float] | None = None) -> World:
 
 
 def served(world: World) -> Counter[str]:
-    """Return the clients' service at the default prices: prompt tokens count once, on admission, and generated tokens twice."""
+    """Return the clients' service at the default prices: prompt tokens count once, on admission,
+    and generated tokens twice."""
     total: Counter[str] = Counter()
     for request in world.requests.values():
         assert request.client is not None
@@ -35,9 +36,8 @@ def served(world: World) -> Counter[str]:
 
 def test_clients_that_wait_get_service_within_the_bound_of_the_paper() -> None:
     world = backlogged()
-    bound = 2 * max(
-        PROMPT, 2 * 2 * (PROMPT + ANSWER)
-    )  # 2 max(w_p L_input, w_q M), theorem 4.4; M: tokens in the running batch
+    # 2 max(w_p L_input, w_q M), theorem 4.4; M: tokens in the running batch
+    bound = 2 * max(PROMPT, 2 * 2 * (PROMPT + ANSWER))
     while (
         all(
             any(r.client == client for r in world.core.books.waiting)
@@ -78,7 +78,8 @@ def test_samples_of_one_prompt_are_charged_for_it_once() -> None:
 
 
 def test_a_client_whose_samples_are_held_back_counts_as_waiting() -> None:
-    """Otherwise its next request would be lifted to the counters of others, as if it had been away."""
+    """Otherwise its next request would be lifted to the counters of others, as if it had been
+    away."""
     world = World(VTC, Shape(max_seqs=2, max_tokens=4), VTCOptions())
     world.add(Spec("samples", tuple(range(40, 80)), n=3, max_tokens=2, client="held back"))
     world.add(Spec("waits", tuple(range(8)), max_tokens=2, client="served more"))
@@ -99,9 +100,8 @@ def test_a_client_that_was_away_gets_no_credit_for_it() -> None:
         waiting=[make_request(f"a{i}", 8, client="a") for i in range(4)],
         max_tokens=24,
     ).policy
-    waiting = [
-        make_request(id, 8, client=id[0]) for id in ("a4", "b1", "b2", "b3")
-    ]  # b comes when a has had three prompts
+    # b comes when a has had three prompts
+    waiting = [make_request(id, 8, client=id[0]) for id in ("a4", "b1", "b2", "b3")]
     assert list(plan(policy, waiting=waiting, max_tokens=16).granted) == ["a4", "b1"]
 
 

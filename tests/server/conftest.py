@@ -1,4 +1,5 @@
-"""A server of the demo model for all tests of routes, and faked engines for those that script what comes."""
+"""A server of the demo model for all tests of routes, and faked engines for those that script what
+comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`FakeEngine`: a `ServedEngine` with scripted answers, for tests of routes and for measuring only the HTTP side."""
+"""`FakeEngine`: a `ServedEngine` with scripted answers, for tests of routes and for measuring only
+the HTTP side."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ class FakeRequest:
 
 
 class FakeEngine:
-    """Answers each request with the same pieces of text, a token each: by itself (`paced=False`), or one for each call of `step`."""
+    """Answers each request with the same pieces of text, a token each: by itself
+    (`paced=False`), or one for each call of `step`."""
 
     def __init__(
         self,

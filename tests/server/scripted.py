@@ -1,4 +1,5 @@
-"""An engine whose answers a test writes, for the APIs that tell of thoughts and calls: its chat template knows both."""
+"""An engine whose answers a test writes, for the APIs that tell of thoughts and calls: its chat
+template knows both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Servers for tests: a real uvicorn on a free port of loopback, in a thread or in the test's own event loop."""
+"""Servers for tests: a real uvicorn on a free port of loopback, in a thread or in the test's own
+event loop."""
 
 from __future__ import annotations
 
@@ -39,9 +40,8 @@ def demo_tokenizer() -> Tokenizer:
 
 def _server(app: Starlette, **config: Any) -> tuple[uvicorn.Server, socket.socket, str]:
     listening = socket.create_server(("127.0.0.1", 0), backlog=256)
-    listening.setsockopt(
-        socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-    )  # as `dovetail serve` has it: answers would be 40 ms late
+    # as `dovetail serve` has it: answers would be 40 ms late
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     options = {
         "http": DirectProtocol,
         "log_config": None,
@@ -82,10 +82,11 @@ async def serving_app(app: Starlette, **config: Any) -> AsyncIterator[str]:
         async with asyncio.timeout(PATIENCE_S):
             yield url
     finally:
+        # or the app's own end wouldn't come
         server.should_exit, server.force_exit = (
             True,
             config.get("lifespan") != "on",
-        )  # or the app's own end wouldn't come
+        )
         await task
 
 
@@ -125,8 +126,8 @@ def serving_in_threads(
     *,
     chat_template: str | None = None,
 ) -> Iterator[str]:
-    """Serve an engine of this config, which has a thread of its own too, as `dovetail serve --in-process` does; the URL. `chat_template` is used
-    instead of the model's."""
+    """Serve an engine of this config, which has a thread of its own too, as
+    `dovetail serve --in-process` does; the URL. `chat_template` is used instead of the model's."""
     fail: list[Callable[[str], object]] = []
 
     def failed(reason: str) -> None:

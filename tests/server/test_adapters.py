@@ -1,4 +1,5 @@
-"""LoRA adapters as models of a server: in requests and /v1/models, loaded and unloaded while it runs, over both kinds of line."""
+"""LoRA adapters as models of a server: in requests and /v1/models, loaded and unloaded while it
+runs, over both kinds of line."""
 
 from __future__ import annotations
 

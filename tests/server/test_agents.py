@@ -1,5 +1,6 @@
-"""Coding agents: whole requests in the shapes of Claude Code's and Codex's are served, whatever they ask of the model's reasoning is done or named as
-ignored, and what can't be done is refused with what would be right."""
+"""Coding agents: whole requests in the shapes of Claude Code's and Codex's are served, whatever
+they ask of the model's reasoning is done or named as ignored, and what can't be done is refused
+with what would be right."""
 
 from __future__ import annotations
 
@@ -26,20 +27,26 @@ from dovetail_server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import demo_tokenizer, serving
 
-MESSAGES_OF = "{% for message in messages %}{{ message.role }}: {{ message.content }}{% for call in message.tool_calls %}{{ call }}{% endfor %}\n{% endfor %}"
+MESSAGES_OF = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}{% for call "
+    "in message.tool_calls %}{{ call }}{% endfor %}\n{% endfor %}"
+)
 HEAD = "{{ tools }}{# <tool_call> #}" + MESSAGES_OF
 SWITCHED = (
     HEAD
-    + "assistant:{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>{% endif %}"
+    + "assistant:{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>{% "
+    "endif %}"
 )
 OFF_BY_DEFAULT = (
     HEAD
-    + "{% if not thinking is defined %}{% set thinking = false %}{% endif %}assistant:{{ '<think>' if thinking else '</think>' }}"
+    + "{% if not thinking is defined %}{% set thinking = false %}{% endif %}assistant:{{ '<think>' "
+    "if thinking else '</think>' }}"
 )
 LEVELS = HEAD + "Reasoning: {{ reasoning_effort | default('medium') }}\nassistant:"
 LEVELS_OR_NONE = (
     HEAD
-    + "{% if reasoning_effort not in ['none', 'high'] %}{% endif %}Reasoning: {{ reasoning_effort }}\nassistant:"
+    + "{% if reasoning_effort not in ['none', 'high'] %}{% endif %}Reasoning: {{ reasoning_effort "
+    "}}\nassistant:"
 )
 ALWAYS = HEAD + "assistant:<think>"
 PLAIN = HEAD + "assistant:"
@@ -206,9 +213,11 @@ CHAT: dict[str, Any] = {
 }
 SHAPES = {"/v1/messages": CLAUDE_CODE, "/v1/responses": CODEX, "/v1/chat/completions": CHAT}
 SAID = {
-    "/v1/messages": "metadata, system[].cache_control, messages[].content[].cache_control, tools[].cache_control, context_management, "
+    "/v1/messages": "metadata, system[].cache_control, messages[].content[].cache_control, "
+    "tools[].cache_control, context_management, "
     "tools[].defer_loading, tools[].eager_input_streaming",
-    "/v1/responses": "prompt_cache_key, store, service_tier, client_metadata, text.verbosity, reasoning.summary, tools[].defer_loading",
+    "/v1/responses": "prompt_cache_key, store, service_tier, client_metadata, text.verbosity, "
+    "reasoning.summary, tools[].defer_loading",
     "/v1/chat/completions": "metadata, store, verbosity",
 }
 

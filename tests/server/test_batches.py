@@ -1,4 +1,5 @@
-"""`/v1/files` and `/v1/batches`, as OpenAI's client uses them: each request of a batch means what it means over HTTP, and is answered once."""
+"""`/v1/files` and `/v1/batches`, as OpenAI's client uses them: each request of a batch means what
+it means over HTTP, and is answered once."""
 
 from __future__ import annotations
 

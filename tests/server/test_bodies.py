@@ -1,4 +1,5 @@
-"""Request bodies: each must arrive within a time limit, and all together take bounded memory, whatever their clients do."""
+"""Request bodies: each must arrive within a time limit, and all together take bounded memory,
+whatever their clients do."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ async def begun(
     """A connection on which a body has begun to come."""
     host, port = url.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {content_type}\r\nContent-Length: {len(body) + 1}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+        f"{content_type}\r\nContent-Length: {len(body) + 1}\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     return writer
 
@@ -127,7 +131,10 @@ async def test_a_body_that_takes_too_long_is_reported(
         fake(), ServerSettings(body_timeout_s=0.2, batch_directory=str(tmp_path))
     ) as url:
         reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {content_type}\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+            f"{content_type}\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         writer.write(
             head.encode() + (b"%x\r\n%b\r\n" % (len(begin), begin) if begin else b"") + trailer
         )

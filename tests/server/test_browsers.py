@@ -1,5 +1,5 @@
-"""Cross-origin requests: a browser's requests for other sites' pages are rejected, unless allowed, or the server has API keys, which such pages don't
-know."""
+"""Cross-origin requests: a browser's requests for other sites' pages are rejected, unless allowed,
+or the server has API keys, which such pages don't know."""
 
 from __future__ import annotations
 

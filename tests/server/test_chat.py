@@ -19,7 +19,10 @@ from dovetail_server.settings import ServerSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import demo_tokenizer, serving
 
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{% "
+    "if add_generation_prompt %}assistant:{% endif %}"
+)
 TOOLS_TEMPLATE = "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}" + TEMPLATE
 MESSAGES = [{"role": "user", "content": "Who are you?"}]
 TOOL = {

@@ -1,4 +1,5 @@
-"""`dovetail chat`: with a server, which a thread plays here, with the demo model, through pipes and in a terminal."""
+"""`dovetail chat`: with a server, which a thread plays here, with the demo model, through pipes and
+in a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ DEADLINE_S = 60.0
 
 
 class Parrot(BaseHTTPRequestHandler):
-    """A server that answers with the last message, a word at a time. Some words have it do other things."""
+    """A server that answers with the last message, a word at a time. Some words have it do other
+    things."""
 
     bodies: list[dict[str, Any]]
     keys: list[str | None]
@@ -274,9 +276,8 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self.pid, self._fd = pty.fork()
         if not self.pid:
-            signal.signal(
-                signal.SIGINT, signal.SIG_DFL
-            )  # shells ignore it for what they start in the background, and so do all its children
+            # shells ignore it for what they start in the background, and so do all its children
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execve(
                 sys.executable,
                 [sys.executable, "-m", "dovetail", *arguments],
@@ -297,7 +298,8 @@ class Terminal:
         os.write(self._fd, text)
 
     def type_until(self, text: bytes, answer: bytes) -> None:
-        """Type until the answer has come: Python loses a signal that arrives between the prompt and its wait for a key."""
+        """Type until the answer has come: Python loses a signal that arrives between the prompt and
+        its wait for a key."""
         deadline = time.monotonic() + DEADLINE_S
         while answer not in self._unread:
             assert time.monotonic() < deadline, f"{answer!r} doesn't come after {self._unread!r}"

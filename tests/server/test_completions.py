@@ -49,7 +49,8 @@ FURTHER = (
 def test_prompts_times_n_are_bounded(openai_client: openai.OpenAI) -> None:
     with pytest.raises(
         openai.BadRequestError,
-        match=r"^.*n: the samples of all prompts together must be at most 4096 \(limits.max_samples\), got 6000",
+        match=r"^.*n: the samples of all prompts together must be at most 4096 "
+        r"\(limits.max_samples\), got 6000",
     ):
         ask(openai_client, ["a"] * 1000, n=6)
 

@@ -1,5 +1,5 @@
-"""Malicious clients below HTTP, with endless headers, trailers and bodies, silent or lost connections, and pipelined requests: each harms only
-itself."""
+"""Malicious clients below HTTP, with endless headers, trailers and bodies, silent or lost
+connections, and pipelined requests: each harms only itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from tests.support import FULL
 
 pytestmark = pytest.mark.anyio
 ASK = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: "
+    b"application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+)
 KEYS = ServerSettings(api_keys=("k",))
 MANY = 100 * 2**20  # bytes, more than the operating system holds of a connection that nobody reads
 
@@ -45,8 +48,8 @@ def completion(**fields: object) -> bytes:
     """A request to complete a text."""
     body = json.dumps({"prompt": "ROMEO:", "max_tokens": 10_000, **fields}).encode()
     return (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
-        % (len(body), body)
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: "
+        b"application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
     )
 
 

@@ -1,4 +1,5 @@
-"""Scheduler decisions as sent to the page: counts, on request, and only while a page requests them."""
+"""Scheduler decisions as sent to the page: counts, on request, and only while a page requests
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The page on fields: each nested field that it names takes the values that it says, refuses others by name, and no other field is there."""
+"""The page on fields: each nested field that it names takes the values that it says, refuses others
+by name, and no other field is there."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ SCHEMA = {
     "required": ["a"],
     "additionalProperties": False,
 }
-TEMPLATE = "{{ tools | tojson }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+TEMPLATE = (
+    "{{ tools | tojson }}{% for message in messages %}{{ message.role }}: {{ "
+    "message.content }}\n{% endfor %}assistant:"
+)
 MINIMAL: Mapping[str, Mapping[str, Any]] = {
     "/v1/responses": {"input": "Hi", "max_output_tokens": 1},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},

@@ -38,7 +38,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], Serve
 
 @pytest.fixture(scope="module")
 def command() -> Callable[..., None]:
-    """`dovetail serve demo`, made once: each call of `dovetail` searches for plugins and makes hundreds of flags."""
+    """`dovetail serve demo`, made once: each call of `dovetail` searches for plugins and makes
+    hundreds of flags."""
     made: Any = typer.main.get_command(serve_app)
 
     def run(*args: str) -> None:

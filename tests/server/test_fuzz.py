@@ -1,4 +1,5 @@
-"""Absurd bodies for every endpoint in `/openapi.json`: the server answers each, never with a 5xx, and logs one line for each."""
+"""Absurd bodies for every endpoint in `/openapi.json`: the server answers each, never with a 5xx,
+and logs one line for each."""
 
 from __future__ import annotations
 
@@ -73,9 +74,8 @@ class Lines(logging.Handler):
     def only(self, request_id: str) -> dict[str, Any]:
         """The one line of this request, which is the last."""
         while True:
-            line: dict[str, Any] = json.loads(
-                self._lines.get(timeout=PATIENCE_S)
-            )  # it may come after the answer
+            # it may come after the answer
+            line: dict[str, Any] = json.loads(self._lines.get(timeout=PATIENCE_S))
             if line["request_id"] == request_id:
                 assert self._lines.empty()
                 return line

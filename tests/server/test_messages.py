@@ -213,7 +213,10 @@ TOOL: Any = {
     "description": "Weather of a city",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-CALL = '<think>Rome?</think>Let me see.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+CALL = (
+    '<think>Rome?</think>Let me see.<tool_call>{"name": "weather", "arguments": {"city": '
+    '"Rome"}}</tool_call>'
+)
 USER: Any = [{"role": "user", "content": "Weather in Rome?"}]
 
 

@@ -1,4 +1,5 @@
-"""The server's metrics: what they count, that their number is bounded, and that Prometheus' own parser reads them."""
+"""The server's metrics: what they count, that their number is bounded, and that Prometheus' own
+parser reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Metrics of the app: what its routes do to a request is counted once, and who may see the figures."""
+"""Metrics of the app: what its routes do to a request is counted once, and who may see the
+figures."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def client(engine: FakeEngine) -> Iterator[TestClient]:
 
 
 def figures(client: TestClient) -> dict[str, float]:
-    """All samples that aren't zero: by name, and the value of the label that tells more than the model and the front end."""
+    """All samples that aren't zero: by name, and the value of the label that tells more than the
+    model and the front end."""
     families = text_string_to_metric_families(client.get("/metrics").text)
     samples = [
         sample

@@ -1,4 +1,5 @@
-"""Installations without the extra `server`, with a part of it, or without `grammar`: what works, and the errors otherwise."""
+"""Installations without the extra `server`, with a part of it, or without `grammar`: what works,
+and the errors otherwise."""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ def test_a_package_that_is_missing_is_named_with_its_remedy_before_anything_star
     done = CliRunner().invoke(app, ["serve", "demo", "--port", "0"])
     assert done.exit_code == 2
     assert (
-        done.stderr
-        == f'error: dovetail serve needs {MODULES[module]}; install with: pip install "{DISTRIBUTION}[{EXTRA}]"\n'
+        done.stderr == f"error: dovetail serve needs {MODULES[module]}; install with: pip install "
+        f'"{DISTRIBUTION}[{EXTRA}]"\n'
     )
 
 
@@ -70,8 +71,8 @@ def test_without_the_extra_the_server_fails_with_one_sentence() -> None:
     assert done.returncode == 2
     needed = ", ".join(MODULES.values())
     assert (
-        done.stderr
-        == f'error: dovetail serve needs {needed}; install with: pip install "{DISTRIBUTION}[{EXTRA}]"\n'
+        done.stderr == f"error: dovetail serve needs {needed}; install with: pip install "
+        f'"{DISTRIBUTION}[{EXTRA}]"\n'
     )
 
 

@@ -262,7 +262,8 @@ TEMPLATES = {
         "harmony",
         "harmony",
     ),
-    "{{'<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'}}{% if thinking %}<think>{% endif %}</think>": (
+    "{{'<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'}}{% if thinking %}<think>{% endif "
+    "%}</think>": (
         "deepseek_v3",
         "think",
     ),
@@ -310,9 +311,13 @@ def test_each_of_vllms_names_means_a_parser_or_is_refused_by_name(finds: Finds, 
         KNOWN.named(finds, name)
 
 
-HARMONY_TEMPLATE = "{# <|start|>assistant<|channel|>analysis #}{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+HARMONY_TEMPLATE = (
+    "{# <|start|>assistant<|channel|>analysis #}{{ tools | tojson }}{% for m in "
+    "messages %}{{ m.content }}{% endfor %}"
+)
 HARMONY_ANSWER = (
-    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I "
+    "look.<|end|>"
     '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}'
 )
 

@@ -1,4 +1,5 @@
-"""Claims about the parsers of tool calls and reasoning, against an oracle that reads a whole text with regular expressions and `json.loads`."""
+"""Claims about the parsers of tool calls and reasoning, against an oracle that reads a whole text
+with regular expressions and `json.loads`."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def events_of(
 
 
 def joined(events: list[Event]) -> Answer:
-    """Add the deltas up, and check their order: a call's start, then its arguments, then the next call."""
+    """Add the deltas up, and check their order: a call's start, then its arguments, then the next
+    call."""
     names: list[str] = []
     arguments: list[str] = []
     for event in events:
@@ -95,7 +97,8 @@ def by_characters(text: str, tool_parser: str | None, *, inside: bool = False) -
     return joined(events_of(list(text), tool_parser, inside=inside))
 
 
-# The oracle. It reads whole, well-formed answers and near-misses; answers that break off within a call have tests of their own.
+# The oracle. It reads whole, well-formed answers and near-misses; answers that break off within a
+# call have tests of their own.
 
 DECODER = json.JSONDecoder()
 MEMBER = re.compile(r'[{,]\s*("(?:[^"\\]|\\.)*")\s*:\s*')
@@ -103,7 +106,8 @@ HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?={)")
 
 
 def call_at(text: str, pos: int) -> tuple[Call, int] | None:
-    """Return the call whose object begins at `pos`, its arguments as they stand there, and where it ends."""
+    """Return the call whose object begins at `pos`, its arguments as they stand there, and where it
+    ends."""
     try:
         value, end = DECODER.raw_decode(text, pos)
     except ValueError:
@@ -180,7 +184,8 @@ def mistral_oracle(text: str) -> tuple[str, list[Call]]:
 
 
 SPACE = "[ \\t\\r\\n]*"
-QWEN_NEXT = rf"<parameter=(?:{'|'.join(KINDS)})>|</function>{SPACE}</tool_call>"  # what ends a value whose end tag is missing
+# what ends a value whose end tag is missing
+QWEN_NEXT = rf"<parameter=(?:{'|'.join(KINDS)})>|</function>{SPACE}</tool_call>"
 QWEN_VALUE = rf"((?:(?!</parameter>|{QWEN_NEXT}).)*)(?:</parameter>|(?={QWEN_NEXT}))"
 QWEN_ARGUMENT = re.compile(rf"{SPACE}<parameter=([^>]*)>{QWEN_VALUE}", re.DOTALL)
 GLM_NEXT = rf"<arg_key>(?:{'|'.join(KINDS)})</arg_key>{SPACE}<arg_value>|</tool_call>"
@@ -197,7 +202,8 @@ GLM_END = re.compile(rf"{SPACE}</tool_call>{SPACE}")
 
 
 def json_value(key: str, text: str) -> str:
-    """The value as JSON: `j` takes no string, `n` takes null as well, and all others take any string."""
+    """The value as JSON: `j` takes no string, `n` takes null as well, and all others take any
+    string."""
     if key == "n" and text.strip() in ("null", "None"):
         return "null"
     if key == "j":
@@ -220,7 +226,8 @@ def tagged_oracle(
             if argument is QWEN_ARGUMENT:  # its lines are markup
                 value = value.removeprefix("\n").removesuffix("\n")
             members.append(
-                f"{json.dumps(one[1].strip(), ensure_ascii=False)}: {json_value(one[1].strip(), value)}"
+                f"{json.dumps(one[1].strip(), ensure_ascii=False)}: "
+                f"{json_value(one[1].strip(), value)}"
             )
             pos = one.end()
         calls.append(Call(found[1], "{" + ", ".join(members) + "}"))
@@ -265,7 +272,8 @@ SHORT = {
         '{"name":"f","parameters":{}}',
         ' <|python_tag|>{"name":"f","parameters":{}}',
         '{"name":"f","parameters":{}};{"name":"g","parameters":{}}',
-        '{"name":"f","parameters":{}}\n{"name":"g","parameters":{}}, {"name":"h","parameters":{}}{"name":"i","parameters":{}}',
+        '{"name":"f","parameters":{}}\n{"name":"g","parameters":{}}, '
+        '{"name":"h","parameters":{}}{"name":"i","parameters":{}}',
         '{"name":"f","parameters":{}}\n{"name":"J"}, or so',
         '{"name":"f","parameters":{}} , and so on',
         '<think>x</think>{"parameters":{"a":";"},"name":"f"}',
@@ -824,12 +832,14 @@ def test_a_string_goes_out_as_it_comes() -> None:
         (
             "calls",
             "think",
-            "tool_parser: parser think doesn't find tool calls; parsers that do: harmony, deepseek_v3, kimi_k2, ",
+            "tool_parser: parser think doesn't find tool calls; parsers that do: harmony, "
+            "deepseek_v3, kimi_k2, ",
         ),
         (
             "reasoning",
             "hermes",
-            "reasoning_parser: parser hermes doesn't find reasoning; parsers that do: harmony, gemma4_thought, think",
+            "reasoning_parser: parser hermes doesn't find reasoning; parsers that do: harmony, "
+            "gemma4_thought, think",
         ),
         ("calls", "{name: hermes, depth: 3}", "tool_parser.depth: unknown option"),
         ("calls", "{name: hermes", "tool_parser: can't read"),

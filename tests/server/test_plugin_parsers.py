@@ -106,7 +106,8 @@ NAMES = (
     "Brackets",
 )
 SPECS = [
-    f'kind="parser", name="{name.lower()}", target="acme_parsers:{name}", options="acme_parsers:Options"'
+    f'kind="parser", name="{name.lower()}", target="acme_parsers:{name}", '
+    f'options="acme_parsers:Options"'
     for name in NAMES
 ]
 BROKEN = 'kind="parser", name="broken", target="nowhere:At"'
@@ -181,8 +182,8 @@ async def test_two_plugins_that_match_are_refused_with_both_names(
     refused = await asked(fake(CALL))
     assert refused.status_code == 400
     assert (
-        "it matches the parsers dovetail-acme:calls and dovetail-other:calls: choose one with --tool-parser"
-        in refused.text
+        "it matches the parsers dovetail-acme:calls and dovetail-other:calls: choose one with "
+        "--tool-parser" in refused.text
     )
     chosen = await asked(fake(CALL), named("dovetail-acme:calls"))
     assert chosen.json()["choices"][0]["finish_reason"] == "tool_calls"

@@ -1,4 +1,5 @@
-"""Routes and middleware that plugins add to the server: guarded, authenticated and limited as its own."""
+"""Routes and middleware that plugins add to the server: guarded, authenticated and limited as its
+own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`/v1/embeddings`, `/v1/score`, `/v1/rerank` and their other names: answers, errors and limits, over the frames of every request."""
+"""`/v1/embeddings`, `/v1/score`, `/v1/rerank` and their other names: answers, errors and limits,
+over the frames of every request."""
 
 from __future__ import annotations
 

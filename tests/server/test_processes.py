@@ -1,4 +1,5 @@
-"""`dovetail serve` as processes: whichever is killed, clients get an error, the others react correctly, and nothing is left behind."""
+"""`dovetail serve` as processes: whichever is killed, clients get an error, the others react
+correctly, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -27,9 +28,8 @@ from dovetail.cli.app import app
 from tests.support import FULL
 
 PATIENCE_S = 60.0
-TOLD_S = (
-    5.0 if FULL else PATIENCE_S
-)  # until clients know that the engine is dead, on a machine that does nothing else
+# until clients know that the engine is dead, on a machine that does nothing else
+TOLD_S = 5.0 if FULL else PATIENCE_S
 FREED_S = 1.0 if FULL else PATIENCE_S  # until a dead front end's requests have left the engine
 ENDLESS = {"prompt": "ROMEO:", "max_tokens": 900, "ignore_eos": True}
 TOY = {"step_s": 0.05}  # for longer than any test: 8000 tokens
@@ -55,8 +55,8 @@ class Server:
         toy: dict[str, Any] | None = None,
         listens: bool = True,
     ) -> None:
-        """`toy`: options of the executor of that name, with which the engine's process starts in a fifth of the time, as it imports no torch.
-        `listens`: wait until it does, or has ended."""
+        """`toy`: options of the executor of that name, with which the engine's process starts in a
+        fifth of the time, as it imports no torch. `listens`: wait until it does, or has ended."""
         self.directory = directory
         environment = {**os.environ, "TMPDIR": str(directory), "OMP_NUM_THREADS": "1"}
         source = "demo"
@@ -218,7 +218,8 @@ def started_once() -> Iterator[Callable[[], Server]]:
 
 @pytest.fixture
 def server(started_once: Callable[[], Server]) -> Server:
-    """A server with two front ends, for tests after which it serves as before. Two of them end a front end: after a third it would give up."""
+    """A server with two front ends, for tests after which it serves as before. Two of them end a
+    front end: after a third it would give up."""
     one = started_once()
     until(lambda: len(one.children("front_end")) == 2 and one.get("/health")[0] == 200, "it serves")
     return one
@@ -392,9 +393,8 @@ def test_while_the_supervisor_hangs_the_server_is_not_healthy(server: Server) ->
         lambda: (answer := server.get("/health"))[0] != 200 and answer, "it isn't healthy"
     )
     assert (status, told["error"]["code"]) == (503, "supervisor_hangs")
-    until(
-        lambda: server.get("/ready")[0] == 503, "it isn't ready"
-    )  # the other front end may answer
+    # the other front end may answer
+    until(lambda: server.get("/ready")[0] == 503, "it isn't ready")
     server.process.send_signal(signal.SIGCONT)
     until(lambda: server.get("/health")[0] == 200, "it is healthy again")
 
@@ -454,9 +454,8 @@ def test_the_requests_of_a_dead_front_end_are_freed_and_the_others_go_on(server:
             scraper.scrape()
             alive.append(scraper)
     [survivor] = alive
-    seen = [
-        len(stream.events) for stream in streams
-    ]  # of some it shows only later that they are over
+    # of some it shows only later that they are over
+    seen = [len(stream.events) for stream in streams]
     until(
         lambda: all(
             stream.over.is_set() or len(stream.events) > before

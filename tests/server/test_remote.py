@@ -1,4 +1,5 @@
-"""`RemoteEngine` and `EngineHost`: a front end returns the same as the offline engine, regardless of the transport."""
+"""`RemoteEngine` and `EngineHost`: a front end returns the same as the offline engine, regardless
+of the transport."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def essence(samples: Any) -> list[Any]:
 
 
 def own_logprobs(positions: Any) -> list[float]:
-    """Return the log-probabilities of the tokens themselves. Their last bits depend on the rest of the batch."""
+    """Return the log-probabilities of the tokens themselves. Their last bits depend on the rest of
+    the batch."""
     return [next(iter(position.values())).logprob for position in positions or () if position]
 
 
@@ -487,7 +489,8 @@ def test_a_host_that_hangs_between_steps_is_seen(tmp_path: Path) -> None:
 
 @pytest.mark.slow("answers many requests")
 def test_the_times_of_preemptions_arrive_with_the_end(tmp_path: Path) -> None:
-    """Two requests that the cache can't hold together: the younger one is preempted, and goes on when the first has ended."""
+    """Two requests that the cache can't hold together: the younger one is preempted, and goes on
+    when the first has ended."""
 
     async def main() -> list[Collector]:
         settings = {
@@ -531,7 +534,8 @@ def test_a_reset_of_the_prefix_cache_precedes_later_requests(link: Link, tmp_pat
 
 
 def test_ends_of_lines_that_nobody_closed_can_be_collected_as_garbage(tmp_path: Path) -> None:
-    """A context of ZeroMQ that is freed before its socket waits for it forever, in whichever thread the collector runs."""
+    """A context of ZeroMQ that is freed before its socket waits for it forever, in whichever thread
+    the collector runs."""
 
     class Owner:
         def __init__(self, *owned: object) -> None:

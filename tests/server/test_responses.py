@@ -234,7 +234,10 @@ TOOL: Any = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     "strict": False,
 }
-CALL = '<think>Rome?</think>Let me see.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+CALL = (
+    '<think>Rome?</think>Let me see.<tool_call>{"name": "weather", "arguments": {"city": '
+    '"Rome"}}</tool_call>'
+)
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +340,8 @@ def test_a_texts_logprobs_are_reported_streamed_or_not(openai_client: OpenAI, to
         "top_logprobs": 2,
     }
     body["extra_body"] = {
-        "chat_template": "{{ tools | length if tools }}{{ messages[0].content }}{# <tool_call> <think> #}",
+        "chat_template": "{{ tools | length if tools }}{{ messages[0].content }}{# <tool_call> "
+        "<think> #}",
         "seed": 1,
     }
     whole = openai_client.responses.create(**body, tools=tools)
@@ -401,9 +405,8 @@ def test_only_a_texts_tokens_have_logprobs() -> None:
 
 
 def test_the_tokens_of_thoughts_are_counted(client: OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = Script(
-        "<think>Rome?</think>Sunny."
-    )  # a token a character, three of them an output
+    # a token a character, three of them an output
+    engine.script = Script("<think>Rome?</think>Sunny.")
     whole = client.responses.create(model="fake", input="Weather?")
     with client.responses.create(model="fake", input="Weather?", stream=True) as stream:
         streamed = next(event for event in stream if event.type == "response.completed").response

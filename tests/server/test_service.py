@@ -1,4 +1,5 @@
-"""Small endpoints about the server: /ping, /load, /tokenizer_info and /reset_prefix_cache; and the chat template of the whole server."""
+"""Small endpoints about the server: /ping, /load, /tokenizer_info and /reset_prefix_cache; and the
+chat template of the whole server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Streams: everything written arrives, errors within a stream are sent, and clients that leave or read too slowly leave nothing behind."""
+"""Streams: everything written arrives, errors within a stream are sent, and clients that leave or
+read too slowly leave nothing behind."""
 
 from __future__ import annotations
 
@@ -258,9 +259,8 @@ async def test_health_tells_that_streams_are_no_longer_written(
         transport=httpx.ASGITransport(app), base_url="http://localhost"
     ) as http:
         assert (await http.get("/health")).status_code == 200
-        app.state.server.outbox.put(
-            Stream(asyncio.CancelledError())
-        )  # which ends the callback that writes streams
+        # which ends the callback that writes streams
+        app.state.server.outbox.put(Stream(asyncio.CancelledError()))
         while (answer := await http.get("/health")).status_code == 200:
             await asyncio.sleep(0)
         assert "streams haven't been written" in answer.text

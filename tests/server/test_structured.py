@@ -1,4 +1,5 @@
-"""Answers that follow a rule, and calls that are demanded, in every API, from a model that would rather write Shakespeare."""
+"""Answers that follow a rule, and calls that are demanded, in every API, from a model that would
+rather write Shakespeare."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ from tests.server.serving import PATIENCE_S, demo_tokenizer, serving, serving_in
 from tests.small_model import small_demo
 from tests.support import FULL
 
-HEAD = "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+HEAD = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{{ message.role "
+    "}}: {{ message.content }}\n{% endfor %}"
+)
 TEMPLATES = {  # by the parser that reads their calls
     "hermes": HEAD + "{# <tool_call> #}assistant:",
     "llama3_json": HEAD + "{# <|python_tag|> #}assistant:",
@@ -27,7 +31,8 @@ TEMPLATES = {  # by the parser that reads their calls
     "mistral, newer": HEAD + "{# [TOOL_CALLS] [ARGS] #}assistant:",
 }
 PLAIN = HEAD + "assistant:"
-# A call is an object in JSON, or a name before its arguments. What the rule of each parser lets through, test_call_rules.py shows.
+# A call is an object in JSON, or a name before its arguments. What the rule of each parser lets
+# through, test_call_rules.py shows.
 BOTH_WAYS = list(TEMPLATES) if FULL else ["hermes", "mistral, newer"]
 MESSAGES: Any = [{"role": "user", "content": "Who are you?"}]
 
@@ -506,8 +511,8 @@ def test_messages_follow_formats(anthropic: ModuleType, url: str) -> None:
 # ---- thoughts
 
 THINKS = (
-    HEAD
-    + "assistant:{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    HEAD + "assistant:{% if enable_thinking is defined and not enable_thinking %}<think></think>{% "
+    "endif %}"
 )
 ALWAYS = HEAD + "assistant:<think>\n{# </think> #}"
 
@@ -734,7 +739,8 @@ def test_a_decimal_that_no_double_holds_is_refused_however_it_comes(url: str, nu
         f'"structured_outputs": {{"json": {schema}}}',
     ]
     rules += [
-        f'"response_format": {{"type": "json_schema", "json_schema": {{"name": "x", "schema": {schema}}}}}'
+        f'"response_format": {{"type": "json_schema", "json_schema": {{"name": "x", "schema": '
+        f"{schema}}}}}"
     ]
     for rule in rules:
         body = f'{{"prompt": "x", {rule}}}'

@@ -1,4 +1,5 @@
-"""Spans of requests: made with OpenTelemetry's own SDK, read from its exporter in memory or sent to an endpoint that takes them."""
+"""Spans of requests: made with OpenTelemetry's own SDK, read from its exporter in memory or sent to
+an endpoint that takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The formats of strings, as their RFCs have them, and `validator`: what judges whether an answer follows its schema."""
+"""The formats of strings, as their RFCs have them, and `validator`: what judges whether an answer
+follows its schema."""
 
 from __future__ import annotations
 
@@ -41,9 +42,8 @@ def _is_date(value: object) -> bool:
     if not isinstance(value, str):
         return True
     parts = _DATE.fullmatch(value)
-    return bool(
-        parts and date(int(parts[1]) or 400, int(parts[2]), int(parts[3]))
-    )  # the year 0 is one, and a leap year like 400
+    # the year 0 is one, and a leap year like 400
+    return bool(parts and date(int(parts[1]) or 400, int(parts[2]), int(parts[3])))
 
 
 @CHECKER.checks("time")

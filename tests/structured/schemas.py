@@ -1,6 +1,8 @@
-"""JSON Schemas as programs write them, by the hundred: records, configurations, calls of tools, trees, made of what a seed chooses.
+"""JSON Schemas as programs write them, by the hundred: records, configurations, calls of tools,
+trees, made of what a seed chooses.
 
-`schema(seed)` is the same in each run. It describes something that can be written: each choice of keywords has values.
+`schema(seed)` is the same in each run. It describes something that can be written: each choice of
+keywords has values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Answers written by chance parse, and follow their schemas: generated schemas, three vocabularies."""
+"""Answers written by chance parse, and follow their schemas: generated schemas, three
+vocabularies."""
 
 from __future__ import annotations
 

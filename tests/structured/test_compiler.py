@@ -1,5 +1,5 @@
-"""The compiler of rules: each spec is compiled once, failures affect only their own request, and slow compilations delay no
-others."""
+"""The compiler of rules: each spec is compiled once, failures affect only their own request, and
+slow compilations delay no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rules in an engine of the demo model: only requests with rules wait for them, and get a matching answer or an error."""
+"""Rules in an engine of the demo model: only requests with rules wait for them, and get a matching
+answer or an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Each keyword of JSON Schema's draft 2020-12: what follows it can be written, what doesn't can't, or the backend refuses the keyword by name."""
+"""Each keyword of JSON Schema's draft 2020-12: what follows it can be written, what doesn't can't,
+or the backend refuses the keyword by name."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ POINT = {
 STRING = {"type": "string"}
 INTEGER = {"type": "integer"}
 
-CASES: list[tuple[str, Any, list[Any], list[Any]]] = [  # the keyword, a schema, what follows it, what doesn't
+# the keyword, a schema, what follows it, what doesn't
+CASES: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("type", {"type": "string"}, ["", "a", "1"], [1, None, [], {}, True]),
     ("type", {"type": "integer"}, [0, -1, 12345678901234567890], [0.5, "1", None, True]),
     ("type", {"type": "number"}, [0, -1.5, 1e30, 2.5e-7], ["1", None, [1]]),

@@ -1,4 +1,5 @@
-"""The tokens of a request with a rule don't depend on overlap, memory or other requests; and its other parameters still apply."""
+"""The tokens of a request with a rule don't depend on overlap, memory or other requests; and its
+other parameters still apply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The bytes of tokens: spelled with them, a text is itself, for each kind of tokenizer that models have."""
+"""The bytes of tokens: spelled with them, a text is itself, for each kind of tokenizer that models
+have."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece() -> Tokenizer:
-    """As Llama 2 and Mistral have it: spaces are \u2581, what isn't in the vocabulary is spelled in bytes."""
+    """As Llama 2 and Mistral have it: spaces are \u2581, what isn't in the vocabulary is spelled in
+    bytes."""
     trained = Backend(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "\u2581")
     trained.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=120, show_progress=False))

@@ -1,4 +1,5 @@
-"""A simple grammar backend for tests: it supports only choices, and certain words make it fail, wait, crash or fill the memory."""
+"""A simple grammar backend for tests: it supports only choices, and certain words make it fail,
+wait, crash or fill the memory."""
 
 from __future__ import annotations
 
@@ -87,8 +88,8 @@ class ToyGrammar(Grammar):
 
 
 class Toy(GrammarBackend):
-    """`hangs` compiles until `release` is set, `panics` raises what no library should, `wrong` is refused. `crashes` ends its process, and `gorges`
-    takes a lot of memory: both only on trial."""
+    """`hangs` compiles until `release` is set, `panics` raises what no library should, `wrong` is
+    refused. `crashes` ends its process, and `gorges` takes a lot of memory: both only on trial."""
 
     capabilities = GrammarCapabilities(kinds=("choice",), rollback=True, forced=False)
 
@@ -117,7 +118,8 @@ class Toy(GrammarBackend):
 
 
 class ToyTrials:
-    """Trials of which some take long: those of `slow` specs longer than `QUICK_S`, until `release` is set, and those of `endless` ones any time."""
+    """Trials of which some take long: those of `slow` specs longer than `QUICK_S`, until `release`
+    is set, and those of `endless` ones any time."""
 
     def __init__(self, *_: object) -> None:
         self.tried: list[str] = []

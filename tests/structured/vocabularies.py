@@ -1,4 +1,5 @@
-"""Three vocabularies of the kinds that models have: the demo model's, a byte-level BPE of true size, a SentencePiece one."""
+"""Three vocabularies of the kinds that models have: the demo model's, a byte-level BPE of true
+size, a SentencePiece one."""
 
 from __future__ import annotations
 
@@ -13,9 +14,8 @@ from tests.structured.test_vocabulary import DEMO, sentencepiece
 
 TRUE_SIZE = 150_000
 LONGEST = 20  # bytes of a token of the byte-level BPE
-OFTEN = (
-    ' \n",:{}[]0123456789-.eE\\u/abcdefghijklmnopqrstuvwxyzABCDEFTZ_' + "éä漢字😀"
-)  # what its texts are made of, above all
+# what its texts are made of, above all
+OFTEN = ' \n",:{}[]0123456789-.eE\\u/abcdefghijklmnopqrstuvwxyzABCDEFTZ_' + "éä漢字😀"
 
 
 def of_tokenizer(tokenizer: Tokenizer) -> GrammarContext:
@@ -27,8 +27,9 @@ def of_tokenizer(tokenizer: Tokenizer) -> GrammarContext:
 
 
 def byte_level(size: int = TRUE_SIZE, seed: int = 0) -> GrammarContext:
-    """Return a vocabulary as merges make it: the bytes, then each token out of two before it. Tokens reach over all borders: of characters, of
-    strings, of objects. The last few ids are special or padding; two of them are stop ids."""
+    """Return a vocabulary as merges make it: the bytes, then each token out of two before it.
+    Tokens reach over all borders: of characters, of strings, of objects. The last few ids are
+    special or padding; two of them are stop ids."""
     chance = random.Random(seed)
     tokens = [bytes([byte]) for byte in range(256)]
     known = set(tokens)

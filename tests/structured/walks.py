@@ -1,4 +1,5 @@
-"""Answers of tokens that chance takes from the masks, for `test_answers.py`: as a model would write that knows nothing but the rule."""
+"""Answers of tokens that chance takes from the masks, for `test_answers.py`: as a model would write
+that knows nothing but the rule."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def allowed(words: np.ndarray, context: GrammarContext) -> np.ndarray:
 
 
 def walk(grammar: Grammar, vocabulary_name: str, chance: random.Random) -> Answer:
-    """Return an answer. Each token is one that the mask allows, and one in four of the longest among some; a refused one is an error."""
+    """Return an answer. Each token is one that the mask allows, and one in four of the longest
+    among some; a refused one is an error."""
     context, text = vocabulary(vocabulary_name), b""
     words = np.zeros(-(-context.vocab_size // 32), dtype=np.uint32)
     matcher = grammar.begin()

@@ -23,7 +23,10 @@ REGISTER = (
 
 def test_cpu_time_of_a_living_child_and_of_its_own_children_counts() -> None:
     burn = BURN.format(seconds=0.2)
-    inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}]); print(flush=True); input()"
+    inner = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}]); "
+        f"print(flush=True); input()"
+    )
     before = Spent.now()
     with subprocess.Popen(
         [sys.executable, "-c", inner], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -135,7 +135,8 @@ def test_another_adapter_s_keys_and_values_are_never_read() -> None:
 
 
 def test_time_passes_as_on_a_device() -> None:
-    """The next step begins when the one before has ended, or when it is submitted, if that is later."""
+    """The next step begins when the one before has ended, or when it is submitted, if that is
+    later."""
     fake = executor(seconds_per_step=1.0, seconds_per_token=0.0)
     fake.submit(batch(0, [0], [5], added=(row(),)))
     fake.context.clock.wait_until(0.7)
@@ -218,9 +219,8 @@ def test_a_window_is_looked_back_from_each_token_of_a_chunk() -> None:
         )
     )
     fake.collect(0)
-    fake.submit(
-        batch(2, [2], [2], added=(row(2, computed=3, blocks=(0, 1, 2, 3, 4)),))
-    )  # position 3 looks at 2, position 4 at 3
+    # position 3 looks at 2, position 4 at 3
+    fake.submit(batch(2, [2], [2], added=(row(2, computed=3, blocks=(0, 1, 2, 3, 4)),)))
     fake.collect(1)
     with pytest.raises(DovetailError, match="position 1 of 5 would read"):
         fake.submit(batch(3, [3], [3], added=(row(3, computed=2, blocks=(0, 1, 2, 3, 4)),)))

@@ -13,7 +13,8 @@ from tests.conftest import LONG
 
 FILES = {
     "conftest": "from tests.conftest import pytest_xdist_make_scheduler",
-    "test_dies": "import os\ndef test_before(): pass\ndef test_dies(): os._exit(3)\ndef test_after(): pass",
+    "test_dies": "import os\ndef test_before(): pass\ndef test_dies(): os._exit(3)\ndef "
+    "test_after(): pass",
     "test_dies_too": "import os\ndef test_dies(): os._exit(3)",
     "test_good": "def test_one(): pass\ndef test_two(): pass",
 }

@@ -1,4 +1,5 @@
-"""The configs that the model suite asks about are configs that the architecture's own class could have written."""
+"""The configs that the model suite asks about are configs that the architecture's own class could
+have written."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def test_no_config_has_a_field_that_the_architectures_own_does_not_have(architec
 
 
 def test_a_config_changes_nothing_of_others() -> None:
-    """transformers' config of Qwen3.5 writes `partial_rotary_factor` into the dict that it is given."""
+    """transformers' config of Qwen3.5 writes `partial_rotary_factor` into the dict that it is
+    given."""
     before = [config.to_dict() for config in variants("Gemma4ForCausalLM", ())]
     assert len([*variants("Qwen3_5ForCausalLM", ())]) > 1
     assert [config.to_dict() for config in variants("Gemma4ForCausalLM", ())] == before

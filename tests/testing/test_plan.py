@@ -1,4 +1,5 @@
-"""`dovetail.testing.plan`, as the author of a policy uses it: one step of a policy, and what it did."""
+"""`dovetail.testing.plan`, as the author of a policy uses it: one step of a policy, and what it
+did."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from dovetail.testing import make_request, plan
 
 
 class ShortestFirst(Scheduler):
-    """The policy under test: requests with the least remaining work go first, and late ones don't run at all."""
+    """The policy under test: requests with the least remaining work go first, and late ones don't
+    run at all."""
 
     def schedule(self, step: Step) -> None:
         step.grant_each(step.running)

@@ -1,4 +1,5 @@
-"""A child of the preloaded process is a program of its own, and the process forks only while that is safe."""
+"""A child of the preloaded process is a program of its own, and the process forks only while that
+is safe."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ def printed(process: Preloaded, code: str, *args: str) -> str:
 
 
 def test_torch_and_dovetail_are_imported_before_a_program_starts(preloaded: Preloaded) -> None:
-    code = "import sys; print({'torch', 'dovetail.front.llm', 'dovetail.cli.app'} <= sys.modules.keys())"
+    code = (
+        "import sys; print({'torch', 'dovetail.front.llm', 'dovetail.cli.app'} <= "
+        "sys.modules.keys())"
+    )
     assert printed(preloaded, code) == "True"
 
 
@@ -56,7 +60,10 @@ def test_a_program_has_its_arguments_folder_environment_and_path(
     (tmp_path / "input").write_text("asked\n")
     environ = os.environ | {"PYTHONPATH": str(tmp_path / "lib"), "OF_MY_OWN": "1"}
     environ.pop("HOME", None)
-    code = "import os, sys, mine; print(os.getcwd(), os.environ['OF_MY_OWN'], 'HOME' in os.environ, input())"
+    code = (
+        "import os, sys, mine; print(os.getcwd(), os.environ['OF_MY_OWN'], 'HOME' in "
+        "os.environ, input())"
+    )
     with (tmp_path / "input").open() as given:
         ended = bare.run(["-c", code, "a"], cwd=tmp_path, environ=environ, stdin=given)
     assert ended.output == f"mine mine ['a']\n{tmp_path} 1 False asked\n", ended.errors
@@ -79,7 +86,8 @@ def test_a_program_has_its_arguments_folder_environment_and_path(
             "last words\n",
         ),
         (
-            "import threading, sys; threading.Timer(0.01, print, ['late'], {'file': sys.stderr}).start()",
+            "import threading, sys; threading.Timer(0.01, print, ['late'], {'file': "
+            "sys.stderr}).start()",
             0,
             "late\n",
         ),

@@ -1,4 +1,5 @@
-"""A claim that this machine can't test is reported in the verdict, and counts neither as passed nor as absent."""
+"""A claim that this machine can't test is reported in the verdict, and counts neither as passed nor
+as absent."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def test_what_was_not_tried_stands_in_the_verdicts_line() -> None:
     assert verdict.conformant
     assert (
         verdict.line
-        == "CONFORMANT attention api=0.5, 1/1, 1 capabilities absent, 0 waived, 1 not tried here (cuda_graph)"
+        == "CONFORMANT attention api=0.5, 1/1, 1 capabilities absent, 0 waived, 1 not tried here "
+        "(cuda_graph)"
     )
 
 

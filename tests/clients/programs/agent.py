@@ -1,4 +1,5 @@
-"""Helpers for the programs of coding agents: the documentation's configuration, and runs of a command with a home of its own."""
+"""Helpers for the programs of coding agents: the documentation's configuration, and runs of a
+command with a home of its own."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def home(files: Mapping[str, str]) -> Iterator[Path]:
 
 
 def run(command: list[str], folder: Path, variables: Mapping[str, str]) -> str:
-    """Run an agent in a folder, which is its home, too, without a network but loopback. Returns its output."""
+    """Run an agent in a folder, which is its home, too, without a network but loopback. Returns its
+    output."""
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(folder),

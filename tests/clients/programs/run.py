@@ -1,6 +1,8 @@
-"""Run the checks of one client: `run.py NAME URL` calls each public function of `NAME.py` with the server's URL.
+"""Run the checks of one client: `run.py NAME URL` calls each public function of `NAME.py` with the
+server's URL.
 
-The last line of stdout is a JSON object: check -> null, or the error. Runs in the client's environment; imports nothing of this repository.
+The last line of stdout is a JSON object: check -> null, or the error. Runs in the client's
+environment; imports nothing of this repository.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""guidance: chat, choices, regular expressions and JSON, by its models of OpenAI and of vLLM's server."""
+"""guidance: chat, choices, regular expressions and JSON, by its models of OpenAI and of vLLM's
+server."""
 
 from __future__ import annotations
 

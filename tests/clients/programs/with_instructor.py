@@ -1,6 +1,7 @@
 """instructor: each of its modes for OpenAI's and Anthropic's APIs.
 
-Where a mode leaves the form of the answer to the model, `extra_body` demands it: the model follows no instructions.
+Where a mode leaves the form of the answer to the model, `extra_body` demands it: the model follows
+no instructions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""lm-eval: a task of choices, by log-probabilities, and one of answers; with the server's tokenizer and with none."""
+"""lm-eval: a task of choices, by log-probabilities, and one of answers; with the server's tokenizer
+and with none."""
 
 from __future__ import annotations
 

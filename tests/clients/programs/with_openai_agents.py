@@ -1,4 +1,5 @@
-"""openai-agents: agents with tools, handed from one to another, and outputs of a type; over chat completions and responses."""
+"""openai-agents: agents with tools, handed from one to another, and outputs of a type; over chat
+completions and responses."""
 
 from __future__ import annotations
 

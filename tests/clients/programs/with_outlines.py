@@ -1,4 +1,5 @@
-"""outlines: chat, streams, types, schemas, regular expressions and grammars, by its models of OpenAI and of vLLM's server."""
+"""outlines: chat, streams, types, schemas, regular expressions and grammars, by its models of
+OpenAI and of vLLM's server."""
 
 from __future__ import annotations
 

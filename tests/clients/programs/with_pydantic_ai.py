@@ -1,4 +1,5 @@
-"""pydantic-ai: agents with tools and outputs of a type, streams, embeddings; over OpenAI's two APIs and Anthropic's."""
+"""pydantic-ai: agents with tools and outputs of a type, streams, embeddings; over OpenAI's two APIs
+and Anthropic's."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@
     class Overspends(FCFS):
         "Takes tokens that the step doesn't have."
 
-A mutant is mostly a built-in with one thing broken, so that whatever else a check looks at is right.
+A mutant is mostly a built-in with one thing broken, so that whatever else a check looks at is
+right.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ T = TypeVar("T", bound=type)
 
 @dataclass(frozen=True)
 class Mutant:
-    """`error`: what its check raises; an `AssertionError`, unless the component itself raises in it. `soon`: caught sooner than others of its check,
-    so that the quick profile tries this one."""
+    """`error`: what its check raises; an `AssertionError`, unless the component itself raises in
+    it. `soon`: caught sooner than others of its check, so that the quick profile tries this one."""
 
     component: type
     caught_by: str  # a check's id

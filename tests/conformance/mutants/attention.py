@@ -27,7 +27,8 @@ from tests.conformance.mutants import mutant
 
 
 class PlainLayer(TorchLayer):
-    """The `torch` backend's cache under attention as a textbook has it, row by row, in steps that a mutant can get wrong."""
+    """The `torch` backend's cache under attention as a textbook has it, row by row, in steps that a
+    mutant can get wrong."""
 
     _backend: PlainAttention
 
@@ -39,7 +40,8 @@ class PlainLayer(TorchLayer):
         return out
 
     def rows(self) -> Iterator[tuple[int, slice, int]]:
-        """Each row's number, which tokens of the step are its queries, and how many tokens it sees."""
+        """Each row's number, which tokens of the step are its queries, and how many tokens it
+        sees."""
         batch, first = self._backend.batch, 0
         for row, (queries, length) in enumerate(
             zip(batch.host_query_lens.tolist(), batch.host_kv_lens.tolist(), strict=True)
@@ -329,7 +331,8 @@ class PaddingGoesToTheLastPage(_MovesPadding):
 
 @mutant(caught_by="attention.write_first")
 class StoresWithTheNextPlan(PlainAttention):
-    """K and V of a step are stored when the next one is planned; a row sees its own, and what others wrote before."""
+    """K and V of a step are stored when the next one is planned; a row sees its own, and what
+    others wrote before."""
 
     class layer(PlainLayer):  # noqa: N801
         later: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # slots, k, v
@@ -755,7 +758,8 @@ class CountsBytesOfTheActivations(SmallAttention):
 
 @mutant(caught_by="attention.cache_places")
 class KeepsTheActivationsDtype(SmallAttention):
-    """Claims FP8, says that a block takes as little, and keeps K and V in the dtype of q, beside the memory that it is lent."""
+    """Claims FP8, says that a block takes as little, and keeps K and V in the dtype of q, beside
+    the memory that it is lent."""
 
     class layer(SmallLayer):  # noqa: N801
         def bind(self, cache: LayerCache) -> None:
@@ -766,7 +770,8 @@ class KeepsTheActivationsDtype(SmallAttention):
 
 @mutant(caught_by="attention.graph", error=AssertionError if torch.cuda.is_available() else Untried)
 class ReplaysThePlanOfItsCapture(TorchAttention):
-    """What differs between steps isn't in buffers of fixed address, so that a graph holds the step that was captured."""
+    """What differs between steps isn't in buffers of fixed address, so that a graph holds the step
+    that was captured."""
 
     capabilities = AttentionCapabilities(cuda_graph="decode")
 
@@ -827,7 +832,8 @@ class HasALeastScale(_Rescaled):
 
 @mutant(caught_by="attention.cache_dtypes")
 class KeepsScalesInHalfPrecision(_Rescaled):
-    """With room for what is small, by bfloat16's exponents, or for what is exact, by float16's digits; this one has the latter."""
+    """With room for what is small, by bfloat16's exponents, or for what is exact, by float16's
+    digits; this one has the latter."""
 
     class layer(_Rescaled.layer):  # noqa: N801
         def used(self, scales: KVScales) -> KVScales:
@@ -985,7 +991,8 @@ class OpensTheCacheOfTheFirstBind(_Open):
 
 @mutant(caught_by="attention.fused_write")
 class MovesTheCacheWithEachPlan(_Open):
-    """Each `plan` moves the cache to new memory, so tensors of an earlier `FusedCache` are no longer read."""
+    """Each `plan` moves the cache to new memory, so tensors of an earlier `FusedCache` are no
+    longer read."""
 
     def plan(self, batch: AttentionBatch) -> None:
         super().plan(batch)
@@ -1359,7 +1366,8 @@ class KeepsALargerBinding(TorchAttention):
 
 @mutant(caught_by="attention.values")
 class FillsUpWithTheWastePage(PlainAttention):
-    """Gathers what rows have too little of from the waste page, with the weight 0; and 0 * NaN is NaN."""
+    """Gathers what rows have too little of from the waste page, with the weight 0; and 0 * NaN is
+    NaN."""
 
     class layer(PlainLayer):  # noqa: N801
         def attend(self, q: torch.Tensor) -> torch.Tensor:

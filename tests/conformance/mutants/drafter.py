@@ -18,7 +18,8 @@ RUN = 2  # tokens that are looked up
 
 
 class Lookup(Drafter):
-    """Right in itself: continues as a request's own text did after its last two tokens, or an earlier answer to its client."""
+    """Right in itself: continues as a request's own text did after its last two tokens, or an
+    earlier answer to its client."""
 
     def __init__(self, options: BaseModel, context: DrafterContext) -> None:
         super().__init__(options, context)

@@ -542,7 +542,8 @@ class _WithLogprobs(FakeExecutor):
         return with_part(result, PromptLogprobs(prompt_logprobs))
 
     def after(self, row: _Row, count: int) -> list[int]:
-        """The known tokens after the last `count` ones computed; the last known one was just sampled, if there is one."""
+        """The known tokens after the last `count` ones computed; the last known one was just
+        sampled, if there is one."""
         return row.tokens[row.computed - count + 1 : min(row.computed + 1, self.prompt_len(row))]
 
     def prompt_len(self, row: _Row) -> int:

@@ -1049,7 +1049,8 @@ class CommittingLessForgets(PrefixCache):
 
 @mutant(caught_by="kv_cache.reset")
 class ResetMindsOnlyWhoCommitted(PrefixCache):
-    """A request that held blocks but had committed none publishes K and V computed before the reset."""
+    """A request that held blocks but had committed none publishes K and V computed before the
+    reset."""
 
     def reset(self) -> None:
         super().reset()

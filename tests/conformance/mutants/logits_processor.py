@@ -25,7 +25,8 @@ class Penalty(BaseModel):
 
 
 class Penalising(LogitsProcessor):
-    """Right in itself: lowers the logit of the last token, by an amount that depends on the seed and the length."""
+    """Right in itself: lowers the logit of the last token, by an amount that depends on the seed
+    and the length."""
 
     Arguments = Penalty
     capabilities = LogitsProcessorCapabilities(cuda_graph=True)

@@ -31,7 +31,8 @@ def changed(config: Any, **fields: Any) -> Any:
 
 
 class Altered(Qwen3):
-    """Changes the decoder that it built: what it is called with, and what it says of its weights."""
+    """Changes the decoder that it built: what it is called with, and what it says of its
+    weights."""
 
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
@@ -473,7 +474,8 @@ class AlwaysFloat32(Qwen3):
 
 @mutant(caught_by="model.dtype")
 class RotatesInHalfPrecision(Qwen3):
-    """Positions are rounded to bfloat16's eight bits: whole numbers up to 256, and none of the angles."""
+    """Positions are rounded to bfloat16's eight bits: whole numbers up to 256, and none of the
+    angles."""
 
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)

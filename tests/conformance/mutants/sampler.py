@@ -687,7 +687,8 @@ class CapturesItsParameters(Capturing):
 
 
 class CapturingInFull(ByMode):
-    """As `sample` does it, also where there are no kernels for it: what isn't recorded may ask the host."""
+    """As `sample` does it, also where there are no kernels for it: what isn't recorded may ask the
+    host."""
 
     capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True)
 

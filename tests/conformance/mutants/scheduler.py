@@ -21,7 +21,8 @@ from tests.conformance.mutants import mutant
 
 
 def serve(step: Step, order: Sequence[Request]) -> None:
-    """Those that run, the youngest of them making room, and then those that wait in this `order`."""
+    """Those that run, the youngest of them making room, and then those that wait in this
+    `order`."""
     for request in step.grant_each(step.running):
         step.grant(request, evict=reversed(step.running))
     for request in order:
@@ -349,7 +350,8 @@ class PromptsFirst(Plain):
 
 @mutant(caught_by="scheduler.paced")
 class GrantsAPromptOnce(Plain):
-    """Counts on a prompt to be computed in the step that admits it, whatever it claims of the answers beside it."""
+    """Counts on a prompt to be computed in the step that admits it, whatever it claims of the
+    answers beside it."""
 
     claims = Claims(stalls=True, paced=True)
 
