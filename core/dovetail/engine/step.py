@@ -378,12 +378,15 @@ class PlannedStep:
         if not self._take_or_evict(request, source, room_for, evict):
             return Refusal.MEMORY
         if waits:
-            self._books.admit(request)
-            if request.first_scheduled_time is None:
-                request.first_scheduled_time = self.now
-                request.cached_tokens = request.num_computed
+            self._admit(request)
         self._book(request, min(tokens, end - request.num_computed))
         return None
+
+    def _admit(self, request: LiveRequest) -> None:
+        self._books.admit(request)
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = self.now
+            request.cached_tokens = request.num_computed
 
     def _no_seat(self, request: LiveRequest) -> Refusal | None:
         """Return why the step has no seat for `request`: others took all, or keep their rows."""

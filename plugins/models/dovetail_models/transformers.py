@@ -284,43 +284,12 @@ class TransformersModel(nn.Module):
         """Load the weights from `directory`; None: random ones. Raises `ModelLoadError` if the
         checkpoint doesn't match, and `UnsupportedError` if the model computes other states in
         ragged batches than by itself."""
-        dtype = self._context.dtype
         device = self._context.device
         if directory is None:
             dummy_weights(self, seed)
-            self.model = _skeleton(self.config, dtype)
+            self.model = _skeleton(self.config, self._context.dtype)
         else:
-            if self._context.parallel.size > 1 and not self._is_plain():
-                raise UnsupportedError(
-                    "a quantized model through transformers runs on one GPU: set "
-                    "tensor_parallel_size to 1"
-                )
-            stored = [rule for rule in self.weights() if _is_stored(rule)]
-            if stored:
-                _refuse_others_stored(directory, stored)
-                load_weights(_Rules(stored), directory, partly=True)
-            verdict = self._verdict.read()
-            self._to_verify = self._on_any_rank(verdict is None)
-            if self._to_verify:
-                self._prove(directory, stored)
-            elif verdict is False:
-                self._leave_layers()
-            self.model = _loaded(self.config, directory, dtype, stored)
-            if self._to_verify and self._is_plain():
-                self.model.set_attn_implementation("eager")
-                try:
-                    self._expected = whole_logprobs(
-                        self.model, trial_tokens(self.config.vocab_size, self._max_len), device
-                    )
-                except _FAILURES as error:
-                    raise UnsupportedError(
-                        f"{type(self.model).__name__}: its code fails in transformers: "
-                        f"{one_line(error)}"
-                    ) from error
-                self.model.set_attn_implementation(NAME)
-            for rule in self.weights():
-                if not _is_stored(rule):
-                    rule.parameter.load(self.model.get_parameter(rule.source).data, rule.shard_id)
+            self._load_from(directory)
         self._base = _base_of(self.model)
         _replace(self._base, self._own)
         del self.own  # now in the model
@@ -332,6 +301,43 @@ class TransformersModel(nn.Module):
         self.model.to(device)
         bind(self._base, self._calls, self._attention)
         self._head = head_of(self.model)
+
+    def _load_from(self, directory: Path) -> None:
+        """Load the weights, and check the layers unless a verdict is kept."""
+        if self._context.parallel.size > 1 and not self._is_plain():
+            raise UnsupportedError(
+                "a quantized model through transformers runs on one GPU: set "
+                "tensor_parallel_size to 1"
+            )
+        stored = [rule for rule in self.weights() if _is_stored(rule)]
+        if stored:
+            _refuse_others_stored(directory, stored)
+            load_weights(_Rules(stored), directory, partly=True)
+        verdict = self._verdict.read()
+        self._to_verify = self._on_any_rank(verdict is None)
+        if self._to_verify:
+            self._prove(directory, stored)
+        elif verdict is False:
+            self._leave_layers()
+        self.model = _loaded(self.config, directory, self._context.dtype, stored)
+        if self._to_verify and self._is_plain():
+            self._expected = self._logprobs_of_transformers()
+        for rule in self.weights():
+            if not _is_stored(rule):
+                rule.parameter.load(self.model.get_parameter(rule.source).data, rule.shard_id)
+
+    def _logprobs_of_transformers(self) -> torch.Tensor:
+        """Return those of `trial_tokens`, with transformers' own attention."""
+        tokens = trial_tokens(self.config.vocab_size, self._max_len)
+        self.model.set_attn_implementation("eager")
+        try:
+            logprobs = whole_logprobs(self.model, tokens, self._context.device)
+        except _FAILURES as error:
+            raise UnsupportedError(
+                f"{type(self.model).__name__}: its code fails in transformers: {one_line(error)}"
+            ) from error
+        self.model.set_attn_implementation(NAME)
+        return logprobs
 
     def verify(self, run: TrialRun) -> None:
         """Compare the whole model, in its dtype, with transformers; if quantized, or with a smaller

@@ -25,7 +25,7 @@ from dovetail_server.protocol.structured import (
 )
 from dovetail_server.protocol.tools import read_tools
 
-# --- requests -----------------------------------------------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 class _Block(Struct, forbid_unknown_fields=True, tag_field="type"):
@@ -330,7 +330,7 @@ ONLY = (
 )
 
 
-# --- conversations ------------------------------------------------------------------------------------------------------------------------------
+# --- conversations --------------------------------------------------------------------------------
 
 
 def chat_messages(body: MessagesFields) -> list[dict[str, Any]]:
@@ -413,7 +413,7 @@ def _others(role: str, blocks: list[Any], place: str) -> list[dict[str, Any]]:
     return messages
 
 
-# --- answers ------------------------------------------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 class TextAnswer(Struct, tag="text", tag_field="type"):

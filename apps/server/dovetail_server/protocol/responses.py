@@ -32,7 +32,7 @@ from dovetail_server.protocol.structured import (
     read_tool_choice,
 )
 
-# --- requests -----------------------------------------------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -406,7 +406,7 @@ def _function_choice(choice: Any) -> Any:
     return choice
 
 
-# --- conversations ------------------------------------------------------------------------------------------------------------------------------
+# --- conversations --------------------------------------------------------------------------------
 
 
 def read_items(items: str | Sequence[dict[str, Any]]) -> list[Item]:
@@ -542,7 +542,7 @@ def _text(content: str | Sequence[InputText | OutputText | ResultImage | ResultF
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-# --- answers ------------------------------------------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 class OutputTextPart(Struct, tag="output_text", tag_field="type"):
