@@ -222,6 +222,7 @@ def check_flags(block: Block, args: list[str]) -> None:
         .invoke(app, [*args[: 2 if args[0] == "cluster" else 1], "--help"], prog_name="dovetail")
         .output
     )
+    told = re.sub(r"-\n\s*", "-", told)  # a flag may be broken at a hyphen
     unknown = {word.partition("=")[0] for word in args if word.startswith("--")} - set(
         re.findall(r"--[\w-]+", told)
     )

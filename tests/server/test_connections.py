@@ -112,7 +112,7 @@ async def test_a_body_of_many_small_chunks_is_taken(fake: Callable[..., FakeEngi
     async with serving(fake()) as url, httpx.AsyncClient(base_url=url) as http:
 
         async def pieces() -> AsyncIterator[bytes]:
-            yield b'{"max_tokens": 2, "prompt": "'
+            yield b'{"max_tokens": 2, "truncate_prompt_tokens": 8, "prompt": "'
             for _ in range(2 * wire.MAX_HEAD_BYTES // 6):
                 yield b"a"
             yield b'"}'
