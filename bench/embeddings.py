@@ -28,9 +28,8 @@ from bench.shapes import SHAPES, write_checkpoint
 from bench.workloads import WORKLOADS, Workload
 
 PREFILL = "8b-prefill"
-ENCODERS: dict[
-    str, tuple[str, dict[str, int]]
-] = {  # name -> transformers' class, and fields of its config
+# name -> transformers' class, and fields of its config
+ENCODERS: dict[str, tuple[str, dict[str, int]]] = {
     "all-MiniLM-L6-v2": (
         "BertModel",
         {

@@ -66,9 +66,8 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
     "dovetail_drafters.model:NamedModel": {"model": "demo"},
     "dovetail_drafters.heads:Eagle3Drafter": {"model": "head"},
 }  # target -> options that have no default
-OPTIONS: Mapping[
-    str, tuple[Mapping[str, Any], ...]
-] = {  # tried beside the defaults in the full profile
+# tried beside the defaults in the full profile
+OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "priority": ({"aging_s": 5.0},),
     "mlfq": ({"levels": 3, "quantum": 4, "growth": 2, "starve_s": 3.0},),
     "vtc": ({"weights": {"a": 2.0}},),

@@ -55,9 +55,8 @@ def nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Arguments
 
-KEYS: dict[
-    str, list[tuple[Any, dict[str, Any]]]
-] = {  # of those that have a name here: values and what they become
+# of those that have a name here: values and what they become
+KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "device": [("auto", {}), ("cpu", {"executor.device": "cpu"})],
     "tensor_parallel_size": [
         (1, {}),

@@ -97,9 +97,8 @@ MISTRALS_CLASS = {
     "AutoConfig": "configuration_mistral.MistralConfig",
     "AutoModelForCausalLM": "modeling_mistral.MistralForCausalLM",
 }
-PUBLISHED: dict[
-    str, tuple[str, dict[str, Any]]
-] = {  # what configs of published models have that their classes in transformers don't read
+# what configs of published models have that their classes in transformers don't read
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-R1-0528-Qwen3-8B": (
         "qwen3",
         {"rope_scaling": YARN, "rope_theta": 1e6, "rope_parameters": YARN},

@@ -401,9 +401,8 @@ def test_what_is_not_computed_is_refused_by_name(
     ).reasons_against(config)
 
 
-PUBLISHED: dict[
-    str, Any
-] = {  # fields of published checkpoints that transformers' classes don't have
+# fields of published checkpoints that transformers' classes don't have
+PUBLISHED: dict[str, Any] = {
     "qwen3_5": {
         "full_attention_interval": 4,
         "attn_output_gate": True,

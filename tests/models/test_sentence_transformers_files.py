@@ -23,9 +23,8 @@ from dovetail.api.sentence_transformers_files import (
 )
 from dovetail.errors import UnsupportedError
 
-WRITTEN: list[
-    tuple[FileKeys, set[str]]
-] = [  # by sentence-transformers 6.2.0, with the older names that it reads
+# by sentence-transformers 6.2.0, with the older names that it reads
+WRITTEN: list[tuple[FileKeys, set[str]]] = [
     (
         OWN,
         {

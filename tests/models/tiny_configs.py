@@ -52,11 +52,9 @@ SIZES: dict[str, Any] = {
     "decoder_attention_heads": 4,
     "decoder_ffn_dim": 96,
 }
-OF_TYPES: dict[
-    str, dict[str, Any]
-    # instead of these sizes; and kinds of layers, where the default config lacks some that
-    # checkpoints have
-] = {
+# instead of these sizes; and kinds of layers, where the default config lacks some that checkpoints
+# have
+OF_TYPES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {
         "num_hidden_layers": 8,
         "layer_types": ["sliding_attention", "full_attention"] * 4,

@@ -391,9 +391,8 @@ FURTHER: list[dict[str, Any]] = [
     {"type": "local_shell"},
     {"type": "tool_search", "execution": "client", "description": "Find tools."},
 ]
-CALLED: dict[
-    str, tuple[str, str, dict[str, Any]]
-] = {  # what the model calls, with what, and the item that the client gets
+# what the model calls, with what, and the item that the client gets
+CALLED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "a function": (
         "shell",
         '{"command": ["ls"]}',

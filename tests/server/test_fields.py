@@ -26,9 +26,8 @@ MINIMAL: Mapping[str, Mapping[str, Any]] = {
     "/v1/responses": {"input": "Hi", "max_output_tokens": 1},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
 }
-LIMITED: Mapping[
-    str, Mapping[str, tuple[list[Any], list[Any]]]
-] = {  # accepted values, refused ones
+# accepted values, refused ones
+LIMITED: Mapping[str, Mapping[str, tuple[list[Any], list[Any]]]] = {
     "/v1/responses": {
         "include": (
             [["message.output_text.logprobs"], ["reasoning.encrypted_content"]],

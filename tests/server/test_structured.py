@@ -596,9 +596,8 @@ def schema_of(schema: Any) -> dict[str, Any]:
     }
 
 
-REFUSED: dict[
-    str, tuple[dict[str, Any], str, str]
-] = {  # what is asked, the parameter that the answer names, what it says
+# what is asked, the parameter that the answer names, what it says
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a format that isn't there": (
         {"response_format": {"type": "xml"}},
         "response_format.type",

@@ -29,9 +29,8 @@ class DataSheet(Described):
     )
 
 
-DATA_SHEETS: Mapping[
-    str, DataSheet
-] = {  # dense rates by NVIDIA; of the A10G, which only AWS has, by AWS
+# dense rates by NVIDIA; of the A10G, which only AWS has, by AWS
+DATA_SHEETS: Mapping[str, DataSheet] = {
     "a10g": DataSheet(memory_bytes=24e9, bytes_per_s=600e9, flops=70e12, link_bytes_per_s=32e9),
     "a100-40gb": DataSheet(
         memory_bytes=40e9, bytes_per_s=1555e9, flops=312e12, link_bytes_per_s=300e9

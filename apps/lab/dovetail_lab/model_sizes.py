@@ -60,9 +60,8 @@ PATTERNS: Mapping[str, int] = {
     "gpt_oss": 2,
     "cohere2": 4,
 }  # model type -> of how many layers the last has no window
-DEFAULTS: Mapping[
-    str, Mapping[str, Any]
-] = {  # of keys that published files leave out, by model type
+# of keys that published files leave out, by model type
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,

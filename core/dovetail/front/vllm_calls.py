@@ -45,9 +45,8 @@ CALL_TABLE: Mapping[str, VllmOnly] = {
     "start_engine_loop": VllmOnly("the engine starts its thread: leave it out", (True,)),
 }
 
-POSITIONS: Mapping[
-    str, Sequence[str]
-] = {  # arguments that follow our positional ones, in vLLM's order
+# arguments that follow our positional ones, in vLLM's order
+POSITIONS: Mapping[str, Sequence[str]] = {
     "chat": (
         "lora_request",
         "chat_template",

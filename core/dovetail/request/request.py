@@ -115,9 +115,8 @@ def _adapter(name: str, value: Any) -> LoRARequest:
     return value
 
 
-_CHECKS: dict[
-    str, Callable[[str, Any], Any]
-] = {  # of `RequestFields`; None isn't checked, but as a priority
+# of `RequestFields`; None isn't checked, but as a priority
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "arrival_time": _instant,
     "priority": _rank,
     "client": _text,

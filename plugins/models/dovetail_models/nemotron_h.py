@@ -25,9 +25,8 @@ from dovetail_models.arch import experts_reasons
 from dovetail_models.grouped import group_reasons, grouped_feed_forward, sigmoid_grouping
 from dovetail_models.hybrid import HybridArch, Kind, Mamba, MambaMixer
 
-_FIXED: dict[
-    str, Any
-] = {  # fields that transformers' code for this model doesn't read -> the only value implemented
+# fields that transformers' code for this model doesn't read -> the only value implemented
+_FIXED: dict[str, Any] = {
     "attention_bias": False,
     "mamba_proj_bias": False,
     "n_shared_experts": 1,

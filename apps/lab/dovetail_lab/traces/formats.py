@@ -48,9 +48,8 @@ _OBJECTS: Mapping[str, Callable[[Source], Contents]] = {
     "bench_serve": read_bench_serve,
     "sharegpt": read_sharegpt,
 }
-_MARKS: Sequence[
-    tuple[str, set[str]]
-] = (  # a format and the fields that identify it; the first match is taken
+# a format and the fields that identify it; the first match is taken
+_MARKS: Sequence[tuple[str, set[str]]] = (
     ("mooncake", {"hash_ids"}),
     ("mooncake", {"session_id", "input_length"}),
     ("vllm_requests", {"queued_ts"}),

@@ -56,9 +56,8 @@ _REASONS = {
     504: "The request took too long",
     507: "The storage is full",
 }
-ONLY: Mapping[
-    type[Struct], Sequence[Only]
-] = {  # parameters of which only some values are supported
+# parameters of which only some values are supported
+ONLY: Mapping[type[Struct], Sequence[Only]] = {
     ChatRequest: chat.ONLY,
     CompletionRequest: completions.ONLY,
     ResponsesRequest: responses.ONLY,

@@ -11,9 +11,8 @@ from typing import Literal, NamedTuple
 from dovetail_server.protocol.decoding import unsupported
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-EFFORT_TOKENS: Mapping[
-    str, int | None
-] = {  # the most tokens of reasoning, for templates that know no effort; None: no limit
+# the most tokens of reasoning, for templates that know no effort; None: no limit
+EFFORT_TOKENS: Mapping[str, int | None] = {
     "minimal": 512,
     "low": 2048,
     "medium": 8192,

@@ -283,11 +283,8 @@ CASES = (
     _choice("true", "tr\n\t", '"a":', "\\", "{}", "", "é", "€x", "x😀", "e\u0301", "x</f>"),
     _tags("<f", ("<f>", 1, "</f>"), ("<fg>", 2, ";")),
 )
-SYNTAXES: Mapping[
-    str, tuple[Case, ...]
-    # of the same language; a backend reads one at least. The first rule isn't always where it
-    # starts
-] = {
+# of the same language; a backend reads one at least. The first rule isn't always where it starts
+SYNTAXES: Mapping[str, tuple[Case, ...]] = {
     "Lark": (
         _nested('start: "a" start "b" | "c"'),
         _nested('pair: "a" start "b"\nstart: pair | "c"'),
@@ -385,9 +382,8 @@ STRINGS = (
     *(" a b ", ".*", "xy", "xxy", "y", "a\t", "a-b", "</f>", "a</f>", "\n", "\n\n"),
 )
 CHARACTERS = (*(text.decode() for text in PRINTABLE), "é", "É", "€", "😀")
-ALIKE: Sequence[
-    tuple[GrammarSpec, GrammarSpec]
-] = (  # specs of nearly the same text with different meanings
+# specs of nearly the same text with different meanings
+ALIKE: Sequence[tuple[GrammarSpec, GrammarSpec]] = (
     (GrammarSpec("choice", '["a"]'), GrammarSpec("regex", '["a"]')),
     (GrammarSpec("json_schema", "true"), GrammarSpec("regex", "true")),
     (GrammarSpec("grammar", 'start: "a"'), GrammarSpec("regex", 'start: "a"')),
@@ -536,9 +532,8 @@ KEYWORDS = (  # backends either reject or enforce them
     Keyword({"type": "string", "pattern": "^ab"}, (), ("xab", "b")),
     Keyword({"type": "string", "pattern": "ab$"}, (), ("abx", "b")),
 )
-NESTS: Mapping[
-    str, tuple[Callable[[Any], Any], Callable[[Any], Any]]
-] = {  # wrapper of a schema, and of a valid value
+# wrapper of a schema, and of a valid value
+NESTS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "alone": (lambda schema: schema, lambda value: value),
     "a property": (
         lambda schema: {
@@ -582,9 +577,8 @@ def spellings(value: Any) -> Iterator[str]:
     yield json.dumps(value, indent=2, ensure_ascii=False)
 
 
-BROKEN: Mapping[
-    SpecKind, tuple[str, ...]
-] = {  # specs that are invalid, not regular, or describe no text
+# specs that are invalid, not regular, or describe no text
+BROKEN: Mapping[SpecKind, tuple[str, ...]] = {
     "regex": (
         "(a",
         "a{3,1}",

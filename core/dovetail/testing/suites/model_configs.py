@@ -42,9 +42,8 @@ OF_LATENTS: dict[str, Any] = {  # besides, for architectures with latent attenti
     "first_k_dense_replace": 1,
 }
 
-OF_LAYERS: dict[
-    str, Any
-] = {  # besides, for architectures with embeddings for each layer, of which some share K and V
+# besides, for architectures with embeddings for each layer, of which some share K and V
+OF_LAYERS: dict[str, Any] = {
     "global_head_dim": 12,
     "hidden_size_per_layer_input": 6,
     "vocab_size_per_layer_input": 61,
@@ -52,11 +51,9 @@ OF_LAYERS: dict[
     "num_kv_shared_layers": 2,
 }
 
-OF_STATES: dict[
-    str, dict[str, Any]
-    # besides, for architectures with recurrent layers: those that have this field. Four ranks can
-    # split them
-] = {
+# besides, for architectures with recurrent layers: those that have this field. Four ranks can split
+# them
+OF_STATES: dict[str, dict[str, Any]] = {
     "linear_num_key_heads": {
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 8,

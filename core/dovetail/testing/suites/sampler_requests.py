@@ -21,9 +21,8 @@ from dovetail.testing.suites.sampler_rows import mixed_rows
 from dovetail.testing.suites.sampler_subject import SamplerSubject, said
 
 SOME_SEED = 0x5DEECE66D1234567
-NEW_RULES: dict[
-    str, tuple[dict[str, Any], int]
-] = {  # of the logits 0, 1, 2, 1.5 after the output 2, 2: fields, and the token that they lead to
+# of the logits 0, 1, 2, 1.5 after the output 2, 2: fields, and the token that they lead to
+NEW_RULES: dict[str, tuple[dict[str, Any], int]] = {
     "bias": ({"logit_bias": ((0, 9.0),)}, 0),
     "bad word": ({"bad_words": ((2,),)}, 3),
     "choice of allowed ids": ({"allowed_token_ids": (0, 1)}, 1),
