@@ -51,7 +51,8 @@ from dovetail_server.app import create_app
 from dovetail_server.batches.lines import request_at, scan
 from dovetail_server.protocol.openapi import OPERATIONS
 from dovetail_server.protocol.reasoning import EFFORT, reads
-from dovetail_server.protocol.responses import ResponsesRequest, chat_messages, read_items
+from dovetail_server.protocol.response_items import chat_messages, read_items
+from dovetail_server.protocol.responses import ResponsesRequest
 from dovetail_server.settings import ServerSettings
 from tests.adapters import config_of, write_adapter
 from tests.budget import least_cpu_s, least_s

@@ -30,11 +30,10 @@ from dovetail_server.metrics import (
     MAX_CLIENTS,
     OTHER,
     Histogram,
-    Scrapes,
     ServerMetrics,
-    metrics_route,
     token_bounds,
 )
+from dovetail_server.scrapes import Scrapes, metrics_route
 
 
 @dataclass

@@ -20,11 +20,13 @@ from dovetail.errors import DovetailError
 from dovetail.request.outputs import CompletionOutput
 from dovetail_server.errors import HttpError
 from dovetail_server.parsers.reader import AnswerReader
-from dovetail_server.protocol import responses as protocol
 from dovetail_server.protocol.answer_parts import AnswerParts
 from dovetail_server.protocol.openai_common import TokenCounts
+from dovetail_server.protocol.response_answer import begun_answer
 from dovetail_server.protocol.response_events import ResponseWriter
+from dovetail_server.protocol.response_items import chat_messages, read_items
 from dovetail_server.protocol.response_tools import ResponseTools
+from dovetail_server.protocol.responses import ResponsesRequest
 from tests.server.answers import answers, parser_named, read_events
 from tests.server.scripted import Script, ScriptedEngine
 from tests.server.serving import PATIENCE_S, serving_in_thread
@@ -33,17 +35,17 @@ from tests.support import examples
 STREAM_EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 
 
-def read(**fields: Any) -> protocol.ResponsesRequest:
-    return msgspec.convert({"model": "m", "input": "Hi", **fields}, protocol.ResponsesRequest)
+def read(**fields: Any) -> ResponsesRequest:
+    return msgspec.convert({"model": "m", "input": "Hi", **fields}, ResponsesRequest)
 
 
 def messages(*items: dict[str, Any]) -> list[dict[str, Any]]:
-    return protocol.chat_messages(None, protocol.read_items(items))
+    return chat_messages(None, read_items(items))
 
 
 def streamed(events: list[Event], finish_reason: Literal["stop", "length"]) -> list[dict[str, Any]]:
     """The events of a stream, each checked by OpenAI's own types."""
-    begun = protocol.begun_answer(read(), "resp_1", "m", 0)
+    begun = begun_answer(read(), "resp_1", "m", 0)
     writer = ResponseWriter(begun, ResponseTools(()))
     parts = AnswerParts(writer)
     writer.start(TokenCounts(1, 0, 0))
@@ -111,7 +113,7 @@ def test_an_answer_without_room_is_incomplete() -> None:
 
 
 def test_instructions_come_first() -> None:
-    assert protocol.chat_messages("Be kind.", protocol.read_items("Hi")) == [
+    assert chat_messages("Be kind.", read_items("Hi")) == [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Hi"},
     ]
@@ -200,7 +202,7 @@ def test_an_answers_items_can_be_sent_back(events: list[Event]) -> None:
 )
 def test_a_wrong_item_is_named(item: dict[str, Any], said: str) -> None:
     with pytest.raises(DovetailError, match=said):
-        protocol.read_items([item])
+        read_items([item])
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,13 @@ from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
 from dovetail_server.exchange import Server
 from dovetail_server.live_page import page_routes
-from dovetail_server.metrics import ServerMetrics, metrics_route
+from dovetail_server.metrics import ServerMetrics
 from dovetail_server.middleware import ApiKeys, BrowserGuard, RequestLog
 from dovetail_server.parsers.registry import AnswerParsing
 from dovetail_server.plugin_routes import PluginRoutes
 from dovetail_server.preparing import Preparing
 from dovetail_server.routes import all_routes
+from dovetail_server.scrapes import metrics_route
 from dovetail_server.settings import ServerSettings
 from dovetail_server.tracing import Tracing
 

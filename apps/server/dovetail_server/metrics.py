@@ -8,10 +8,9 @@ only runs on a scrape.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -22,10 +21,7 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
-from starlette.requests import Request
-from starlette.responses import Response
 
 from dovetail.end_reason import FinishReason
 from dovetail.request.lora import LoRARequest
@@ -674,48 +670,3 @@ def family(
     for key, one in value.items() if isinstance(value, Mapping) else [(None, value)]:
         metric.add_metric([*labels.values(), *([] if key is None else [key])], one)
     return metric
-
-
-_MAX_ACCEPT_CHARS = 1024  # of the header; a longer one, which is slow to parse, is ignored
-
-
-def metrics_route(metrics: ServerMetrics) -> Callable[[Request], Awaitable[Response]]:
-    """Return the handler of `/metrics`."""
-    scrapes = Scrapes(metrics.registry)
-
-    async def scraped(request: Request) -> Response:
-        accept = request.headers.get("accept", "")
-        if len(accept) > _MAX_ACCEPT_CHARS:
-            accept = ""
-        text, content_type = await scrapes.scrape(accept)
-        return Response(text, headers={"content-type": content_type})
-
-    return scraped
-
-
-class Scrapes:
-    """Encodes metrics in a thread, so that streams aren't delayed; once at a time, since each
-    thread would delay the event loop. All who ask before an encoding begins share it."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self._turn = asyncio.Lock()
-        # encodings that haven't begun, by content type
-        self._next: dict[str, asyncio.Task[bytes]] = {}
-
-    async def scrape(self, accept: str) -> tuple[bytes, str]:
-        """Return the metrics as a client accepts them, and their content type."""
-        encode: Callable[[CollectorRegistry], bytes]
-        encode, content_type = choose_encoder(accept)
-        task = self._next.get(content_type)
-        if task is None:
-            task = asyncio.create_task(self._encoded(encode, content_type))
-            self._next[content_type] = task
-        return await asyncio.shield(task), content_type
-
-    async def _encoded(
-        self, encode: Callable[[CollectorRegistry], bytes], content_type: str
-    ) -> bytes:
-        async with self._turn:
-            del self._next[content_type]
-            return await asyncio.to_thread(encode, self._registry)

@@ -35,8 +35,10 @@ from dovetail_server.protocol.pooling import (
     RerankRequest,
     ScoreRequest,
 )
+from dovetail_server.protocol.response_answer import ResponseAnswer
+from dovetail_server.protocol.response_items import ITEMS
 from dovetail_server.protocol.response_tools import KINDS
-from dovetail_server.protocol.responses import ITEMS, ResponseAnswer, ResponsesRequest
+from dovetail_server.protocol.responses import ResponsesRequest
 from dovetail_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 
 _REASONS = {

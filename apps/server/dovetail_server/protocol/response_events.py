@@ -12,8 +12,7 @@ from dovetail.request.outputs import CompletionOutput
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol.answer_parts import AnswerPart, AnswerParts, PartKind, arguments_of
 from dovetail_server.protocol.openai_common import TokenCounts
-from dovetail_server.protocol.response_tools import Callee, ResponseTools
-from dovetail_server.protocol.responses import (
+from dovetail_server.protocol.response_answer import (
     IncompleteDetails,
     InputTokensDetails,
     OutputCall,
@@ -29,8 +28,9 @@ from dovetail_server.protocol.responses import (
     ReasoningTextPart,
     ResponseAnswer,
     ResponseUsage,
-    Status,
 )
+from dovetail_server.protocol.response_items import Status
+from dovetail_server.protocol.response_tools import Callee, ResponseTools
 
 _encode = msgspec.json.Encoder().encode
 _PREFIXES = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc"}

@@ -9,8 +9,9 @@ from starlette.routing import Route
 
 from dovetail_server.errors import HttpError
 from dovetail_server.exchange import Endpoint, Exchange, new_id
+from dovetail_server.protocol.response_answer import begun_answer
 from dovetail_server.protocol.response_events import ResponseWriter
-from dovetail_server.protocol.responses import ResponsesRequest, begun_answer
+from dovetail_server.protocol.responses import ResponsesRequest
 from dovetail_server.routes.answering import Answer, prepare_chat
 
 
