@@ -6,10 +6,9 @@ Importing the package sets up its logging: see `dovetail.base.logs`.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dovetail.base import logs
+from dovetail.base import lazy_names, logs
 
 if TYPE_CHECKING:
     from dovetail.config.engine import EngineConfig
@@ -80,11 +79,7 @@ __all__ = [
 
 logs.set_up()
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'dovetail' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+__getattr__ = lazy_names("dovetail", _HOMES)
 
 
 def __dir__() -> list[str]:

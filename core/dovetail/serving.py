@@ -1,7 +1,8 @@
-"""What programs on top of the engine are built from: servers, batch jobs, clusters, simulations.
+"""Public façade for programs on top of the engine: servers, batch jobs, clusters, simulations.
 
-Dovetail's own import of the core only these names, `dovetail.api`, `dovetail.request` and the top
-level. Whoever only generates needs `dovetail.AsyncLLMEngine`, and none of these.
+Dovetail's own applications import only these names, `dovetail.api`, `dovetail.request`, the fakes
+of `dovetail.testing`, and the top level. A program that only generates text needs
+`dovetail.AsyncLLMEngine` instead.
 
 A server may run its front ends, which read requests and write text, apart from the engine:
 
@@ -16,8 +17,9 @@ Names are loaded when first used.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dovetail.base import lazy_names
 
 if TYPE_CHECKING:
     from dovetail.base.bounded_json import JsonBounds, WrongJsonError, excess_of, read_json
@@ -232,8 +234,4 @@ __all__ = [
     "unwritten",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'dovetail.serving' has no attribute {name!r}")
-    return getattr(import_module(f"dovetail.{_HOMES[name]}"), name)
+__getattr__ = lazy_names("dovetail.serving", _HOMES, "dovetail")

@@ -93,7 +93,7 @@ class _Server:
         """`begun`: printed once requests are answered."""
         self._settings = settings
         self._loop = asyncio.get_running_loop()
-        self._failures: list[str] = []
+        self._failure: str | None = None  # the first
         self._signals: list[int] = []
         self._thread = HostThread(assembly, self._fail_soon)
         self._front_end = FrontEnd(
@@ -112,17 +112,17 @@ class _Server:
             return 128 + self._signals[-1]
         finally:
             watching.cancel()
-            if not self._failures:
+            if self._failure is None:
                 self._thread.close()
-        if self._failures:
-            raise EngineDeadError(self._failures[0])
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
         if self._front_end.failure is not None:
             raise DovetailError(self._front_end.failure)
         return 0
 
     def _fail(self, reason: str) -> None:
-        if not self._failures:
-            self._failures.append(reason)
+        if self._failure is None:
+            self._failure = reason
             self._front_end.fail(reason)
 
     def _fail_soon(self, reason: str) -> None:

@@ -7,8 +7,9 @@ ComponentSpec, Scheduler, hookimpl`.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dovetail.base import lazy_names
 
 if TYPE_CHECKING:
     from dovetail.api.attention import AttentionBackend
@@ -74,8 +75,4 @@ __all__ = [
     "hookimpl",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'dovetail.api' has no attribute {name!r}")
-    return getattr(import_module(f"dovetail.api.{_HOMES[name]}"), name)
+__getattr__ = lazy_names("dovetail.api", _HOMES, "dovetail.api")

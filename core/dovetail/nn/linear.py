@@ -28,7 +28,7 @@ from dovetail.nn.format import DENSE, WeightFormat
 from dovetail.nn.layer import Layer
 from dovetail.nn.norm import Norm
 from dovetail.nn.parameter import Part, Weight, kv_share, share, whole
-from dovetail.nn.residual import Residual
+from dovetail.nn.residual import Residual, normed_input
 
 
 def linear(
@@ -116,10 +116,7 @@ class MergedColumnParallelLinear(LinearLayer):
         self, adapted: LayerAdapters, x: torch.Tensor | Residual, norm: Norm | None
     ) -> torch.Tensor:
         """Return the outputs with what adapters add."""
-        if isinstance(x, Residual):
-            x = x.summed() if norm is None else x.normed(norm)
-        elif norm is not None:
-            x = norm(x)
+        x = normed_input(x, norm)
         return adapted.added_to(self.format.columns(self.weight, x, self.bias), x)
 
 

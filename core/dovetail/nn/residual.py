@@ -70,6 +70,11 @@ class Residual:
             self._shared = group
         return place
 
+    def read(self, norm: Norm | None) -> torch.Tensor:
+        """Return the stream [tokens, hidden] itself, or in new memory its norm if `norm` is
+        given."""
+        return self.summed() if norm is None else self.normed(norm)
+
     def normed(self, norm: Norm) -> torch.Tensor:
         """Return the norm of the stream [tokens, hidden], in new memory."""
         if not isinstance(norm, RMSNorm):
@@ -107,6 +112,13 @@ class Residual:
         assert group.shares is not None
         normed = group.shares.add(self._x, None if norm is None else (norm.weight, norm.eps))
         return self._x if normed is None else normed
+
+
+def normed_input(x: torch.Tensor | Residual, norm: Norm | None) -> torch.Tensor:
+    """Return x [tokens, n], or a residual stream [tokens, hidden], normed if `norm` is given."""
+    if isinstance(x, Residual):
+        return x.read(norm)
+    return x if norm is None else norm(x)
 
 
 def with_fusable_norm(

@@ -6,8 +6,9 @@ Names are loaded on first use.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dovetail.base import lazy_names
 
 if TYPE_CHECKING:
     from dovetail.testing.checks import Waiver
@@ -77,8 +78,4 @@ __all__ = [
     "run",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'dovetail.testing' has no attribute {name!r}")
-    return getattr(import_module(f"dovetail.testing.{_HOMES[name]}"), name)
+__getattr__ = lazy_names("dovetail.testing", _HOMES, "dovetail.testing")

@@ -19,7 +19,7 @@ from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.norm import Norm
 from dovetail.nn.parameter import Weight
-from dovetail.nn.residual import Residual
+from dovetail.nn.residual import Residual, normed_input
 
 if TYPE_CHECKING:
     from dovetail.nn.kernels.stored_experts import Stored
@@ -70,10 +70,7 @@ class WeightFormat(ABC):
         """Multiply x [tokens, inputs], or a residual stream, normed first if `norm` is given ->
         [tokens, outputs] in x's dtype. `gated`: silu of the first half of the outputs, times the
         second half. `into` [tokens, outputs], not with `gated`: memory for the result."""
-        if isinstance(x, Residual):
-            x = x.summed() if norm is None else x.normed(norm)
-        elif norm is not None:
-            x = norm(x)
+        x = normed_input(x, norm)
         y = F.linear(
             x.float(), self.dequantized(weight), None if bias is None else bias.float()
         ).to(x.dtype)

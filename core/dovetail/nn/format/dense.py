@@ -68,7 +68,7 @@ class Dense(WeightFormat):
                     gated=gated,
                     into=into,
                 )
-        x = stream.summed() if norm is None else stream.normed(norm)
+        x = stream.read(norm)
         if kernel := kernel_for_many(len(x), weight, gated):
             with suppress(KernelUnavailable):
                 return kernel(x, weight, bias, gated=gated, into=into)
@@ -98,7 +98,7 @@ def _plain_columns(
 ) -> torch.Tensor:
     """`Dense.columns` by torch's products."""
     if isinstance(x, Residual):
-        x = x.summed() if norm is None else x.normed(norm)
+        x = x.read(norm)
     else:
         x = x.contiguous()
         x = x if norm is None else norm(x)

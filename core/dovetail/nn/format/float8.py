@@ -276,7 +276,7 @@ class Float8(StoredFormat):
                     gated=gated,
                     into=into,
                 )
-        x = stream.summed() if norm is None else stream.normed(norm)
+        x = stream.read(norm)
         if len(x) < WIDENED_FROM:
             with suppress(KernelUnavailable):
                 return kept(self._stream(weight, x, bias, gated=gated), into)

@@ -201,7 +201,7 @@ class Int4(StoredFormat):
                 return one_row_int4.linear(
                     stream.summed(), self._stored(weight), bias, norm=around, gated=gated, into=into
                 )
-        x = stream.summed() if norm is None else stream.normed(norm)
+        x = stream.read(norm)
         with suppress(KernelUnavailable):
             if len(x) < WIDENED_FROM:
                 return kept(streamed.linear(x, self._stored(weight), bias, gated=gated), into)
