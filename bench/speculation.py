@@ -7,8 +7,8 @@ many tokens a step yields.
     python -m bench.speculation --drafter none eagle3 --max-drafts 4 --acceptance 0.85
 
 Random weights in the model's true shape, bfloat16. With random weights no drafter could be right,
-so the answers are forced: the sampler draws as ever, and then returns the token of a rule that
-`answer_id` states. The oracle knows the rule, the adversary is always wrong. Answers of the work
+so the answers are fixed: the sampler draws as usual, but returns the token that the rule
+`answer_id` determines. The oracle knows the rule, the adversary is always wrong. Answers of the work
 `fixed` can't be found in the prompts; those of `edit` are the prompt, with every 23rd token
 replaced and every 64th left out. `eagle3` is a head of random weights in the true shape of those
 for the model; its drafts are right at a share of all positions (`--acceptance`): with four drafts

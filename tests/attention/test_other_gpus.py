@@ -1,5 +1,5 @@
-"""Tests that every kernel compiles for every supported GPU and fits its shared memory, without a
-GPU, like `bench.compiles`.
+"""Every kernel compiles for every supported GPU and fits its shared memory. Like `bench.compiles`,
+this needs no GPU.
 
 The quick tests compile a variant for the oldest architecture and one for a small GPU, the slow ones
 all: each head size in each dtype.

@@ -61,8 +61,8 @@ def bench_with_graphs(
 
 
 def generate_in_chunks(bench: Bench, chunk: int, outputs: int) -> list[list[int]]:
-    """All prompts together, each in chunks of so many tokens, until each row has `outputs`
-    tokens."""
+    """Compute all prompts in the same steps, in chunks of `chunk` tokens, until each row has
+    `outputs` tokens."""
     added = [bench.new(row, prompt) for row, prompt in enumerate(PROMPTS)]
     tokens: list[list[int]] = [[] for _ in PROMPTS]
     while work := {

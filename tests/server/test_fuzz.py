@@ -1,5 +1,5 @@
-"""Absurd bodies for every endpoint in `/openapi.json`: the server answers each, never with a 5xx,
-and logs one line for each."""
+"""The server answers malformed bodies at every endpoint in `/openapi.json`, never with a 5xx, and
+logs one line per request."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class FrontEnd:
 
 
 class Share:
-    """What a step brought for one front end."""
+    """The results of one step that go to one front end."""
 
     __slots__ = ("extra", "finished", "first", "numbers", "tokens")
 

@@ -84,7 +84,7 @@ class EngineHost:
         # start of the current turn, or end of its last wait (`time.monotonic`); None while waiting
         self.busy_since: float | None = None
         self._core.plan_timing.expects_arrivals = True
-        # How the core waits: only a wall clock lets messages come meanwhile
+        # Passed to `EngineCore.step`: with a wall clock, messages are received during a wait
         self._wait = self._wait_until if type(self._core.clock) is WallClock else None
 
     def run(self) -> None:

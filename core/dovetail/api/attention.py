@@ -250,7 +250,8 @@ class AttentionLayer(ABC):
 
 
 class _Feature(NamedTuple):
-    """What some layers need, and the field of `AttentionCapabilities` that declares it."""
+    """A requirement of some layers: the field of `AttentionCapabilities` that declares support for
+    it, and the message when it is missing."""
 
     capability: str
     is_needed: Callable[[Sequence[LayerSpec]], bool]

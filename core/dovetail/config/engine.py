@@ -370,7 +370,8 @@ class EngineConfig(BaseModel):
     """Record steps in CUDA graphs, where attention and sampler support it."""
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
-    """Seed for the seeds of requests without one, and for everything else that is random."""
+    """Seed of the generator that draws seeds for requests without one, and of all other random
+    numbers."""
 
     pooling: Annotated[Pooling, Field(strict=False)] = Pooling()
     """Overrides of the checkpoint's settings for embeddings and scores."""

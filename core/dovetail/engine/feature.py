@@ -1,4 +1,4 @@
-"""`EngineFeature`: what some requests need beyond tokens, in one place: adapters, pooling.
+"""`EngineFeature`: interface of features that only some requests use, such as adapters and pooling.
 
 `dovetail.engine.features` lists those of an engine. Their calls come from where requests change
 their state (`Books`, `PlannedStep`), from `BatchBuilder`, and from `EngineCore`; none of these
@@ -20,8 +20,8 @@ from dovetail.engine.live_request import LiveRequest
 class EngineFeature:
     """The host's side of a feature. Each method does nothing by default.
 
-    It hears of the requests that ask for it, and of the steps that are planned while such requests
-    are in the engine.
+    It is notified of the requests that ask for it, and of the steps that are planned while the
+    engine has such requests.
     """
 
     # What a request asks of this feature, looked up once, when it arrives; None: nothing. By

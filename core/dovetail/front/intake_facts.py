@@ -11,7 +11,10 @@ from dovetail.front.pooling import PoolingFacts
 
 @dataclass(frozen=True, slots=True)
 class IntakeFacts:
-    """What `Intake` must know of an engine. Plain values, to be sent to another process."""
+    """The properties of an engine that `Intake` validates requests against.
+
+    They are plain values, so that they can be sent to another process.
+    """
 
     limits: Limits
     max_model_len: int  # tokens, prompt and output together

@@ -392,7 +392,8 @@ def _paired(
 
 
 class _Entry(NamedTuple):
-    """What the header of a safetensors file says of a tensor; offsets are those in its data."""
+    """A tensor as the header of a safetensors file describes it. Offsets count from the end of the
+    header."""
 
     name: str
     dtype: Any

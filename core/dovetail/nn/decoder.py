@@ -82,7 +82,7 @@ class Block(nn.Module, Generic[M]):
 
 
 class AnyBlock(Protocol):
-    """What `Decoder` needs of its blocks, which are `torch.nn.Module`s: see `Block`."""
+    """Interface of the blocks of a `Decoder`, which are `torch.nn.Module`s. `Block` implements it."""
 
     mixes: bool
 

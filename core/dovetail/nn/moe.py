@@ -122,7 +122,7 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where a rank's parts of experts lie in tensors of a checkpoint."""
+    """Maps the experts' weights of one rank to parts of a checkpoint's tensors."""
 
     hidden: int
     inner: int  # of an expert

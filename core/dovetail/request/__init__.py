@@ -1,4 +1,4 @@
-"""What users and policies hold: requests, their parameters and their results. Nothing here needs
+"""Requests, their parameters and their results, as users and policies see them. Nothing here needs
 torch."""
 
 from dovetail.request.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput

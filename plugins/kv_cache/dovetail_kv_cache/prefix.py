@@ -517,8 +517,11 @@ class PrefixCache(KVCacheManager):
 
     def _request_checkpoint(self, table: _Table, hashes: list[bytes], full: int) -> None:
         """Request a checkpoint at the first target among the hashes committed now, up to `full`,
-        unless one is pending. To cause no preemption, it takes pages only if one more K and V block
-        of each group then remains available for every request."""
+        unless one is pending.
+
+        It takes pages only if that causes no preemption: every request can still get one more K
+        and V block in each group.
+        """
         pool = self._pool
         group = len(self._paged)
         if table.pending is not None:

@@ -1,4 +1,5 @@
-"""What it compiles, what it refuses, and answers by chance, which follow their schemas."""
+"""Tests of the backend: it compiles some grammars, rejects the others by name, and random answers
+follow their schemas."""
 
 import json
 import random

@@ -6,13 +6,13 @@ symmetric memory with our own kernels, since torch's wait forever for a dead ran
     │ share 0 │ share 1 │ exchange │ flags │    on each rank; each part has its own flags
     └─────────┴─────────┴──────────┴───────┘
 
-Sums that are added to a residual stream use two places for shares in turn, so that a rank need not
-wait until the others have read its share. What a rank writes next goes to the other place. It comes
-back to this one only after the sum between, for which each other rank has said that its share is
-there, which it says after all its kernels before have ended, those that read included. Two sums in
-a row on the same place would break this; so all ranks make the same sums in the same order, and
-between what is recorded at different times lies an exchange, which waits for everybody: the
-embedding's, at the start of each step.
+Sums that are added to a residual stream alternate between two buffers for shares, so that a rank
+doesn't wait until the others have read its share: it writes the next share to the other buffer. It
+returns to the first buffer only after the sum in between. For that sum every other rank has
+signalled that its share is written, after all its earlier kernels have ended, including those that
+read the first buffer. Two successive sums in the same buffer would break this. Therefore all ranks
+compute the same sums in the same order, and an exchange, which synchronizes all ranks, separates
+graphs that were recorded at different times: that of the embedding, at the start of each step.
 
 All other collectives are exchanges: each rank writes its part, and finally waits until all have
 read it.

@@ -4,9 +4,12 @@ from dovetail.api.scheduler import Claims, Scheduler, Step
 
 
 class LCFS(Scheduler):
-    """Those that run go on, the newest first; then the newest of those that wait are admitted. When
-    memory lacks for those that run, the oldest make room. A newcomer takes nobody's memory:
-    measured by its conformance suite, that computes more tokens twice than once."""
+    """Last come, first served.
+
+    Running requests are granted first, newest first; then waiting requests are admitted, newest
+    first. If memory is short, the oldest running requests are preempted, but never to admit a
+    waiting one: in the conformance suite, that recomputed more tokens than it computed.
+    """
 
     claims = Claims(starves=True)
 

@@ -154,8 +154,8 @@ class Block(Layer):
         return x + self.mlp_norm(self.mlp(x))
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
-        """Where the checkpoint's tensors go whose names begin with `prefix`. Several go into one
-        fused parameter, as its parts."""
+        """Yield the rules for tensors whose names begin with `prefix`. Several tensors are parts of
+        one fused parameter."""
         attention = self.attention
         mlp = self.mlp
         layers: dict[str, tuple[Layer, str | None]] = {
@@ -202,8 +202,8 @@ class Olmo2Model(nn.Module):
         return self.head(hidden)
 
     def weights(self) -> Iterator[WeightRule]:
-        """Where the tensors of a Hugging Face checkpoint go. A tied head is the embedding's
-        parameter, under either name or both."""
+        """Yield the rules for the tensors of a Hugging Face checkpoint. A tied head shares the
+        embedding's parameter, under either name or both."""
         yield WeightRule("model.embed_tokens.weight", self.embedding.weight)
         yield WeightRule("lm_head.weight", self.head.weight, optional=self.head.weight is self.embedding.weight)
         yield WeightRule("model.norm.weight", self.norm.weight)
