@@ -148,7 +148,7 @@ def an_engine_has_run(nothing_is_kept_for_the_next_run: None) -> None:
     from dovetail import LLM, SamplingParams, Structured
 
     assert transformers.BertModel  # the first name of a model reads those of all
-    with LLM("demo", max_model_len=64) as llm:
+    with LLM("demo", max_model_len=64, kv_cache_memory="64MiB") as llm:
         llm.generate(
             "R", SamplingParams(max_tokens=2, structured=Structured(regex="[a-z]+")), use_tqdm=False
         )
