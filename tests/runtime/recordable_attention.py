@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dovetail.api.attention import AttentionBatch, AttentionLayer, LayerSpec
+from dovetail.api.graphs import GraphSupport
 from dovetail_attention.sdpa import TorchAttention, TorchLayer
 from dovetail_attention.units import Units
 
@@ -69,7 +70,7 @@ class SharingAttention(RecordableAttention):
 class MixedAttention(SharingAttention):
     """Says that its part of any step can be recorded."""
 
-    capabilities = replace(SharingAttention.capabilities, cuda_graph="mixed")
+    capabilities = replace(SharingAttention.capabilities, cuda_graph=GraphSupport.ALL)
 
 
 class RecordableLayer(TorchLayer):

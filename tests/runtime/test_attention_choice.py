@@ -21,13 +21,15 @@ class WholeBlocks(TorchAttention):
         dtypes=("bfloat16",),
         block_sizes=(64,),
         head_sizes=(128,),
-        window=False,
         groups=True,
+        causal=True,
     )
 
 
 class BigBlocks(TorchAttention):
-    capabilities = AttentionCapabilities(block_size_multiple=32, groups=True)
+    capabilities = AttentionCapabilities(
+        block_size_multiple=32, groups=True, window=True, causal=True
+    )
 
 
 def target(backend: type[TorchAttention]) -> ComponentRef:
@@ -95,7 +97,7 @@ def test_a_backend_that_cannot_be_imported_is_a_reason_too() -> None:
 
 def test_layers_with_different_windows_pass_over_a_backend_of_one_group() -> None:
     class OneGroup(BigBlocks):
-        capabilities = AttentionCapabilities()
+        capabilities = AttentionCapabilities(window=True, causal=True)
 
     assert OneGroup.reasons_against(AttentionContext("cpu", "float32", 16), SPECS) == [
         "layers with different windows (several cache groups) aren't supported"

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from dovetail.api.executor import Capacity
+from dovetail.api.graphs import GraphSupport
 from dovetail.api.state import StateSpec, StateTensor
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.nn.parallel import SINGLE, SingleGroup
@@ -84,7 +85,9 @@ def start_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def choose(candidates: Any, specs: Any, device: str, *rest: Any) -> ChosenAttention:
         chosen = choose_attention(candidates, specs, "cpu", *rest)
-        chosen.backend.capabilities = replace(chosen.backend.capabilities, cuda_graph="decode")
+        chosen.backend.capabilities = replace(
+            chosen.backend.capabilities, cuda_graph=GraphSupport.DECODE
+        )
         return chosen
 
     def allocate(pool: KVPool, count: int) -> None:

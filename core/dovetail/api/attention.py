@@ -17,10 +17,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import BaseModel
 
+from dovetail.api.graphs import GraphSupport
+from dovetail.base.members import require_member
 from dovetail.errors import DovetailError
 
 if TYPE_CHECKING:
@@ -34,8 +36,8 @@ class AttentionCapabilities:
     `reasons_against`, whatever isn't declared.
 
     `cuda_graph`: the kernels that `attend` launches may be captured in a CUDA graph and replayed
-    after a later `plan`. "decode": a graph captured for a step with one query a row is replayed for
-    any such step with the same padded number of rows. "mixed": additionally, a graph captured with
+    after a later `plan`. `DECODE`: a graph captured for a step with one query a row is replayed for
+    any such step with the same padded number of rows. `ALL`: additionally, a graph captured with
     `AttentionBatch.mixed_graph` is replayed for any step with the same padded number of tokens.
     Steps with and without a shared prefix have separate graphs.
     """
@@ -45,8 +47,8 @@ class AttentionCapabilities:
     head_sizes: tuple[int, ...] | None = None
     block_sizes: tuple[int, ...] | None = None  # None: see block_size_multiple
     block_size_multiple: int = 1
-    window: bool = True  # sliding window
-    cuda_graph: Literal["none", "decode", "mixed"] = "none"
+    window: bool = False  # `LayerSpec.window`
+    cuda_graph: GraphSupport = GraphSupport.NONE
     shared_prefix: bool = False
     # supported for the cache besides the dtype of q, k and v: "float8_e4m3fn"
     cache_dtypes: tuple[str, ...] = ()
@@ -55,8 +57,11 @@ class AttentionCapabilities:
     v_in_k: bool = False  # `LayerSpec.v_in_k`; `head_sizes` doesn't apply to such layers
     # several cache groups, blocks of several pages, and block sizes that differ between groups
     groups: bool = False
-    causal: bool = True  # layers whose tokens attend to those before them
-    bidirectional: bool = False  # layers with `LayerSpec.causal` False
+    causal: bool = False  # layers with `LayerSpec.causal`, as all generators have
+    bidirectional: bool = False  # layers without it
+
+    def __post_init__(self) -> None:
+        require_member(self, "cuda_graph", GraphSupport)
 
     def supports_block_size(self, block_size: int) -> bool:
         if self.block_sizes is not None and block_size not in self.block_sizes:
@@ -170,7 +175,7 @@ class AttentionBatch:
     # window
     shared_prefix_blocks: int = 0
     # `attend` is captured or replayed for any distribution of rows over the padded tokens; only
-    # with cuda_graph="mixed"
+    # with `GraphSupport.ALL`
     mixed_graph: bool = False
 
 

@@ -35,6 +35,7 @@ from dovetail.api.attention import (
     LayerCache,
     LayerSpec,
 )
+from dovetail.api.graphs import GraphSupport
 from dovetail.errors import DovetailError
 from dovetail_attention.flash_library import PAGE, Paged, Ragged, find_library, reason_against
 from dovetail_attention.memory import cache_of, pages_of, tensor_bytes
@@ -48,8 +49,10 @@ class FlashAttention(AttentionBackend):
         dtypes=("float16", "bfloat16"),
         head_sizes=tuple(range(8, 257, 8)),
         block_size_multiple=PAGE,
-        cuda_graph="decode",
+        cuda_graph=GraphSupport.DECODE,
         groups=True,
+        window=True,
+        causal=True,
     )
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:

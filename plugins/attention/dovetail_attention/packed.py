@@ -45,7 +45,7 @@ class Part:
 class PackedAttention(AttentionBackend):
     """Creates layers, and plans steps for all of them."""
 
-    capabilities = AttentionCapabilities(groups=True, causal=False, bidirectional=True)
+    capabilities = AttentionCapabilities(groups=True, window=True, bidirectional=True)
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
         super().__init__(options, context)

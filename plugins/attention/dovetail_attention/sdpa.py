@@ -38,7 +38,13 @@ class TorchAttention(AttentionBackend):
     """Creates layers, and plans steps for all of them."""
 
     capabilities = AttentionCapabilities(
-        cache_dtypes=CACHE_DTYPES, sinks=True, softcap=True, v_in_k=True, groups=True
+        cache_dtypes=CACHE_DTYPES,
+        sinks=True,
+        softcap=True,
+        v_in_k=True,
+        groups=True,
+        window=True,
+        causal=True,
     )
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:

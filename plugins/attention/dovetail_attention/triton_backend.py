@@ -34,6 +34,7 @@ from dovetail.api.attention import (
     LayerCache,
     LayerSpec,
 )
+from dovetail.api.graphs import GraphSupport
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.available import runs_kernels, works
 from dovetail.nn.kernels.dependent_launch import pdl_options
@@ -97,13 +98,15 @@ class TritonAttention(AttentionBackend):
     capabilities = AttentionCapabilities(
         devices=("cuda",),
         head_sizes=(*range(8, 257, 8), 512),
-        cuda_graph="mixed",
+        cuda_graph=GraphSupport.ALL,
         shared_prefix=True,
         cache_dtypes=CACHE_DTYPES,
         sinks=True,
         softcap=True,
         v_in_k=True,
         groups=True,
+        window=True,
+        causal=True,
     )
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:

@@ -19,11 +19,14 @@ from dovetail.api.attention import (
     LayerCache,
     LayerSpec,
 )
+from dovetail.api.graphs import GraphSupport
 from dovetail.testing.checks import Untried
 from dovetail_attention.packed import PackedAttention, Part
 from dovetail_attention.scaled import ONE
 from dovetail_attention.sdpa import TorchAttention, TorchLayer
 from tests.conformance.mutants import mutant
+
+PLAIN = AttentionCapabilities(window=True, causal=True)
 
 
 class PlainLayer(TorchLayer):
@@ -84,7 +87,7 @@ class PlainLayer(TorchLayer):
 
 
 class PlainAttention(TorchAttention):
-    capabilities = AttentionCapabilities(groups=True)
+    capabilities = replace(PLAIN, groups=True)
     layer: type[PlainLayer] = PlainLayer
     batch: AttentionBatch
 
@@ -463,7 +466,7 @@ class RoomForSomePadding(_MovesPadding):
 
 @mutant(caught_by="attention.refusals")
 class LooksAtTheFirstLayer(TorchAttention):
-    capabilities = AttentionCapabilities(head_sizes=(8, 64))
+    capabilities = replace(PLAIN, head_sizes=(8, 64))
 
     @classmethod
     def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
@@ -658,7 +661,7 @@ class RefusesNothing(TorchAttention):
 
 @mutant(caught_by="attention.refusals")
 class RefusesWithoutTheValue(TorchAttention):
-    capabilities = AttentionCapabilities(head_sizes=(8, 64))
+    capabilities = replace(PLAIN, head_sizes=(8, 64))
 
     @classmethod
     def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
@@ -667,7 +670,7 @@ class RefusesWithoutTheValue(TorchAttention):
 
 @mutant(caught_by="attention.shared_prefix")
 class LeavesOutTheSharedPrefixForDecodes(PlainAttention):
-    capabilities = AttentionCapabilities(shared_prefix=True)
+    capabilities = replace(PLAIN, shared_prefix=True)
 
     class layer(PlainLayer):  # noqa: N801
         def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -694,7 +697,7 @@ class OpensACopyOfTheCache(PlainAttention):
 class HasTooFewProgramsForAMixedGraph(PlainAttention):
     """What is launched does for prefills of some length, not for as many rows as there may be."""
 
-    capabilities = AttentionCapabilities(cuda_graph="mixed")
+    capabilities = replace(PLAIN, cuda_graph=GraphSupport.ALL)
 
     class layer(PlainLayer):  # noqa: N801
         def rows(self) -> Iterator[tuple[int, slice, int]]:
@@ -773,7 +776,7 @@ class ReplaysThePlanOfItsCapture(TorchAttention):
     """What differs between steps isn't in buffers of fixed address, so that a graph holds the step
     that was captured."""
 
-    capabilities = AttentionCapabilities(cuda_graph="decode")
+    capabilities = replace(PLAIN, cuda_graph=GraphSupport.DECODE)
 
 
 # ---- right in the common case, wrong at an edge
@@ -1004,7 +1007,7 @@ class MovesTheCacheWithEachPlan(_Open):
 class _KeepsSharedPrefixes(PlainAttention):
     """Gathers a shared prefix once, and again where `look` gives something else."""
 
-    capabilities = AttentionCapabilities(shared_prefix=True)
+    capabilities = replace(PLAIN, shared_prefix=True)
 
     def inspect(self, blocks: torch.Tensor) -> object:
         raise NotImplementedError
@@ -1055,7 +1058,7 @@ class TakesThePrefixOfTheSameBlocksForTheSame(_KeepsSharedPrefixes):
 class _WithSinks(PlainAttention):
     """Right, and the base of those that aren't."""
 
-    capabilities = AttentionCapabilities(sinks=True)
+    capabilities = replace(PLAIN, sinks=True)
 
     class layer(PlainLayer):  # noqa: N801
         def mix(self, scores: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -1122,7 +1125,7 @@ class CopiesTheSinks(_WithSinks):
 class _Capped(PlainAttention):
     """Right, and the base of those that aren't."""
 
-    capabilities = AttentionCapabilities(softcap=True)
+    capabilities = replace(PLAIN, softcap=True)
 
     class layer(PlainLayer):  # noqa: N801
         def scored(self, products: torch.Tensor) -> torch.Tensor:
@@ -1179,7 +1182,7 @@ class RoundsCappedScores(_Capped):
 
 @mutant(caught_by="attention.softcap")
 class CapsTheSink(_WithSinks):
-    capabilities = AttentionCapabilities(sinks=True, softcap=True)
+    capabilities = replace(PLAIN, sinks=True, softcap=True)
 
     class layer(_WithSinks.layer):  # noqa: N801
         def scored(self, products: torch.Tensor) -> torch.Tensor:
@@ -1194,7 +1197,7 @@ class CapsTheSink(_WithSinks):
 class _Latent(PlainAttention):
     """Right, and the base of those that aren't."""
 
-    capabilities = AttentionCapabilities(v_in_k=True, cache_dtypes=("float8_e4m3fn",))
+    capabilities = replace(PLAIN, v_in_k=True, cache_dtypes=("float8_e4m3fn",))
 
     class layer(PlainLayer):  # noqa: N801
         def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -1253,7 +1256,7 @@ class CountsVOfLatentsToo(_Latent):
 class _Elsewhere(PlainAttention):
     """Keeps some of K or V in memory of its own."""
 
-    capabilities = AttentionCapabilities(v_in_k=True)
+    capabilities = replace(PLAIN, v_in_k=True)
 
     class layer(PlainLayer):  # noqa: N801
         def bind(self, cache: LayerCache) -> None:

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 
 from dovetail.api.attention import AttentionContext, LayerSpec
+from dovetail.api.graphs import GraphSupport
 from dovetail.testing.checks import Untried, check, require
 from dovetail.testing.suites.attention_bench import Bench, Case, cases
 from dovetail.testing.suites.attention_groups import AttentionGroups
@@ -234,6 +235,10 @@ class AttentionSuite(AttentionGroups):
         """`reasons_against` must have a sentence for each unsupported feature, naming the value.
         The default derives them from `capabilities`; an override may add reasons, but not remove
         any."""
+        require(
+            self.claims.causal or self.claims.bidirectional,
+            "neither causal nor bidirectional is declared: such a backend serves no layer",
+        )
         for value, context, layer in self.undeclared():
             fine = replace(self.layer(self.head_sizes()[0]), kv_heads=layer.kv_heads)
             reasons = self.component_class.reasons_against(context, [fine, layer])
@@ -362,7 +367,7 @@ class AttentionSuite(AttentionGroups):
         bench.compute()
         bench.plan((0, 1, 2, 16), (1, 2, 3, 17))
         self.capture_and_replay(bench, "replayed for another step: ")
-        if self.claims.cuda_graph == "mixed":
+        if self.claims.cuda_graph is GraphSupport.ALL:
             bench = self.bench(
                 self.case(
                     (300, 5, 0, 90),

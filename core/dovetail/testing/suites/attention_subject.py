@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from dovetail.api.attention import AttentionCapabilities
+from dovetail.api.graphs import GraphSupport
 from dovetail.testing.checks import CheckFailed
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.attention_bench import Bench, Case
@@ -51,15 +52,12 @@ class AttentionSubject(Suite):
         )
 
     def declares(self, capability: str) -> bool:
-        """`cuda_graph` is declared by any value except "none", `mixed_graph` by that value,
-        `cache_dtypes` by a non-empty tuple, `fused_write` by exposing a cache. What is about the
+        """`mixed_graph` is declared by `GraphSupport.ALL`, `cache_dtypes` by a non-empty tuple, `fused_write` by exposing a cache. What is about the
         cache applies to backends with `causal`, since others may have none."""
         if capability in ("groups", "shared_prefix") and not self.claims.causal:
             return False
-        if capability == "cuda_graph":
-            return self.claims.cuda_graph != "none"
         if capability == "mixed_graph":
-            return self.claims.cuda_graph == "mixed"
+            return self.claims.cuda_graph is GraphSupport.ALL
         if capability == "cache_dtypes":
             return bool(self.claims.cache_dtypes) and self.claims.causal
         if capability == "fused_write":

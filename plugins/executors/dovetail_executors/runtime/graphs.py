@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch
+from dovetail.api.graphs import GraphSupport
 from dovetail.api.sampler import Capture
 from dovetail.api.token_sizes import (
     half_of,
@@ -260,7 +261,7 @@ def mixed_builders(parts: StepParts, splitter: LayerSplitter, most_tokens: int) 
     """Return the builders for steps of up to `most_tokens` tokens. Only graphs that include
     attention support shared prefixes."""
     sizes = padded_sizes(most_tokens)
-    if parts.backend.capabilities.cuda_graph != "mixed":
+    if parts.backend.capabilities.cuda_graph is not GraphSupport.ALL:
         return [MixedSteps(MIXED, sizes, parts, splitter)]
     builders: list[Builder] = [MixedSteps(MIXED, sizes, parts, None)]
     if parts.backend.capabilities.shared_prefix:
@@ -469,7 +470,7 @@ class Graphs:
         `axes`: of its features, and "shared". None if the step is too large, or needs `all_states`
         but only wanted ones are computed.
         """
-        if self._parts.backend.capabilities.cuda_graph != "mixed":
+        if self._parts.backend.capabilities.cuda_graph is not GraphSupport.ALL:
             axes -= SHARED
         graph = self.find(GraphKey("mixed", axes=axes), num_tokens)
         return None if graph is None or (all_states and not graph.inputs.all_states) else graph

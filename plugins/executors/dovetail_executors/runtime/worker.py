@@ -396,7 +396,7 @@ class Worker:
             return False
         # torch's operations on states with drafts ask the device how many there are.
         asks = config.max_drafts and pool.states is not None and not runs_kernels(device)
-        return not asks and backend.capabilities.cuda_graph != "none"
+        return not asks and bool(backend.capabilities.cuda_graph)
 
     def _make_graphs(self, loaded: Loaded, splitter: LayerSplitter) -> Graphs:
         """Return the graphs to record, with compiled kernels."""

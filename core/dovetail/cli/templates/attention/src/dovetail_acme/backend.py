@@ -17,7 +17,7 @@ from pydantic import BaseModel
 class AcmeAttention(AttentionBackend):
     """The backend: it makes the layers, and keeps the inputs of a step for them."""
 
-    capabilities = AttentionCapabilities(groups=True)
+    capabilities = AttentionCapabilities(groups=True, window=True, causal=True)
     batch: AttentionBatch  # of this step
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
