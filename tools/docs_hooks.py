@@ -1,10 +1,15 @@
-"""Fills in generated parts of the documentation site: `mkdocs.yml` lists this file as a hook, and
-`tests/docs/` calls it too.
+"""Writes generated parts into the pages of the documentation: `python -m tools.docs_hooks`.
 
-A page includes a part with a comment on a separate line, `<!-- generated: NAME -->`; `PIECES` lists
-the names. `<!-- generated: keys of FILE -->` is the table of a model's file.
+A page includes a part with a comment on a separate line, `<!-- generated: NAME -->`. The command
+writes the part below it, and `<!-- end of generated -->` after it, so that the pages can be read
+without building the site. `tests/docs/test_generated.py` fails if a page isn't current.
+
+`PIECES` lists the names. `<!-- generated: keys of FILE -->` is the table of a model's file.
 `<!-- generated: code FILE NAME -->` includes a definition from a Python file of the repository, or
-the whole file without NAME.
+the whole file without NAME. `<!-- generated: signatures MODULE -->` lists a module's signatures.
+
+`mkdocs.yml` lists this file as a hook, which adapts two kinds of parts to the site: drawings are
+inlined, and signatures are left out, since the site has them with their docstrings.
 """
 
 from __future__ import annotations
@@ -39,10 +44,23 @@ from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
 
-MARKER = re.compile(r"^<!-- generated: (?P<name>[^>]+?) -->$", re.MULTILINE)
+END = "<!-- end of generated -->"
+PART = re.compile(
+    r"^<!-- generated: (?P<name>[^>\n]+?) -->$"
+    rf"(?:\n(?P<body>(?:(?!<!-- generated: ).*\n)*?){END}$)?",
+    re.MULTILINE,
+)
 HELP_WIDTH = "100"
 ROOT = Path(__file__).parents[1]
-ASSETS = ROOT / "docs/assets"
+DOCS = ROOT / "docs"
+ASSETS = DOCS / "assets"
+SIGNATURES = ROOT / "tests/api/signatures.txt"
+DRAWINGS = {  # name -> what it shows
+    "loop": "The parts of the core, the plugins around it, and the applications on top",
+    "house": "The packages, and which one imports which",
+    "request": "The way of a request through the loop",
+    "processes": "The processes of a server, and what they exchange",
+}
 
 KIND_TITLES: dict[Kind, str] = {
     "scheduler": "Schedulers",
@@ -61,21 +79,48 @@ KIND_TITLES: dict[Kind, str] = {
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in a page; called by mkdocs with each page's text."""
-    return fill_in(markdown)
+    """Return a page's text as the site shows it; called by mkdocs."""
+
+    def shown(part: re.Match[str]) -> str:
+        kind, *words = part["name"].split()
+        if kind == "signatures":
+            return ""
+        return inlined(words[-1]) if kind == "drawing" else part[0]
+
+    return PART.sub(shown, markdown)
 
 
 def fill_in(markdown: str) -> str:
-    """Return the text with each marker replaced by its part. Raises `KeyError` for an unknown
-    name."""
+    """Return a page's text with all generated parts as they are now. Raises `KeyError` for an
+    unknown name."""
+    return PART.sub(
+        lambda part: f"<!-- generated: {part['name']} -->\n\n{piece(part['name'])}\n\n{END}",
+        markdown,
+    )
 
-    def piece(marker: re.Match[str]) -> str:
-        kind, *words = marker["name"].split()
-        if kind == "code":
-            return code(*words)
-        return file_keys(" ".join(words[1:])) if kind == "keys" else PIECES[marker["name"]]()
 
-    return MARKER.sub(piece, markdown)
+def piece(name: str) -> str:
+    """Return a generated part. Raises `KeyError` for an unknown name."""
+    kind, *words = name.split()
+    if kind == "code":
+        return code(*words)
+    if kind == "signatures":
+        return signatures(*words)
+    return file_keys(" ".join(words[1:])) if kind == "keys" else PIECES[name]()
+
+
+def pages() -> list[Path]:
+    """Return the files with generated parts that the command writes."""
+    return sorted(path for path in DOCS.rglob("*.md") if PART.search(path.read_text("utf-8")))
+
+
+def main() -> None:
+    """Write the generated parts into all pages, and print the pages that change."""
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        if (filled := fill_in(text)) != text:
+            path.write_text(filled, encoding="utf-8")
+            print(path.relative_to(ROOT))
 
 
 def code(path: str, name: str | None = None) -> str:
@@ -83,7 +128,8 @@ def code(path: str, name: str | None = None) -> str:
     there is none."""
     text = (ROOT / path).read_text(encoding="utf-8")
     shown = text if name is None else definitions(text)[name]
-    return f'```python title="{path.rpartition("/")[2]}"\n{shown.strip()}\n```'
+    block = f'```python title="{path.rpartition("/")[2]}"\n{shown.strip()}\n```'
+    return f"<!-- fmt: off -->\n\n{block}\n\n<!-- fmt: on -->"  # formatted as the file is
 
 
 def definitions(text: str) -> dict[str, str]:
@@ -100,6 +146,11 @@ def definitions(text: str) -> dict[str, str]:
 
 
 def drawing(name: str) -> str:
+    """Return an image, for a page at the top of `docs`."""
+    return f"![{DRAWINGS[name]}](assets/{name}.svg)"
+
+
+def inlined(name: str) -> str:
     """Return a drawing inlined into the page, so that it uses the page's colors; the file has its
     own, light and dark."""
     svg = (ASSETS / f"{name}.svg").read_text(encoding="utf-8").strip()
@@ -338,7 +389,7 @@ def check_table(group: str) -> str:
     for check in checks_of(suite).values():
         if check.id.startswith(f"{group}."):
             rows.append(
-                f"| `{check.id}`{{ #{check.id} }} | {check.level} | {check.since} | "
+                f"| `{check.id}`{_anchor(check.id)} | {check.level} | {check.since} | "
                 f"{check.help.replace('|', chr(92) + '|')} |"
             )
     return "\n".join(rows)
@@ -386,6 +437,14 @@ def _choice_type(key: str) -> str:
     return f"list; each item is {one}" if key == "observers" else one
 
 
+def signatures(module: str) -> str:
+    """Return the public signatures of a module of `dovetail.api`. Raises `KeyError` if the
+    committed list of signatures has none."""
+    sections = SIGNATURES.read_text(encoding="utf-8").split("## ")
+    named = dict(section.split("\n", 1) for section in sections if section)
+    return f"```text\n{named[module].strip()}\n```"
+
+
 def _table(
     model: type[BaseModel],
     properties: Mapping[str, Any],
@@ -412,10 +471,15 @@ def _table(
         )
         meaning = " ".join(field.description.split()).replace("|", "\\|")
         rows.append(
-            f"| `{prefix}{name}`{{ #{anchor}{prefix}{name} }} | "
+            f"| `{prefix}{name}`{_anchor(f'{anchor}{prefix}{name}')} | "
             f"{types.get(name) or _type(properties[name])} | {default} | {meaning} |"
         )
     return "\n".join(rows)
+
+
+def _anchor(name: str) -> str:
+    """Return the target of links to a row, which GitHub doesn't show."""
+    return f'<a id="{name}"></a>'
 
 
 def _type(schema: Mapping[str, Any]) -> str:
@@ -534,10 +598,7 @@ def _leaves(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
 
 
 PIECES: dict[str, Callable[[], str]] = {
-    **{
-        f"drawing of the {name}": partial(drawing, name)
-        for name in ("loop", "house", "request", "processes")
-    },
+    **{f"drawing of the {name}": partial(drawing, name) for name in DRAWINGS},
     "config keys": config_keys,
     "plugins keys": plugins_keys,
     "limits keys": limits_keys,
@@ -559,3 +620,7 @@ PIECES: dict[str, Callable[[], str]] = {
     "help": help_text,
     **{f"help {' '.join(command)}": partial(help_text, *command) for command in commands()},
 }
+
+
+if __name__ == "__main__":
+    main()

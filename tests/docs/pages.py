@@ -10,6 +10,7 @@ What a block's info string means, here and for writers:
     ```text title="Output"        what the block above printed, "..." for any text
     ```any language               `--8<-- "path"` alone: the page shows that file, which must exist
     ```bash                       commands of docker, which don't run; the files that they name must exist
+    <!-- generated: name -->      up to its end: a copy of something that has tests of its own; its blocks are left out here
     <!-- not run: why -->         on the line above a block: it doesn't run, and `test_code_blocks.NOT_RUN` must list it
 Python and curl that name `SHOWN_URL` talk to a server of the demo model. Of `dovetail serve`, `chat` and `ranks`, which don't end, the flags are
 checked.
@@ -29,6 +30,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SHOWN_URL = "http://127.0.0.1:8000"
 
+_GENERATED = re.compile(
+    r"^<!-- generated: [^\n]+ -->$.*?^<!-- end of generated -->$", re.MULTILINE | re.DOTALL
+)
 _INCLUDED = re.compile(r'--8<-- "([^"]+)"\n')
 _NOT_RUN = re.compile(r"<!-- not run: .+ -->")
 
@@ -77,6 +81,8 @@ def pages() -> list[str]:
 @cache
 def blocks_of(page: str) -> tuple[Block, ...]:
     text = (ROOT / page).read_text(encoding="utf-8")
+    # lines keep their numbers
+    text = _GENERATED.sub(lambda part: "\n" * part[0].count("\n"), text)
     lines = text.splitlines()
     return tuple(
         _block(page, lines, token) for token in MarkdownIt().parse(text) if token.type == "fence"

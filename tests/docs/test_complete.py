@@ -317,7 +317,7 @@ def test_an_unknown_piece_is_an_error() -> None:
 
 def row_of(page: str, name: str, anchor: str | None = None) -> list[str]:
     """The cells of a table's row."""
-    start = f"| `{name}`{{ #{anchor or name} }} |"
+    start = f'| `{name}`<a id="{anchor or name}"></a> |'
     rows = [line for line in page.splitlines() if line.startswith(start)]
     assert len(rows) == 1, f"{name} has {len(rows)} rows"
     cells = re.split(r"(?<!\\)\|", rows[0])[1:-1]
