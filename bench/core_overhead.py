@@ -48,14 +48,14 @@ MAX_LEN = 32_768
 class NullExecutor(Executor):
     """No-op executor: every row yields a token at once."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_pages: int) -> None:
         super().__init__(NoOptions(), ExecutorContext(config=None, clock=WallClock()))  # type: ignore[arg-type]
-        self.num_blocks = num_blocks
+        self.num_pages = num_pages
         self.batches: deque[Batch] = deque()
 
     def start(self) -> Capacity:
         layout = KVLayout((CacheGroup((0,), BLOCK_SIZE),), 1, "none")
-        return Capacity(self.num_blocks, 2, layout, 1024, MAX_LEN)
+        return Capacity(self.num_pages, 2, layout, 1024, MAX_LEN)
 
     def submit(self, batch: Batch) -> None:
         self.batches.append(batch)
@@ -74,14 +74,14 @@ def make_engine(num_seqs: int, context: int, hash: str = "xxh3") -> LLMEngine:
     """Return an engine assembled like in `LLMEngine.from_config`, except for the executor."""
     registry = Registry.discover()
     config = EngineConfig.load({"model": "demo", "max_num_seqs": num_seqs})
-    num_blocks = num_seqs * (context + 1024) // BLOCK_SIZE + MAX_LEN // BLOCK_SIZE
-    executor = NullExecutor(num_blocks)
+    num_pages = num_seqs * (context + 1024) // BLOCK_SIZE + MAX_LEN // BLOCK_SIZE
+    executor = NullExecutor(num_pages)
     capacity = executor.start()
     kv = registry.resolve("kv_cache", "prefix", {"hash": hash}).make(
-        KVContext(capacity.layout, num_blocks)
+        KVContext(capacity.layout, num_pages)
     )
     scheduler = registry.resolve("scheduler", "fcfs").make(
-        SchedulerContext(65_536, num_seqs, num_blocks, BLOCK_SIZE, 0)
+        SchedulerContext(65_536, num_seqs, num_pages, BLOCK_SIZE, 0)
     )
     core = EngineCore(
         scheduler,

@@ -90,7 +90,7 @@ def _welcome() -> Welcome:
     intake = IntakeFacts(
         Limits(), 4096, 1024, GenerationDefaults(), "none", "none", has_logprobs=False
     )
-    info = EngineInfo("demo", intake, block_size=16, num_blocks=65_536)
+    info = EngineInfo("demo", intake, block_size=16, num_pages=65_536)
     return Welcome(
         info, str(Path(dovetail_models.__file__).parent / "demo"), seed=0, wall_clock=True
     )

@@ -236,7 +236,7 @@ def serving_toy(
 
 def soak(args: argparse.Namespace) -> dict[str, Any]:
     """Run it, and return the results. `wrong` is empty on success."""
-    executor = {"name": "toy", "step_s": 1e-3 * args.step_ms, "num_blocks": args.streams * 16}
+    executor = {"name": "toy", "step_s": 1e-3 * args.step_ms, "num_pages": args.streams * 16}
     with serving_toy(
         {"executor": executor, "max_num_seqs": args.streams}, shlex.split(args.serve)
     ) as server:

@@ -61,7 +61,7 @@ class ToyOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     step_s: float = Field(0.0, ge=0, le=3600, description="Seconds that a step takes.")
-    num_blocks: int = Field(65_536, ge=1, description="Blocks in the KV pool.")
+    num_pages: int = Field(65_536, ge=1, description="Pages in the KV pool.")
     vocab_size: int = Field(1024, ge=LETTERS + 1, description="Token ids of prompts are below it.")
     max_model_len: int = Field(
         1024, ge=2, description="Tokens of the longest sequence, unless the config says how many."
@@ -92,7 +92,7 @@ class ToyExecutor(Executor):
         options = self.options
         config = self.context.config
         return Capacity(
-            num_pages=options.num_blocks,
+            num_pages=options.num_pages,
             max_in_flight=options.max_in_flight,
             layout=KVLayout((CacheGroup((0,), config.block_size or 16),), 1, "none"),
             vocab_size=options.vocab_size,

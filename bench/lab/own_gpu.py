@@ -288,7 +288,7 @@ def compare(out: Path, profile: Path, cases: list[str], seconds: float) -> bool:
 def simulate(
     case: Case, real: RunResult, profile: Path, name: str, seconds: float, seed: int
 ) -> RunResult:
-    blocks = {"num_blocks": real.settings["num_blocks"]}
+    blocks = {"num_pages": real.settings["num_pages"]}
     config = {
         **engine("demo", case.scheduler, case.pace),
         "executor": {"name": "simulated", "step_time": str(profile), **blocks},

@@ -38,7 +38,7 @@ def engine(blocks: int, step_time: object) -> dict[str, object]:
         "max_num_seqs": 256,
         "max_num_batched_tokens": 8192,
         "max_model_len": 131_072,
-        "executor": {"name": "simulated", "num_blocks": blocks, "step_time": step_time},
+        "executor": {"name": "simulated", "num_pages": blocks, "step_time": step_time},
     }
 
 

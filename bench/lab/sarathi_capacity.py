@@ -46,7 +46,7 @@ def engine(scheduler: dict[str, Any]) -> dict[str, Any]:
         "kv_cache": {"name": "prefix", "reuse": False},
         "executor": {
             "name": "simulated",
-            "num_blocks": 26_000,
+            "num_pages": 26_000,
             "core_s": 0.002,
             "step_time": STEP_TIME,
         },

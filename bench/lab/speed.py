@@ -24,7 +24,7 @@ from bench.lab.checks import arguments
 
 ENGINE = {
     "scheduler": "fcfs",
-    "executor": {"name": "simulated", "step_time": "rtxpro6000-llama-3.1-8b", "num_blocks": 30_000},
+    "executor": {"name": "simulated", "step_time": "rtxpro6000-llama-3.1-8b", "num_pages": 30_000},
     "max_num_seqs": 256,
     "max_num_batched_tokens": 2048,
     "max_model_len": 32_768,

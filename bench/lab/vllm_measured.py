@@ -97,7 +97,7 @@ def engine(run: VLLMRun, step_time: dict[str, Any]) -> dict[str, Any]:
         "executor": {
             "name": "simulated",
             "plans_late": False,
-            "num_blocks": run.num_blocks,
+            "num_pages": run.num_blocks,
             "step_time": step_time,
         },
         "overlap": True,

@@ -88,7 +88,7 @@ def simulate(measured: ServedRun, profile: StepTimeProfile, seed: int) -> Figure
         "kv_cache": {"name": "prefix", "reuse": False},
         "executor": {
             "name": "simulated",
-            "num_blocks": POOL_TOKENS,
+            "num_pages": POOL_TOKENS,
             "step_time": profile.model_dump(mode="json"),
         },
         "overlap": False,

@@ -17,7 +17,7 @@ from dovetail.errors import EngineDeadError
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, object]]:
     installed_in(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield {"executor": {"name": "toy", "num_blocks": 64}}
+    yield {"executor": {"name": "toy", "num_pages": 64}}
     assert str(tmp_path) in sys.path
 
 

@@ -75,8 +75,8 @@ OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "lightllm": ({"order": "vtc"},),
     "prefix": ({"reuse": False}, {"hash": "sha256"}),
     "prometheus": ({"model_name": "m"},),
-    "local": ({"num_blocks": 40, "max_in_flight": 3},),
-    "tensor": ({"size": 4, "num_blocks": 40, "max_in_flight": 3},),
+    "local": ({"num_pages": 40, "max_in_flight": 3},),
+    "tensor": ({"size": 4, "num_pages": 40, "max_in_flight": 3},),
 }
 
 

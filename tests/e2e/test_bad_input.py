@@ -520,7 +520,7 @@ def test_every_policy_counts_with_the_most_extreme_fields(name: str) -> None:
         "max_model_len": 64,
         "max_num_seqs": 2,
         "scheduler": name,
-        "executor": {"name": "simulated", "num_blocks": 20},
+        "executor": {"name": "simulated", "num_pages": 20},
     }
     finished = set()
     with LLMEngine.from_config(config) as engine:
@@ -536,7 +536,7 @@ def test_whoever_dates_a_request_back_comes_after_those_who_were_seen() -> None:
     config = {
         "max_model_len": 64,
         "max_num_seqs": 1,
-        "executor": {"name": "simulated", "num_blocks": 20},
+        "executor": {"name": "simulated", "num_pages": 20},
     }
     params = SamplingParams(max_tokens=2, detokenize=False)
     with LLMEngine.from_config(config, clock=VirtualClock()) as engine:
@@ -575,7 +575,7 @@ def test_a_limit_of_none_takes_any_number() -> None:
     config = {
         "max_model_len": 64,
         "limits": {"max_waiting": None},
-        "executor": {"name": "simulated", "num_blocks": 20},
+        "executor": {"name": "simulated", "num_pages": 20},
     }
     with LLMEngine.from_config(config) as engine:
         engine.add_request("a", [5], SamplingParams(detokenize=False))
@@ -854,9 +854,9 @@ CONFIGS: list[tuple[dict[str, Any], type[DovetailError], str]] = [
         "can't hold one sequence of max_model_len: 1024 tokens .* raise kv_cache_memory to",
     ),
     (
-        {"executor": {"name": "local", "num_blocks": 2}},
+        {"executor": {"name": "local", "num_pages": 2}},
         ConfigError,
-        "Lower max_model_len to 32 or less, or raise num_blocks to 64",
+        "Lower max_model_len to 32 or less, or raise num_pages to 64",
     ),
     ({"tokenizer": "/no/such"}, ConfigError, "tokenizer: .*'/no/such' is not a directory"),
     (
@@ -1217,7 +1217,7 @@ def test_a_request_whose_numbers_break_fails_alone_and_poisons_nothing(tmp_path:
     )
     healthy = [[i, i + 1, i + 2] * (1 + i % 7) for i in range(12)]
     with LLM(
-        directory, block_size=4, max_num_seqs=4, executor={"name": "local", "num_blocks": 24}
+        directory, block_size=4, max_num_seqs=4, executor={"name": "local", "num_pages": 24}
     ) as llm:
         expected = [
             list(output.outputs[0].token_ids)

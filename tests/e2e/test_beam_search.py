@@ -173,7 +173,7 @@ def test_beams_are_the_same_however_many_prompts_are_searched_at_a_time(
     "config",
     [
         {"kv_cache": {"name": "prefix", "reuse": False}},
-        {"executor.num_blocks": 8, "max_num_batched_tokens": 24},
+        {"executor.num_pages": 8, "max_num_batched_tokens": 24},
         {"max_num_seqs": 1, "scheduler": "priority"},
     ],
     ids=["no prefix cache", "preemption and chunks", "fewer seats than beams"],

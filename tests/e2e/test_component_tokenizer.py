@@ -123,7 +123,7 @@ def test_it_is_named_like_a_model_or_as_a_mapping(name: Any) -> None:
 def test_what_cannot_be_is_refused_before_the_weights_are_read(name: Any, says: str) -> None:
     with pytest.raises(DovetailError, match=says):
         # with which no engine would start
-        LLM(**SMALL, tokenizer=name, executor={"name": "local", "num_blocks": 1})
+        LLM(**SMALL, tokenizer=name, executor={"name": "local", "num_pages": 1})
 
 
 def test_a_name_that_is_a_folder_too_is_refused(

@@ -92,7 +92,7 @@ def shares(stats: EngineStats) -> tuple[int, int]:
 PROMPTS = [[1, 2, 3], [7], [9, 9, 4, 1, 30, 2, 8, 5, 11, 6, 3, 20, 17, 1, 1, 2, 19, 4, 25, 26]]
 
 
-SMALL = {"block_size": 8, "executor": {"name": "free", "num_blocks": 14}}
+SMALL = {"block_size": 8, "executor": {"name": "free", "num_pages": 14}}
 
 
 LIMITS = [{}, {"max_num_batched_tokens": 8, "max_num_seqs": 2}, SMALL]
@@ -140,7 +140,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "overlap": {"executor": {"name": "free", "max_in_flight": 3}},
     "small memory": {
         "block_size": 8,
-        "executor": {"name": "free", "num_blocks": 12, "max_in_flight": 2},
+        "executor": {"name": "free", "num_pages": 12, "max_in_flight": 2},
     },
     "small steps": {"max_num_batched_tokens": 12, "max_num_seqs": 4},
 }

@@ -190,7 +190,7 @@ def test_every_request_ends_with_the_tokens_that_it_has_where_nothing_is_scarce(
             "slots": chance.choice([1, 1, 2]),
             "executor": {
                 "name": "local",
-                "num_blocks": layout.most_pages(MAX_LEN, max_tokens)
+                "num_pages": layout.most_pages(MAX_LEN, max_tokens)
                 + layout.state_pages
                 + chance.choice([0, 0, 1, 3]),
                 "max_in_flight": chance.randint(1, 3),

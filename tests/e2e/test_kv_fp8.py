@@ -92,8 +92,8 @@ def test_tokens_are_the_same_however_a_request_is_computed() -> None:
         tokens(kv_cache_memory=400 * BLOCK_BYTES, max_num_batched_tokens=16, max_num_seqs=2)
         == expected
     )
-    assert tokens(**{"executor.num_blocks": 12, "max_model_len": 96}) == expected, "preempted"
-    assert tokens(**{"executor.num_blocks": 400, "kv_cache.reuse": False}) == expected
+    assert tokens(**{"executor.num_pages": 12, "max_model_len": 96}) == expected, "preempted"
+    assert tokens(**{"executor.num_pages": 400, "kv_cache.reuse": False}) == expected
 
 
 @pytest.mark.slow("makes several engines or many tokens")

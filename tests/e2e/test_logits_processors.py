@@ -40,7 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "overlap": {"executor": {"name": "local", "max_in_flight": 2}},
     "preempted": {
         "block_size": 8,
-        "executor": {"name": "local", "num_blocks": 13, "max_in_flight": 2},
+        "executor": {"name": "local", "num_pages": 13, "max_in_flight": 2},
     },
     "chunks": {"max_num_batched_tokens": 12, "max_num_seqs": 4},
     "ngram": {

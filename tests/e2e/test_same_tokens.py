@@ -87,7 +87,7 @@ def circumstances(draw: st.DrawFn, policies: Sequence[str]) -> dict[str, Any]:
         "kv_cache": {"name": "prefix", "reuse": draw(st.booleans())},
         "executor": {
             "name": "local",
-            "num_blocks": draw(
+            "num_pages": draw(
                 st.integers(enough, 2 * enough)
             ),  # barely enough for one, to scarce: preemption is certain
             "max_in_flight": draw(st.integers(1, 3)),
@@ -113,7 +113,7 @@ def test_scarce_memory_really_preempts() -> None:
             "model": str(model_dir()),
             "generation_config": "none",
             "block_size": 8,
-            "executor": {"name": "local", "num_blocks": 14, "max_in_flight": 2},
+            "executor": {"name": "local", "num_pages": 14, "max_in_flight": 2},
         }
     ) as engine:
         for index, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):

@@ -35,7 +35,7 @@ MODEL: dict[str, Any] = {"model": "demo", "max_model_len": 96}
 WAYS: dict[str, dict[str, Any]] = {
     "one step at a time": {"executor": {"max_in_flight": 1}},
     "overlap": {"executor": {"max_in_flight": 3}},
-    "small memory": {"block_size": 8, "executor": {"num_blocks": 12, "max_in_flight": 2}},
+    "small memory": {"block_size": 8, "executor": {"num_pages": 12, "max_in_flight": 2}},
     "small steps": {
         "max_num_batched_tokens": 12,
         "max_num_seqs": 4,
@@ -283,7 +283,7 @@ def test_answers_of_other_models_are_those_without_drafts(
     if way == "two ranks":
         config["executor"] = {"name": "free-ranks", "size": 2, "device": "cpu", "max_in_flight": 2}
     elif way == "small memory":
-        config["executor"]["num_blocks"] = layout.most_pages(96, 96) + layout.state_pages
+        config["executor"]["num_pages"] = layout.most_pages(96, 96) + layout.state_pages
     with LLMEngine.from_config(
         config,
         clock=VirtualClock(),

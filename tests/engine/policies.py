@@ -81,7 +81,7 @@ class Chaos(Silly):
             step.note(everybody[0], "why not")
 
     def grant(self, step: Step, request: Request, everybody: list[Request]) -> None:
-        before = step.cost(request), step.tokens_left, step.seqs_left, step.free_blocks
+        before = step.cost(request), step.tokens_left, step.seqs_left, step.free_pages
         victims = (
             self.random.sample(everybody, self.random.randint(0, len(everybody)))
             if self.often(0.2)
@@ -94,7 +94,7 @@ class Chaos(Silly):
             reserve=self.often(0.3),
             evict=victims,
         )
-        after = step.cost(request), step.tokens_left, step.seqs_left, step.free_blocks
+        after = step.cost(request), step.tokens_left, step.seqs_left, step.free_pages
         if not granted and after != before and (*after[:3], before[3]) != before:
             raise AssertionError(f"a refused grant changed {before} into {after}")
 

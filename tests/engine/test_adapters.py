@@ -236,7 +236,7 @@ def test_an_adapter_that_waits_too_long_gets_the_next_slot(policy: Named) -> Non
     """The adapters in use never run out of requests, so that no slot would ever be free."""
     world = World(
         policy.policy,
-        Shape(adapters=2, max_seqs=4, slot_wait_s=0.2, num_blocks=256),
+        Shape(adapters=2, max_seqs=4, slot_wait_s=0.2, num_pages=256),
         policy.make_options(),
     )
     for turn in range(400):
@@ -325,7 +325,7 @@ def test_a_thousand_adapters_starve_nobody(policy: Named) -> None:
     slots, max_seqs, count = (64, 96, 4_000) if FULL else (16, 24, 400)
     world = World(
         policy.policy,
-        Shape(num_blocks=2_000, max_tokens=1_024, max_seqs=max_seqs, adapters=slots, events=False),
+        Shape(num_pages=2_000, max_tokens=1_024, max_seqs=max_seqs, adapters=slots, events=False),
         policy.make_options(),
     )
     adapters = {rank: FakeAdapter(f"{rank}") for rank in range(1_000)}

@@ -93,7 +93,7 @@ def raising(method: str) -> type[Scheduler]:
 def test_a_policy_that_raises_is_named_and_everybody_is_answered(
     method: str, overlap: bool
 ) -> None:
-    world = populated(raising(method), Shape(overlap=overlap, num_blocks=40))
+    world = populated(raising(method), Shape(overlap=overlap, num_pages=40))
     step_until_dead(world)
     assert isinstance(world.core.dead, PolicyError)
     assert str(world.core.dead) == f"scheduler Clumsy raised in {method}(): KeyError: 'oops'"
@@ -159,7 +159,7 @@ class Undecided(Scheduler):
 def test_in_place_of_a_policy_that_would_wait_forever_the_engine_plans_by_arrival(
     policy: type[Scheduler], words: str, overlap: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = World(policy, Shape(overlap=overlap, num_blocks=12, max_model_len=40))
+    world = World(policy, Shape(overlap=overlap, num_pages=12, max_model_len=40))
     for index in range(3):
         world.add(Spec(f"r{index}", PROMPT, max_tokens=9 + index))
     with caplog.at_level(logging.WARNING, "dovetail"):
@@ -174,13 +174,13 @@ def test_what_the_engine_could_never_run_is_rejected_with_the_reason_and_others_
     None
 ):
     """Nothing that a front end lets through: one that doesn't check lengths."""
-    world = World(GrantsNothing, Shape(num_blocks=3, max_model_len=40, max_tokens=16))
+    world = World(GrantsNothing, Shape(num_pages=3, max_model_len=40, max_tokens=16))
     world.add(Spec("too long", (*PROMPT, *range(20)), max_tokens=2))
     world.add(Spec("served", PROMPT, max_tokens=2))
     world.drain()
     assert world.finished["served"] == Finish(EndReason.LENGTH)
     assert world.finished["too long"].reason == "rejected"
-    assert "not enough KV blocks" in str(world.finished["too long"].stop_reason)
+    assert "not enough free pages" in str(world.finished["too long"].stop_reason)
 
 
 @pytest.mark.parametrize("policy", [GrantsNothing, Undecided])
@@ -232,7 +232,7 @@ def test_blocks_kept_for_siblings_do_not_stall_the_engine() -> None:
                 break
         step.grant_each(step.running)
 
-    world = World(always(others_first), Shape(num_blocks=3, max_model_len=12, overlap=False))
+    world = World(always(others_first), Shape(num_pages=3, max_model_len=12, overlap=False))
     world.add(Spec("family", PROMPT, n=2, max_tokens=1))
     world.step()
     world.add(Spec("other", (9,) * 9, max_tokens=1))
@@ -248,7 +248,7 @@ def test_a_storm_of_recomputing_is_warned_of_once(caplog: pytest.LogCaptureFixtu
             step.grant(request)
 
     world = World(
-        always(thrash), Shape(reuse=False, overlap=False, num_blocks=200, max_model_len=800)
+        always(thrash), Shape(reuse=False, overlap=False, num_pages=200, max_model_len=800)
     )
     with caplog.at_level(logging.WARNING, "dovetail"):
         for index in range(3):
@@ -266,7 +266,7 @@ def test_a_storm_of_recomputing_is_warned_of_once(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_request_that_alone_fills_the_pool_ends_at_its_length() -> None:
-    world = World(shape=Shape(num_blocks=3, max_model_len=100))
+    world = World(shape=Shape(num_pages=3, max_model_len=100))
     world.add(Spec("a", PROMPT, max_tokens=50))
     for _ in range(30):
         world.step()
@@ -285,7 +285,7 @@ def test_a_policy_that_stalls_with_a_full_pool_ends_no_request_early() -> None:
     """The request could go on: it is the policy that doesn't let it."""
     world = World(
         scripted(lambda step: step.grant(step.waiting[0], reserve=True), *[lambda step: None] * 9),
-        Shape(num_blocks=3, max_model_len=12),
+        Shape(num_pages=3, max_model_len=12),
     )
     world.add(Spec("a", (*PROMPT, 9, 10), max_tokens=2))
     world.drain()

@@ -38,7 +38,7 @@ def shapes(draw: st.DrawFn) -> Shape:
     drafter = draw(st.sampled_from([None, None, None, *DRAFTERS]))
     state_pages = draw(st.sampled_from([0, 0, 0, 1, 3]))
     return Shape(
-        num_blocks=layout.most_pages(max_model_len, max_tokens)
+        num_pages=layout.most_pages(max_model_len, max_tokens)
         + state_pages
         + draw(st.sampled_from([0, 0, 1, 2, 5, 10, 60])),
         groups=groups,

@@ -42,7 +42,7 @@ def tight(draw: st.DrawFn) -> Shape:
     )
     state_pages = draw(st.sampled_from([0, 0, 1, 3]))
     return Shape(
-        num_blocks=layout.most_pages(max_model_len, max_tokens)
+        num_pages=layout.most_pages(max_model_len, max_tokens)
         + state_pages
         + draw(st.sampled_from([0, 0, 1, 2, 3])),
         groups=groups,
@@ -155,7 +155,7 @@ def test_an_older_prefill_takes_the_memory_of_a_younger_decode() -> None:
     """The older request is admitted later, when its adapter gets the only slot. When both need
     pages, the decode can evict nobody."""
     shape = Shape(
-        num_blocks=6,
+        num_pages=6,
         max_tokens=8,
         max_model_len=24,
         reuse=False,

@@ -86,7 +86,7 @@ class Noting(EngineFeature):
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_feature_hears_of_each_request_and_step_in_order(overlap: bool) -> None:
     noting = Noting()
-    world = World(shape=Shape(overlap=overlap, num_blocks=8), features=[noting])
+    world = World(shape=Shape(overlap=overlap, num_pages=8), features=[noting])
     for index in range(6):
         world.add(Spec(f"{index}", (index, *PROMPT)))
     world.add(Spec("aborted", PROMPT, max_tokens=90))

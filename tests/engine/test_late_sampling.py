@@ -85,7 +85,7 @@ def test_a_late_step_overlaps_with_the_results_of_the_step_before() -> None:
 
 
 def test_preempted_requests_go_on_where_their_grammar_is() -> None:
-    world = World(shape=Shape(num_blocks=9, block_size=2, max_model_len=16))
+    world = World(shape=Shape(num_pages=9, block_size=2, max_model_len=16))
     for index in range(4):
         world.add(Spec(f"r{index}", (index, *PROMPT), max_tokens=9, rule=4))
     world.drain(check=True)
@@ -285,7 +285,7 @@ def test_a_mark_that_comes_by_itself_is_not_forced() -> None:
 
 
 def test_requests_aborted_during_late_steps_do_not_affect_others() -> None:
-    world = World(shape=Shape(max_seqs=12, num_blocks=128))
+    world = World(shape=Shape(max_seqs=12, num_pages=128))
     for index in range(12):
         world.add(Spec(f"r{index}", (index, *PROMPT), max_tokens=9, rule=4))
     for index in range(0, 12, 2):

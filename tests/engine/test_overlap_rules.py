@@ -49,7 +49,7 @@ def test_preempting_frees_blocks_while_the_step_is_in_flight_and_keeps_its_token
         request = named(step)["a"]
         assert request.generated == 0
         step.preempt(request)
-        assert step.free_blocks == 64
+        assert step.free_pages == 64
         assert request.prefill_left == len(PROMPT)
         assert step.grant(request).refused is Refusal.NOT_NOW
 
@@ -251,7 +251,7 @@ def test_the_order_is_the_same_however_fast_the_device(max_in_flight: int) -> No
     orders = []
     for seconds in (1e-6, 0.01, 10.0):
         world = World(
-            shape=Shape(max_in_flight=max_in_flight, num_blocks=32, seconds_per_step=seconds)
+            shape=Shape(max_in_flight=max_in_flight, num_pages=32, seconds_per_step=seconds)
         )
         for index in range(6):
             world.add(
@@ -280,7 +280,7 @@ def test_with_overlap_off_results_are_in_before_the_next_plan() -> None:
 def test_overlap_changes_no_token_and_no_policy_can_tell_it_from_what_it_sees() -> None:
     tokens = []
     for overlap in (True, False):
-        world = World(shape=Shape(overlap=overlap, num_blocks=20))
+        world = World(shape=Shape(overlap=overlap, num_pages=20))
         for index in range(5):
             world.add(Spec(f"r{index}", PROMPT * (index + 1), stop_ids=frozenset(range(0, 97, 5))))
         world.drain()

@@ -29,7 +29,7 @@ ALONE_S = STEP_S + DECODES * TOKEN_S
 
 def shape(pace: float | None) -> Shape:
     sizes: dict[str, int] = {
-        "num_blocks": 2_000,
+        "num_pages": 2_000,
         "block_size": 16,
         "max_tokens": 4096,
         "max_seqs": 16,
@@ -172,7 +172,7 @@ def granted(
     world = World(
         TwoPrompts,
         Shape(
-            num_blocks=2_000,
+            num_pages=2_000,
             block_size=16,
             max_tokens=4096,
             max_seqs=4,

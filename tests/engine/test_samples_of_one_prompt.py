@@ -99,10 +99,10 @@ def test_each_sample_is_a_request_of_its_own() -> None:
 def test_a_fork_costs_one_token_and_one_block() -> None:
     def check(step: Step) -> None:
         for id in ("s#1", "s#2"):
-            request, free = named(step)[id], step.free_blocks
+            request, free = named(step)[id], step.free_pages
             assert step.cost(request) == Cost(1, 1, len(PROMPT) - 1)
             assert step.grant(request) == Grant(1)
-            assert step.free_blocks == free - 1
+            assert step.free_pages == free - 1
 
     world = World(scripted(fcfs, check))
     world.add(Spec("s", PROMPT, n=3))
@@ -184,7 +184,7 @@ def test_a_sibling_that_is_forked_is_not_evicted_for_it() -> None:
         assert s0 in step.running
         fcfs(step)
 
-    world = World(scripted(fcfs, plan), Shape(num_blocks=2, max_model_len=8))
+    world = World(scripted(fcfs, plan), Shape(num_pages=2, max_model_len=8))
     world.add(Spec("s", PROMPT[:6], n=2, max_tokens=2))
     world.drain(check=True)
 
@@ -192,12 +192,12 @@ def test_a_sibling_that_is_forked_is_not_evicted_for_it() -> None:
 def test_one_block_of_another_request_is_room_enough_for_a_fork() -> None:
     def plan(step: Step) -> None:
         s1, other = named(step)["s#1"], named(step)["other"]
-        assert step.free_blocks == 0
+        assert step.free_pages == 0
         assert step.grant(s1).refused is Refusal.MEMORY
         assert step.grant(s1, evict=[other])
         assert other in step.waiting
 
-    world = World(scripted(fcfs, plan), Shape(num_blocks=3, max_model_len=8))
+    world = World(scripted(fcfs, plan), Shape(num_pages=3, max_model_len=8))
     world.add(Spec("s", PROMPT[:6], n=2, max_tokens=2))
     world.add(Spec("other", (99,) * 3, max_tokens=2))
     world.drain(check=True)
@@ -329,7 +329,7 @@ def test_blocks_kept_for_samples_are_given_up_before_a_request_ends_for_lack_of_
             step.grant(first)  # the other sample has to wait until it has ended
 
     world = World(
-        always(policy), Shape(num_blocks=8, block_size=2, window=4, max_tokens=4, max_model_len=40)
+        always(policy), Shape(num_pages=8, block_size=2, window=4, max_tokens=4, max_model_len=40)
     )
     world.add(Spec("s", PROMPT, n=2, max_tokens=29))
     world.drain(check=True)

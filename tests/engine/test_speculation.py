@@ -82,7 +82,7 @@ def test_tokens_are_those_without_drafts(drafter: str, overlap: bool) -> None:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_preempted_requests_go_on_with_the_same_tokens(drafter: str, state_pages: int) -> None:
     world = World(
-        shape=replace(FREE, drafter=drafter, num_blocks=14, max_seqs=6, state_pages=state_pages)
+        shape=replace(FREE, drafter=drafter, num_pages=14, max_seqs=6, state_pages=state_pages)
     )
     for index in range(6):
         world.add(
@@ -100,7 +100,7 @@ def test_no_block_or_checkpoint_that_a_lookup_finds_holds_a_rejected_draft(
 ) -> None:
     """Of recurrent states, checkpoints are those of prompts: a turn finds what the one before it
     has read."""
-    world = World(shape=replace(FREE, drafter=drafter, num_blocks=256, state_pages=state_pages))
+    world = World(shape=replace(FREE, drafter=drafter, num_pages=256, state_pages=state_pages))
     read = said = PROMPT
     for turn in range(5):  # each prompt begins with all that was said before
         world.add(Spec(f"turn {turn}", said, max_tokens=14))
@@ -193,7 +193,7 @@ def test_steps_overlap_while_no_request_may_have_drafts_and_drafts_begin_at_once
 
 def test_drafts_preempt_nobody() -> None:
     def preemptions(drafter: str | None) -> int:
-        world = World(shape=replace(FREE, drafter=drafter, num_blocks=13, max_drafts=8))
+        world = World(shape=replace(FREE, drafter=drafter, num_pages=13, max_drafts=8))
         for index in range(3):
             world.add(Spec(f"r{index}", (index, *PROMPT), max_tokens=10))
         world.drain(check=True)
@@ -324,7 +324,7 @@ def seconds(
     """Return how long the engine takes for `rows` requests."""
     made = None if drafter is None or isinstance(drafter, str) else drafter
     shape = Shape(
-        num_blocks=512,
+        num_pages=512,
         max_seqs=16,
         seconds_per_token=token_s,
         drafter=drafter if isinstance(drafter, str) else None,
@@ -355,7 +355,7 @@ def test_the_cost_of_lines_is_learned_if_it_was_not_measured(
     drafter: str, least: int, most: int
 ) -> None:
     world = World(
-        shape=Shape(num_blocks=512, drafter=drafter, seconds_per_token=0.005), executor=Unmeasured
+        shape=Shape(num_pages=512, drafter=drafter, seconds_per_token=0.005), executor=Unmeasured
     )
     world.add(Spec("r", PROMPT, max_tokens=100))
     world.drain()
@@ -416,7 +416,7 @@ class Changes(Adversary):
 
 
 def test_a_drafter_that_becomes_good_is_used_and_costs_the_device_nothing_before() -> None:
-    world = World(shape=Shape(num_blocks=512), drafter=Changes)
+    world = World(shape=Shape(num_pages=512), drafter=Changes)
     world.add(Spec("r", PROMPT, max_tokens=122))
     world.drain()
     drafts = drafts_of(world)
@@ -438,7 +438,7 @@ def test_rows_whose_drafts_are_right_get_them() -> None:
             ]
 
     world = World(
-        shape=Shape(num_blocks=512, max_drafts=3, seconds_per_token=0.003), drafter=Partial
+        shape=Shape(num_pages=512, max_drafts=3, seconds_per_token=0.003), drafter=Partial
     )
     for name in ("good", "bad"):
         world.add(Spec(name, PROMPT, max_tokens=60))
@@ -592,7 +592,7 @@ def test_a_drafter_that_hangs_is_left_alone_until_it_returns(
 ) -> None:
     with caplog.at_level(logging.ERROR, "dovetail"):
         world = World(
-            shape=replace(FREE, num_blocks=512, max_model_len=600), drafter=Hangs, timeout_s=0.01
+            shape=replace(FREE, num_pages=512, max_model_len=600), drafter=Hangs, timeout_s=0.01
         )
         drafter = world.drafter
         assert isinstance(drafter, Hangs)

@@ -17,7 +17,7 @@ from tests.engine.policies import always, fcfs, named, scripted
 from tests.engine.world import Shape, Spec, World
 
 A, B, C = (1,) * 8, (2,) * 8, (3,) * 8  # two blocks of 4 each, nothing in common
-SMALL = Shape(num_blocks=6, block_size=4, max_model_len=24)
+SMALL = Shape(num_pages=6, block_size=4, max_model_len=24)
 
 
 def run(
@@ -38,7 +38,7 @@ def state(step: Step) -> tuple[object, ...]:
     return (
         step.tokens_left,
         step.seqs_left,
-        step.free_blocks,
+        step.free_pages,
         step.waiting,
         step.running,
         [step.cost(r) for r in step.waiting + step.running],
@@ -111,7 +111,7 @@ def test_memory_blocks_for_all_tokens_or_none() -> None:
         assert state(step) == before
         assert step.grant(b, 4) == Grant(4), "one block is left"
 
-    run(plan, shape=Shape(num_blocks=3, max_model_len=12))
+    run(plan, shape=Shape(num_pages=3, max_model_len=12))
 
 
 def test_not_now_after_a_grant_an_eviction_or_a_rejection_in_this_step() -> None:
@@ -141,9 +141,9 @@ def test_grant_each_returns_the_refused_in_order() -> None:
 def test_cost_says_what_a_grant_takes() -> None:
     def plan(step: Step) -> None:
         for request in step.waiting:
-            cost, free, left = step.cost(request), step.free_blocks, step.tokens_left
+            cost, free, left = step.cost(request), step.free_pages, step.tokens_left
             assert step.grant(request) == Grant(cost.tokens)
-            assert (free - step.free_blocks, left - step.tokens_left) == (cost.blocks, cost.tokens)
+            assert (free - step.free_pages, left - step.tokens_left) == (cost.pages, cost.tokens)
 
     shared = {
         "a": A,
@@ -266,10 +266,10 @@ def test_reserve_takes_the_blocks_of_the_whole_prefill() -> None:
     def plan(step: Step) -> None:
         a, b, _ = step.waiting
         assert step.grant(a, 1, reserve=True) == Grant(1)
-        assert step.free_blocks == 4
-        assert step.cost(a).blocks == 0
+        assert step.free_pages == 4
+        assert step.cost(a).pages == 0
         assert step.grant(b, 1) == Grant(1)
-        assert step.free_blocks == 3
+        assert step.free_pages == 3
 
     run(plan, shape=SMALL)
 
@@ -287,7 +287,7 @@ def test_reserve_is_refused_if_the_whole_prefill_does_not_fit() -> None:
         assert step.grant(c, 1, reserve=True).refused is Refusal.MEMORY
         assert step.grant(c, 1)
 
-    run(plan, next_plan, shape=Shape(num_blocks=5, max_model_len=20))
+    run(plan, next_plan, shape=Shape(num_pages=5, max_model_len=20))
 
 
 def test_taking_back_a_grant_gives_back_budget_seat_and_blocks() -> None:
@@ -379,7 +379,7 @@ def test_evict_preempts_in_order_until_it_fits() -> None:
     run(
         lambda step: step.grant_each([named(step)["b"], named(step)["c"]]),
         plan,
-        shape=Shape(num_blocks=5, max_model_len=20),
+        shape=Shape(num_pages=5, max_model_len=20),
     )
 
 
@@ -409,7 +409,7 @@ def test_evict_is_read_up_to_the_request_itself() -> None:
     run(
         lambda step: step.grant_each(step.waiting[:2]),
         plan,
-        shape=Shape(num_blocks=4, max_model_len=16),
+        shape=Shape(num_pages=4, max_model_len=16),
     )
 
 
@@ -424,7 +424,7 @@ def test_evict_skips_those_without_blocks() -> None:
         lambda step: step.grant_each(step.waiting[:2]),
         plan,
         prompts=prompts,
-        shape=Shape(num_blocks=5, max_model_len=20),
+        shape=Shape(num_pages=5, max_model_len=20),
     )
 
 
@@ -458,7 +458,7 @@ def test_evict_leaves_alone_whose_work_of_this_step_the_request_would_share() ->
     run(
         plan,
         prompts={"a": A, "b": (*A, *A[:2]), "c": C},
-        shape=Shape(num_blocks=4, max_model_len=16),
+        shape=Shape(num_pages=4, max_model_len=16),
         max_tokens=2,
     )
 
@@ -637,7 +637,7 @@ def test_evict_must_not_act_while_it_is_read() -> None:
         for request in step.running + step.waiting:
             step.grant(request, evict=acts())
 
-    world = World(always(plan), Shape(num_blocks=3, max_model_len=12))
+    world = World(always(plan), Shape(num_pages=3, max_model_len=12))
     for id, prompt in {"a": A, "b": B}.items():
         world.add(Spec(id, prompt, max_tokens=2))
     with pytest.raises(
@@ -677,7 +677,7 @@ def test_the_finished_must_be_forgotten(method: str) -> None:
         lambda step: step.waiting,
         lambda step: step.running,
         lambda step: step.decoding,
-        lambda step: step.free_blocks,
+        lambda step: step.free_pages,
         lambda step: step.tokens_left,
         lambda step: step.seqs_left,
         lambda step: step.estimate_s(),

@@ -46,7 +46,7 @@ from tests.engine.rules import constraint, expected_by_rule
 class Shape:
     """The engine's constants."""
 
-    num_blocks: int = 64
+    num_pages: int = 64
     block_size: int = 4
     window: int | None = None
     # as `FakeExecutorOptions` has them, instead of `block_size` and `window`
@@ -253,7 +253,7 @@ class World:
         self.shape = shape = shape or Shape()
         self.clock = VirtualClock()
         fake = FakeExecutorOptions(
-            num_blocks=shape.num_blocks,
+            num_pages=shape.num_pages,
             block_size=shape.block_size,
             window=shape.window,
             groups=shape.groups,
@@ -452,7 +452,7 @@ class World:
             raise self.core.dead
         self.kv.check_integrity()
         counts = self.kv.counts
-        assert counts.free + counts.held + counts.cached == self.shape.num_blocks
+        assert counts.free + counts.held + counts.cached == self.shape.num_pages
         self._check_requests()
         self._check_rows()
         self._check_slots()

@@ -40,8 +40,8 @@ def executor(
         **changes,
     )
     if ranks == 1:
-        return LocalExecutor(LocalOptions(device="cpu", num_blocks=2000), around)
-    return TensorExecutor(TensorOptions(device="cpu", size=ranks, num_blocks=2000), around)
+        return LocalExecutor(LocalOptions(device="cpu", num_pages=2000), around)
+    return TensorExecutor(TensorOptions(device="cpu", size=ranks, num_pages=2000), around)
 
 
 def assert_tokens_are_those_of_merged_weights(

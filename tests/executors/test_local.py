@@ -34,7 +34,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[tuple[LocalExecutor, Capacity]]:
-    local = executor({"num_blocks": 30, "max_in_flight": 3})
+    local = executor({"num_pages": 30, "max_in_flight": 3})
     yield local, local.start()
     local.stop()
 
@@ -95,8 +95,8 @@ def test_on_the_cpu_one_step_is_in_flight_unless_more_are_asked() -> None:
 def test_its_options_reach_the_worker_and_its_errors_name_them() -> None:
     with pytest.raises(ConfigError, match=r"^executor\.device: 'gpu' isn't a device"):
         executor({"device": "gpu"}).start()
-    with pytest.raises(ConfigError, match="and num_blocks: 3 gives 3"):
-        executor({"num_blocks": 3}).start()
+    with pytest.raises(ConfigError, match="and num_pages: 3 gives 3"):
+        executor({"num_pages": 3}).start()
 
 
 def test_stop_is_fine_twice_and_after_a_failed_start_and_before_any() -> None:
@@ -126,7 +126,7 @@ def test_threads_are_set() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"devise": "cpu"}, {"num_blocks": 0}, {"max_in_flight": 0}, {"threads": 0}]
+    "options", [{"devise": "cpu"}, {"num_pages": 0}, {"max_in_flight": 0}, {"threads": 0}]
 )
 def test_unknown_and_senseless_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):

@@ -71,7 +71,7 @@ def test_tokens_over_ranks_are_those_of_one_rank_when_memory_is_scarce(
 ) -> None:
     scarce = {
         "block_size": 8,
-        "executor": {"num_blocks": 14, "max_in_flight": 2},
+        "executor": {"num_pages": 14, "max_in_flight": 2},
     }  # as `test_scarce_memory_really_preempts` has it
     with around():
         assert_tokens_are_those_of_one_rank(

@@ -32,7 +32,7 @@ def install(site: Site) -> None:
 
 def config(capacity: PoolingCapacity | None, **more: Any) -> dict[str, Any]:
     """The config of an engine that pools so, with the tokenizer of the demo model."""
-    executor = {"name": "fake", "vocab_size": 1024, "num_blocks": 512, "pooling": capacity}
+    executor = {"name": "fake", "vocab_size": 1024, "num_pages": 512, "pooling": capacity}
     return {
         "model": "demo",
         "executor": executor,

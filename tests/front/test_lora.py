@@ -47,7 +47,7 @@ def make(fake: None) -> Iterator[Callable[..., LLM]]:
 
     def llm(**overrides: Any) -> LLM:
         settings = {
-            "executor": {"name": "fake", "num_blocks": 400},
+            "executor": {"name": "fake", "num_pages": 400},
             "sampler": "default",
             "enable_lora": True,
             "max_num_seqs": 8,

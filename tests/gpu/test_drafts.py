@@ -37,7 +37,7 @@ WAYS: list[dict[str, Any]] = [
     {"cuda_graphs": False},
     {
         "max_num_batched_tokens": 33,
-        "executor": {"name": "local", "device": "cuda", "num_blocks": 24},
+        "executor": {"name": "local", "device": "cuda", "num_pages": 24},
     },
     {"attention": "torch", "cuda_graphs": False},
     {"overlap": True},

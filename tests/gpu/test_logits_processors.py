@@ -43,7 +43,7 @@ GRAPHS: list[dict[str, Any]] = [
     {"overlap": True},
     {
         "max_num_batched_tokens": 33,
-        "executor": {"name": "local", "device": "cuda", "num_blocks": 24},
+        "executor": {"name": "local", "device": "cuda", "num_pages": 24},
     },
     {
         "speculation": {

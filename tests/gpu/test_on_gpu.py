@@ -88,7 +88,7 @@ def test_tokens_are_the_same_with_and_without_graphs_overlap_chunks_and_preempti
             {"max_num_batched_tokens": 5},
         ]
         changed += [
-            {"executor": {"name": "local", "device": "cuda", "num_blocks": 20}},
+            {"executor": {"name": "local", "device": "cuda", "num_pages": 20}},
             {"attention": "torch"},
             {"block_size": 64},
         ]

@@ -83,7 +83,7 @@ def test_what_is_asked_of_sampling_is_the_same_with_and_without_graphs_and_preem
     replayed = {**launched, "cuda_graphs": True, "overlap": True}
     scarce = {
         **replayed,
-        "executor": {"name": "local", "device": "cuda", "num_blocks": 24},
+        "executor": {"name": "local", "device": "cuda", "num_pages": 24},
         "max_num_batched_tokens": 33,
     }
     with checkpoint(SMALL) as (directory, _):

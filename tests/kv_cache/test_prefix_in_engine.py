@@ -52,7 +52,7 @@ def test_a_run_is_the_same_whatever_the_hashes_are() -> None:
     token does."""
 
     def story(hash: HashName) -> list[object]:
-        world = World(shape=Shape(num_blocks=12, block_size=2, max_model_len=24, hash=hash))
+        world = World(shape=Shape(num_pages=12, block_size=2, max_model_len=24, hash=hash))
         for index in range(24):
             prompt = tuple(range(index % 3, index % 3 + 5 + index % 7))  # many begin alike
             world.add(

@@ -12,7 +12,7 @@ ENGINE = """scheduler: {scheduler}
 max_model_len: 512
 max_num_seqs: 8
 max_num_batched_tokens: 256
-executor: {{name: simulated, num_blocks: {blocks}, step_time: {{kind: linear, base_s: 0.01, per_token_s: 0.0001, per_row_s: 0.001}}}}
+executor: {{name: simulated, num_pages: {blocks}, step_time: {{kind: linear, base_s: 0.01, per_token_s: 0.0001, per_row_s: 0.001}}}}
 """
 
 

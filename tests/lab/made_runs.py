@@ -18,7 +18,7 @@ SETTINGS = {
     "overlap": True,
     "prefix_reuse": True,
     "block_size": 16,
-    "num_blocks": 100,
+    "num_pages": 100,
     "max_model_len": 512,
 }
 

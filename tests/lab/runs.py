@@ -31,7 +31,7 @@ def request(
 
 def engine(*, executor: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
     """Without overlap, and with enough memory: step times can be computed by hand."""
-    simulated = {"name": "simulated", "num_blocks": 2000, "step_time": LINEAR, **(executor or {})}
+    simulated = {"name": "simulated", "num_pages": 2000, "step_time": LINEAR, **(executor or {})}
     config = {
         "scheduler": "fcfs",
         "pace": None,

@@ -155,7 +155,7 @@ def test_full_attention_in_all_layers_is_as_without_windows() -> None:
     ids=["gpt-oss-20b", "Gemma-3-27b"],
 )
 def test_a_long_request_holds_what_its_layers_see(config: dict[str, Any], within: float) -> None:
-    executor = {"step_time": {**H200, "model": config}, "num_blocks": None}
+    executor = {"step_time": {**H200, "model": config}, "num_pages": None}
     sizes = {"max_num_batched_tokens": 8192, "max_model_len": 40_000, "block_size": BLOCK}
     result = run([request(0, prompt=32_000, output=40)], executor=executor, **sizes)
     layout = ModelSizes.of(config).cache_layout(BLOCK, max_len=40_000).layout
@@ -172,7 +172,7 @@ def test_a_windowed_model_decodes_faster_than_one_that_reads_all() -> None:
     def decode_s(model: dict[str, Any]) -> float:
         [record] = run(
             [request(0, prompt=30_000, output=3)],
-            executor={"step_time": {**H200, "model": model}, "num_blocks": None},
+            executor={"step_time": {**H200, "model": model}, "num_pages": None},
             **long,
         )
         return float(np.diff(record.token_times_s).mean())
@@ -191,7 +191,7 @@ def test_a_pool_that_would_be_short_without_windows_suffices_with_them() -> None
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 16,
     }
-    pages = {"num_blocks": 6 * (160 // 4 + 16 // 4 + 2)}
+    pages = {"num_pages": 6 * (160 // 4 + 16 // 4 + 2)}
     sliding, full = (
         run(requests, executor={**pages, "model": config}),
         run(requests, executor={**pages, "model": {**config, "sliding_window": 512}}),
@@ -199,7 +199,7 @@ def test_a_pool_that_would_be_short_without_windows_suffices_with_them() -> None
     assert sum(record.preemptions for record in sliding.requests) == 0
     assert "cache_groups" not in full.settings, "a window of max_model_len is none"
     twice = run(
-        requests, executor={"num_blocks": 6 * 80 - 20, "model": {**config, "sliding_window": 500}}
+        requests, executor={"num_pages": 6 * 80 - 20, "model": {**config, "sliding_window": 500}}
     )
     assert sum(record.preemptions for record in twice.requests) > 0
 
@@ -223,11 +223,11 @@ def test_a_profile_keeps_the_groups_of_the_measured_engine() -> None:
     assert windows_of(again) == windows_of(layout) == [(None, 10), (1024, 52)]
     result = run(
         [request(0)],
-        executor={"step_time": profile.model_dump(mode="json"), "num_blocks": None},
+        executor={"step_time": profile.model_dump(mode="json"), "num_pages": None},
         block_size=16,
         max_model_len=2000,
     )
-    assert (result.settings["num_blocks"], result.settings["cache_groups"]) == (
+    assert (result.settings["num_pages"], result.settings["cache_groups"]) == (
         4000,
         ["full", "window 1024"],
     )
@@ -246,7 +246,7 @@ def test_one_full_group_is_not_written_into_a_profile() -> None:
             "leave executor.model out",
         ),
         (
-            {"model": MISTRAL_7B, "step_time": "h200-llama-3.1-8b", "num_blocks": None},
+            {"model": MISTRAL_7B, "step_time": "h200-llama-3.1-8b", "num_pages": None},
             UnsupportedError,
             "this model's KV pool",
         ),

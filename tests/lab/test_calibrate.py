@@ -51,7 +51,7 @@ def pretended(overlap: bool = True, **times: float) -> dict[str, Any]:
     return {
         "scheduler": "fcfs",
         "overlap": overlap,
-        "executor": {"name": "simulated", "num_blocks": 8000, "step_time": step_time},
+        "executor": {"name": "simulated", "num_pages": 8000, "step_time": step_time},
         **sizes,
     }
 
@@ -135,7 +135,7 @@ def test_a_simulation_with_the_profile_is_like_the_engine_that_was_measured(
         **real,
         "executor": {
             "name": "simulated",
-            "num_blocks": 8000,
+            "num_pages": 8000,
             "step_time": str(tmp_path / "found.json"),
         },
     }
@@ -206,7 +206,7 @@ def test_a_simulation_of_a_slow_launcher_is_like_it(
         **real,
         "executor": {
             "name": "simulated",
-            "num_blocks": 8000,
+            "num_pages": 8000,
             "step_time": str(tmp_path / "found.json"),
         },
     }
@@ -222,7 +222,7 @@ MACHINE = {
     "scheduler": "fcfs",
     "executor": {
         "name": "simulated",
-        "num_blocks": 40_000,
+        "num_pages": 40_000,
         "step_time": {"kind": "linear", "base_s": 1.0},
     },  # the machine doesn't read it
     "max_num_seqs": 128,
@@ -261,7 +261,7 @@ def differences(
         **MACHINE,
         "executor": {
             "name": "simulated",
-            "num_blocks": 40_000,
+            "num_pages": 40_000,
             "step_time": profile.model_dump(mode="json"),
         },
         **policy,
@@ -529,7 +529,7 @@ def test_a_rehearsal_keeps_some_rows_decoding_and_the_device_from_being_swamped(
 def test_an_engine_too_slow_for_a_rehearsal_has_the_grids_times() -> None:
     slow = {"name": "slow", "step_time": {"kind": "linear", "base_s": 2.0}, "results_s": 0.25}
     made = calibrate(
-        {**pretended(), "executor": {"name": "simulated", "num_blocks": 8000, "step_time": slow}},
+        {**pretended(), "executor": {"name": "simulated", "num_pages": 8000, "step_time": slow}},
         quick=True,
     )
     assert len(gridded(made)) > len(made.sightings) - 20
@@ -555,7 +555,7 @@ def test_the_grid_of_an_8b_model_takes_less_than_40_seconds(
             **sizes,
             "executor": {
                 "name": "simulated",
-                "num_blocks": 50_000,
+                "num_pages": 50_000,
                 "step_time": step_time,
                 "core_s": 3e-4,
             },
@@ -705,7 +705,7 @@ def test_a_real_engine_gives_a_profile_that_simulates(tmp_path: Path) -> None:
     [
         ("local", "profile.txt", "--out"),
         ("local", "engine.yaml/profile.json", "--out"),
-        ("{name: simulated, num_blocks: 9}", "profile.json", "simulated"),
+        ("{name: simulated, num_pages: 9}", "profile.json", "simulated"),
     ],
 )
 def test_bad_input_says_what_is_wrong(tmp_path: Path, executor: str, out: str, says: str) -> None:

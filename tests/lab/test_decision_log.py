@@ -87,7 +87,7 @@ def logged(
         "max_num_batched_tokens": 64,
         "executor": {
             "name": "simulated",
-            "num_blocks": blocks,
+            "num_pages": blocks,
             "step_time": {"kind": "linear", "base_s": 0.01},
         },
         "observers": [{"name": "decision_log", "path": str(path), **(options or {})}],
@@ -137,7 +137,7 @@ def test_pages_are_counted_by_cache_group_if_there_are_several(log: Logged, tmp_
         "max_model_len": 256,
         "executor": {
             "name": "simulated",
-            "num_blocks": 200,
+            "num_pages": 200,
             "step_time": {"kind": "linear", "base_s": 0.01},
             "model": model,
         },
@@ -147,13 +147,13 @@ def test_pages_are_counted_by_cache_group_if_there_are_several(log: Logged, tmp_
         replay(config, load_workload("requests=4 arrivals=poisson(50) prompt=100 output=40")), path
     )
     by_group = [
-        event["args"] for event in windowed.events if event["name"] == "KV blocks held by group"
+        event["args"] for event in windowed.events if event["name"] == "KV pages held by group"
     ]
-    held = [event["args"]["held"] for event in windowed.events if event["name"] == "KV blocks"]
+    held = [event["args"]["held"] for event in windowed.events if event["name"] == "KV pages"]
     assert [sum(groups.values()) for groups in by_group] == held
     assert by_group[-2].keys() == {"full", "window 16"}
     assert by_group[-2]["full"] > by_group[-2]["window 16"] > 0
-    assert not any(event["name"] == "KV blocks held by group" for event in log.events)
+    assert not any(event["name"] == "KV pages held by group" for event in log.events)
 
 
 def assert_nested(slices: list[Event]) -> None:
@@ -201,7 +201,7 @@ def test_the_log_names_requests_that_wait_for_memory(log: Logged) -> None:
         for phase in phases
         if phase["name"].startswith(("waiting", "preempted"))
     }
-    assert "not enough KV blocks, even if all offered requests were evicted" in reasons
+    assert "not enough free pages, even if all offered requests were evicted" in reasons
 
 
 def test_who_is_prefilled_decodes_afterwards(log: Logged) -> None:
@@ -238,7 +238,7 @@ def test_a_killed_engine_leaves_whole_events(tmp_path: Path) -> None:
     path = tmp_path / "decisions.json"
     config = {
         "max_model_len": 64,
-        "executor": {"name": "simulated", "num_blocks": 20},
+        "executor": {"name": "simulated", "num_pages": 20},
         "observers": [{"name": "decision_log", "path": str(path)}],
     }
     with LLMEngine.from_config(config) as engine:
@@ -273,7 +273,7 @@ def test_who_ends_while_nothing_runs_is_drawn_at_once(tmp_path: Path) -> None:
     path = tmp_path / "decisions.json"
     config = {
         "scheduler": {"name": "rpm", "limit": 1, "window_s": 1e6},
-        "executor": {"name": "simulated", "num_blocks": 20},
+        "executor": {"name": "simulated", "num_pages": 20},
         "observers": [{"name": "decision_log", "path": str(path)}],
     }
     reasons = []
@@ -301,7 +301,7 @@ def test_a_place_that_cannot_hold_it_is_refused_at_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="decision_log: path"):
-        DecisionLog(DecisionLogOptions(path=path), ObserverContext(max_num_seqs=1, total_blocks=1))
+        DecisionLog(DecisionLogOptions(path=path), ObserverContext(max_num_seqs=1, total_pages=1))
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_a_file_that_cannot_be_opened_keeps_the_engine_from_starting(
         LLMEngine.from_config(
             {
                 "max_model_len": 64,
-                "executor": {"name": "simulated", "num_blocks": 20},
+                "executor": {"name": "simulated", "num_pages": 20},
                 "observers": observers,
             }
         )
@@ -344,7 +344,7 @@ def test_it_survives_any_id_any_client_and_any_time(
     path = tmp_path_factory.mktemp("log") / "decisions.json"
     config = {
         "max_model_len": 64,
-        "executor": {"name": "simulated", "num_blocks": 20},
+        "executor": {"name": "simulated", "num_pages": 20},
         "observers": [{"name": "decision_log", "path": str(path)}],
     }
     with LLMEngine.from_config(config) as engine:
@@ -372,14 +372,14 @@ def test_it_survives_any_id_any_client_and_any_time(
 def test_a_time_beyond_all_bounds_is_the_latest_there_is(tmp_path: Path) -> None:
     made = DecisionLog(
         DecisionLogOptions(path=str(tmp_path / "decisions.json")),
-        ObserverContext(max_num_seqs=1, total_blocks=1),
+        ObserverContext(max_num_seqs=1, total_pages=1),
     )
     assert (made._us(1e308), made._us(-1e308), made._us(1.5)) == (2**53, 0, 1_500_000)
 
 
 def test_making_it_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    DecisionLog(DecisionLogOptions(), ObserverContext(max_num_seqs=1, total_blocks=1))
+    DecisionLog(DecisionLogOptions(), ObserverContext(max_num_seqs=1, total_pages=1))
     assert not list(tmp_path.iterdir())
 
 

@@ -20,12 +20,12 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_setting_is_for_all_or_for_the_engine_that_it_names(engines: list[str]) -> None:
     opened = open_engines(
         engines,
-        ["max_num_seqs=4", "b:max_num_seqs=5", "b:scheduler=vtc", "a:executor.num_blocks=7"],
+        ["max_num_seqs=4", "b:max_num_seqs=5", "b:scheduler=vtc", "a:executor.num_pages=7"],
     )
     assert {
         name: (config.max_num_seqs, config.scheduler.name) for name, config in opened.items()
     } == {"a": (4, "fcfs"), "b": (5, "vtc")}
-    assert [config.executor.options["num_blocks"] for config in opened.values()] == [7, 60]
+    assert [config.executor.options["num_pages"] for config in opened.values()] == [7, 60]
 
 
 def test_a_repeated_file_is_named_with_its_number(engines: list[str]) -> None:

@@ -173,7 +173,7 @@ def test_tokens_and_lengths_are_those_of_the_trace() -> None:
             )
             for i in range(30)
         )
-        return ran(*requests, num_blocks=130, mask_row_s=0.001)
+        return ran(*requests, num_pages=130, mask_row_s=0.001)
 
     free, bound = of_all(False), of_all(True)
     assert (

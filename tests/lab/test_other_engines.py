@@ -22,12 +22,12 @@ def test_s_lora_sees_a_request_a_step_late_unless_idle() -> None:
 
 
 def test_vllm_admits_a_prompt_only_if_all_of_it_fits_though_a_chunk_would() -> None:
-    def done(free_blocks: int) -> object:
+    def done(free_pages: int) -> object:
         return plan(
             VLLMScheduler,
             waiting=[make_request("long", 100)],
             max_tokens=32,
-            free_blocks=free_blocks,
+            free_pages=free_pages,
             block_size=16,
         )
 
@@ -44,7 +44,7 @@ def test_vllm_preempts_the_last_and_then_admits_none_in_that_step() -> None:
         VLLMScheduler,
         running=running,
         waiting=[make_request("new", 1)],
-        free_blocks=0,
+        free_pages=0,
         block_size=16,
     )
     assert done.granted == {"old": 1}
@@ -54,4 +54,4 @@ def test_vllm_preempts_the_last_and_then_admits_none_in_that_step() -> None:
 
 def test_vllm_preempts_the_last_also_for_itself() -> None:
     alone = [make_request("young", 16, generated=1)]
-    assert plan(VLLMScheduler, running=alone, free_blocks=0, block_size=16).preempted == ("young",)
+    assert plan(VLLMScheduler, running=alone, free_pages=0, block_size=16).preempted == ("young",)

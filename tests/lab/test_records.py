@@ -58,8 +58,8 @@ def test_a_saved_run_comes_back_as_it_was(tmp_path: Path, gaps: list[list[float]
         ("", "can't be read"),
         ("[1]", "not a run"),
         ('{"dovetail_lab_run": 99}', "not a run"),
-        ('{"dovetail_lab_run": 1, "requests": {"id": ["a"]}}', "damaged"),
-        ('{"dovetail_lab_run": 1, "requests": 3}', "damaged"),
+        ('{"dovetail_lab_run": 2, "requests": {"id": ["a"]}}', "damaged"),
+        ('{"dovetail_lab_run": 2, "requests": 3}', "damaged"),
     ],
 )
 def test_a_file_that_is_no_run_is_rejected_by_name(tmp_path: Path, text: str, says: str) -> None:

@@ -192,7 +192,7 @@ def test_ctrl_c_ends_the_threads_of_all_replicas() -> None:
     try:
         with pytest.raises(KeyboardInterrupt):
             replay_replicas(
-                engine(max_model_len=200_000, executor={"num_blocks": 100_000}),
+                engine(max_model_len=200_000, executor={"num_pages": 100_000}),
                 trace(*sent),
                 2,
                 Interrupts(),

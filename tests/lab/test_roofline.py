@@ -189,15 +189,15 @@ def test_a_wrong_roofline_says_what_is_wrong(options: dict[str, Any], says: str)
 
 def test_it_simulates_with_the_pool_that_the_device_has_room_for() -> None:
     step_time = {"kind": "roofline", "model": LLAMA, "device": "h100-80gb"}
-    result = run([request(0)], executor={"step_time": step_time, "num_blocks": None})
+    result = run([request(0)], executor={"step_time": step_time, "num_pages": None})
     room = (0.9 * 80e9 - 2 * ModelSizes.of(LLAMA).parameters) / (2 * 2 * 32 * 8 * 128)
-    assert result.settings["num_blocks"] == int(room) // engine()["block_size"]
+    assert result.settings["num_pages"] == int(room) // engine()["block_size"]
     with pytest.raises(ConfigError, match="no room for K and V"):
         run(
             [request(0)],
             executor={
                 "step_time": {**step_time, "device": {**SHEET, "memory_bytes": 16e9}},
-                "num_blocks": None,
+                "num_pages": None,
             },
         )
 

@@ -196,7 +196,7 @@ def test_a_timeline_of_replicas_sums_what_is_and_keeps_what_was_done() -> None:
             [(time, 0.5, 1, 2, 10, 3, 3, 0, 0, 0, 90, 8, 2, 0.1, 0, 0, 0) for time in times]
         )
 
-    both = Timeline.of_replicas([line(1.0, 3.0), line(2.0)], num_blocks=100)
+    both = Timeline.of_replicas([line(1.0, 3.0), line(2.0)], num_pages=100)
     np.testing.assert_array_equal(both.time_s, [1.0, 2.0, 3.0])
     np.testing.assert_array_equal(both.waiting, [1, 2, 2])
     np.testing.assert_array_equal(both.kv_free, [190, 180, 180])

@@ -70,7 +70,7 @@ def test_settings_name_every_component_in_full(engine: Path, tmp_path: Path) -> 
         **PriorityOptions().model_dump(mode="json"),
     }
     assert config["executor"]["name"] == "dovetail:simulated"
-    assert {"num_blocks", "plans_late", "core_s"} <= set(config["executor"])
+    assert {"num_pages", "plans_late", "core_s"} <= set(config["executor"])
     assert config["kv_cache"]["name"] == "dovetail:prefix"
     assert config["observers"] == [{"name": "dovetail:log", "every_s": ".inf"}]
 
@@ -126,7 +126,7 @@ def test_an_engine_for_a_gpu_is_simulated_with_the_step_times_that_are_named(
         "--step-time",
         "a10g-llama-2-7b",
         "--set",
-        "executor.num_blocks=100",
+        "executor.num_pages=100",
         "--out",
         tmp_path,
     )

@@ -322,7 +322,7 @@ def test_with_speculation_a_trace_has_the_same_tokens_every_time(
             patch.setattr(Recorder, "take", taken)
             run(
                 requests,
-                executor={"num_blocks": blocks, "acceptance": share, "line_costs": FREE},
+                executor={"num_pages": blocks, "acceptance": share, "line_costs": FREE},
                 seed=seed,
                 overlap=True,
                 kv_cache="prefix",
@@ -391,7 +391,7 @@ def test_policies_see_the_limit_and_the_guess_but_never_the_true_length(
 
 def test_a_preempted_request_generates_as_many_tokens_and_the_loss_is_counted() -> None:
     requests = [request(index, prompt=30, output=40) for index in range(4)]
-    result = run(requests, executor={"num_blocks": 40}, max_model_len=120)
+    result = run(requests, executor={"num_pages": 40}, max_model_len=120)
     assert [record.output_tokens for record in result] == [40] * 4
     assert sum(record.preemptions for record in result) == result.timeline.preemptions.sum() > 0
     assert (
@@ -450,11 +450,11 @@ def test_what_ends_the_engine_is_raised(monkeypatch: pytest.MonkeyPatch) -> None
         ({"step_time": "h9000"}, ConfigError, "a10g-llama-2-7b"),
         ({"step_time": {"kind": "linear"}}, ConfigError, "base_s"),
         (
-            {"step_time": {"kind": "linear", "base_s": 0.01}, "num_blocks": None},
+            {"step_time": {"kind": "linear", "base_s": 0.01}, "num_pages": None},
             UnsupportedError,
-            "num_blocks",
+            "num_pages",
         ),
-        ({"num_blocks": 0}, ConfigError, "num_blocks"),
+        ({"num_pages": 0}, ConfigError, "num_pages"),
     ],
 )
 def test_wrong_options_are_named(
@@ -512,7 +512,7 @@ def busy() -> tuple[dict[str, object], object]:
     config = engine(
         overlap=True,
         kv_cache="prefix",
-        executor={"num_blocks": 90, "step_time": VARYING},
+        executor={"num_pages": 90, "step_time": VARYING},
         scheduler="vtc",
         max_model_len=120,
     )

@@ -123,7 +123,7 @@ def test_a_simulation_holds_a_state_for_each_request_and_finds_checkpoints() -> 
         for index in range(4)
     ]
     result = run(
-        requests, executor={"step_time": step_time, "num_blocks": None}, kv_cache="prefix", **sizes
+        requests, executor={"step_time": step_time, "num_pages": None}, kv_cache="prefix", **sizes
     )
     assert result.settings["cache_groups"] == ["full", "states"]
     layout = ModelSizes.of(QWEN3_5_4B).cache_layout(BLOCK).layout
@@ -139,7 +139,7 @@ def test_a_decode_reads_and_writes_the_states() -> None:
     def decode_s(model: dict[str, Any]) -> float:
         [record] = run(
             [request(0, prompt=30, output=3)],
-            executor={"step_time": {**H200, "model": model}, "num_blocks": None},
+            executor={"step_time": {**H200, "model": model}, "num_pages": None},
             max_model_len=4000,
         )
         return float(np.diff(record.token_times_s).mean())

@@ -80,7 +80,7 @@ def loaded(folder: Path, **changes: Any) -> VLLMRun:
 def test_the_pool_is_as_large_as_the_run_recorded(tmp_path: Path, sections: dict[str, Any]) -> None:
     run = loaded(tmp_path, sections=sections)
     config = engine(run, {"kind": "linear", "base_s": 1.0})
-    assert (config["executor"]["num_blocks"], config["block_size"]) == (2587, 32), (
+    assert (config["executor"]["num_pages"], config["block_size"]) == (2587, 32), (
         "vLLM gives its first block to nobody"
     )
     assert not config["kv_cache"]["reuse"]

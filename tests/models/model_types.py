@@ -43,7 +43,7 @@ PROMPTS = (
 SETTINGS: Mapping[str, Any] = {
     "dtype": "float32",
     "max_model_len": 160,
-    "executor": {"name": "local", "num_blocks": 1200},
+    "executor": {"name": "local", "num_pages": 1200},
 }
 # by type: names of classes in published checkpoints that transformers spells otherwise
 PUBLISHED = {

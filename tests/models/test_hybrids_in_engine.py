@@ -85,12 +85,12 @@ def scarce(directory: Any, requests: int) -> dict[str, Any]:
     """An executor with pages for the states of this many requests, and for the K and V of a request
     of 64 tokens."""
     with LLMEngine.from_config(
-        {"model": str(directory), **SETTINGS, "executor": {"name": "local", "num_blocks": 500}}
+        {"model": str(directory), **SETTINGS, "executor": {"name": "local", "num_pages": 500}}
     ) as engine:
         layout = engine.core.kv.context.layout
     return {
         "name": "local",
-        "num_blocks": requests * layout.state_pages
+        "num_pages": requests * layout.state_pages
         + layout.groups[0].blocks(64) * layout.groups[0].pages_per_block,
     }
 

@@ -32,7 +32,7 @@ TASKS = ("embed", "token_embed")
 @contextmanager
 def started(directory: Path | str, ranks: int = 1, **changes: Any) -> Iterator[Bench]:
     own = context(model=str(directory), **changes)
-    options: dict[str, Any] = {"device": "cpu", "num_blocks": 30}
+    options: dict[str, Any] = {"device": "cpu", "num_pages": 30}
     executor: Executor = (
         LocalExecutor(LocalOptions(**options), own)
         if ranks == 1

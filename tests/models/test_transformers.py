@@ -76,7 +76,7 @@ def load(directory: Path, **keys: Any) -> LLMEngine:
         {
             "model": str(directory),
             "dtype": "float32",
-            "executor": {"name": "local", "num_blocks": 64},
+            "executor": {"name": "local", "num_pages": 64},
             **keys,
         }
     )
@@ -323,7 +323,7 @@ def test_a_length_that_no_check_crosses_is_refused(
         load(tmp_path, model=model, max_model_len=100).close()
         return
     with pytest.raises(UnsupportedError, match=refused):
-        load(tmp_path, model=model, executor={"name": "local", "num_blocks": 4096})
+        load(tmp_path, model=model, executor={"name": "local", "num_pages": 4096})
     load(tmp_path, model=model, max_model_len=100).close()
 
 

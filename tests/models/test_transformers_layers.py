@@ -235,7 +235,7 @@ def tokens_of(
     config = {
         "model": {"path": str(directory), "component": component},
         "dtype": "float32",
-        "executor": {"name": "local", "num_blocks": 64},
+        "executor": {"name": "local", "num_pages": 64},
         **keys,
     }
     with LLMEngine.from_config(config) as engine:

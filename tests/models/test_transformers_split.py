@@ -16,7 +16,7 @@ from dovetail_models.transformers_layers import find_layers, reasons_against_spl
 from tests.models.test_transformers_layers import tokens_of
 from tests.models.tiny_configs import random_model, tiny
 
-TWO = {"name": "tensor", "size": 2, "device": "cpu", "num_blocks": 64}
+TWO = {"name": "tensor", "size": 2, "device": "cpu", "num_pages": 64}
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def load(directory: Path, **keys: Any) -> LLMEngine:
         {
             "model": str(directory),
             "dtype": "bfloat16",
-            "executor": {"name": "local", "num_blocks": 64},
+            "executor": {"name": "local", "num_pages": 64},
             **keys,
         }
     )

@@ -47,7 +47,7 @@ def step(
         running=3,
         preempted=0,
         recomputed_tokens=0,
-        blocks=PageCounts(free=5, held=3, cached=2, held_by_group=(1, 2)),
+        pages=PageCounts(free=5, held=3, cached=2, held_by_group=(1, 2)),
         core_s=0.0,
     )
 
@@ -60,7 +60,7 @@ def wall() -> Wall:
 @pytest.fixture
 def log(wall: Wall, caplog: pytest.LogCaptureFixture) -> LogObserver:
     caplog.set_level(logging.INFO, logger="dovetail")
-    return LogObserver(LogOptions(), ObserverContext(max_num_seqs=8, total_blocks=10), wall)
+    return LogObserver(LogOptions(), ObserverContext(max_num_seqs=8, total_pages=10), wall)
 
 
 def preempted() -> RequestPreempted:
@@ -157,7 +157,7 @@ def test_the_start_names_what_runs(log: LogObserver, caplog: pytest.LogCaptureFi
         )
     )
     assert caplog.messages == [
-        "started: scheduler dovetail:fcfs, kv_cache dovetail:prefix (10 blocks of 16), executor "
+        "started: scheduler dovetail:fcfs, kv_cache dovetail:prefix (10 pages, blocks of 16), executor "
         "dovetail:local (device cpu, dtype float32)"
     ]
 
@@ -186,7 +186,7 @@ def test_cache_groups_are_described_at_the_start_and_told_apart_later(
     wall.time += 5
     log.on_step(step(0, 0.0, 1.0, decode=4))
     assert caplog.messages == [
-        "started: scheduler fcfs, kv_cache prefix (10 blocks of 16), executor local (device cpu)",
+        "started: scheduler fcfs, kv_cache prefix (10 pages, blocks of 16), executor local (device cpu)",
         "cache group: 1 layers, full attention, blocks of 16 tokens in 1 page",
         "cache group: 1 layers, window 128, blocks of 16 tokens in 1 page",
         "running 3, waiting 2 | prefill 0 tok/s, decode 4 tok/s | KV 30.0% used (full 10.0%, "

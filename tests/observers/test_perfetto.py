@@ -42,7 +42,7 @@ def observer(path: Path, **options: Any) -> PerfettoObserver:
     """An observer on whose wall clock no time passes."""
     return PerfettoObserver(
         PerfettoOptions(path=str(path), **options),
-        ObserverContext(max_num_seqs=8, total_blocks=10),
+        ObserverContext(max_num_seqs=8, total_pages=10),
         lambda: 0.0,
     )
 
@@ -81,7 +81,7 @@ def step(
         running=running,
         preempted=0,
         recomputed_tokens=0,
-        blocks=PageCounts(free=5, held=3, cached=2, held_by_group=held_by_group),
+        pages=PageCounts(free=5, held=3, cached=2, held_by_group=held_by_group),
         core_s=0.001,
         **more,
     )
@@ -138,7 +138,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunResult, list
         "max_num_batched_tokens": 64,
         "executor": {
             "name": "simulated",
-            "num_blocks": 24,
+            "num_pages": 24,
             "step_time": {"kind": "linear", "base_s": 0.01},
         },
         "observers": [{"name": "perfetto", "path": str(path)}],
@@ -208,9 +208,9 @@ def test_steps_and_counters_are_those_of_the_run(simulated: tuple[RunResult, lis
     ]
     assert [args["waiting"] for args in counted] == run.timeline.waiting.tolist()
     assert [args["running"] for args in counted] == run.timeline.running.tolist()
-    assert {
-        sum(event["args"].values()) for event in events if event.get("name") == "KV blocks"
-    } == {24}
+    assert {sum(event["args"].values()) for event in events if event.get("name") == "KV pages"} == {
+        24
+    }
 
 
 def test_marks_are_set_for_preemptions_and_ends(simulated: tuple[RunResult, list[Event]]) -> None:
@@ -326,7 +326,7 @@ def test_pages_are_counted_by_cache_group_if_there_are_several(tmp_path: Path) -
     assert [
         e["args"]
         for e in events_of(tmp_path / "t.json")
-        if e.get("name") == "KV blocks held by group"
+        if e.get("name") == "KV pages held by group"
     ] == [{"full": 1, "window 128": 2}]
 
 
@@ -478,7 +478,7 @@ def test_a_file_closed_by_somebody_else_ends_no_engine(
     path = tmp_path / "t.json"
     config = {
         "max_model_len": 64,
-        "executor": {"name": "simulated", "num_blocks": 20},
+        "executor": {"name": "simulated", "num_pages": 20},
         "observers": [{"name": "perfetto", "path": str(path)}],
     }
     with LLMEngine.from_config(config) as engine:
@@ -532,7 +532,7 @@ def test_a_file_that_cannot_be_written_keeps_the_engine_from_starting(
     os.mkfifo("fifo")
     config = {
         "max_model_len": 64,
-        "executor": {"name": "simulated", "num_blocks": 20},
+        "executor": {"name": "simulated", "num_pages": 20},
         "observers": [{"name": "perfetto", "path": path}],
     }
     with pytest.raises(ConfigError, match=rf"observer perfetto: path: .* can't be written: {why}"):

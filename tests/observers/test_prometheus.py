@@ -24,7 +24,7 @@ from dovetail_server.metrics import ServerMetrics
 from tests.server.test_metrics import IdleEngine
 
 STARTED = EngineStarted(0.0, "dovetail:fcfs", "dovetail:prefix", "dovetail:local", 10, 16, 1, {})
-CONTEXT = ObserverContext(max_num_seqs=8, total_blocks=10)
+CONTEXT = ObserverContext(max_num_seqs=8, total_pages=10)
 
 
 def free_port() -> int:
@@ -102,9 +102,9 @@ def test_pages_are_told_apart_by_cache_group() -> None:
     finally:
         observer.on_stopped(EngineStopped(1.0, None))
     assert [
-        value(families, "dovetail_kv_group_blocks", group=group) for group in ("full", "window 128")
+        value(families, "dovetail_kv_group_pages", group=group) for group in ("full", "window 128")
     ] == [3, 2]
-    assert value(families, "dovetail_kv_blocks", state="held") == 5
+    assert value(families, "dovetail_kv_pages", state="held") == 5
 
 
 def test_drafts_are_counted_by_position() -> None:

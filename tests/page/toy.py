@@ -30,7 +30,7 @@ INFO = EngineInfo(
     model="a-model",
     intake=IntakeFacts(Limits(), 512, 64, GenerationDefaults(), "local", "torch"),
     block_size=16,
-    num_blocks=100,
+    num_pages=100,
     parts={
         "scheduler": "dovetail-llm:fcfs",
         "kv_cache": "dovetail-llm:prefix",

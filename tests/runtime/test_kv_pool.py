@@ -26,13 +26,13 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 def blocks_of(
     *,
-    num_blocks: int | None = None,
+    num_pages: int | None = None,
     device: torch.device = CPU,
     profile: Callable[[], int] = lambda: pytest.fail("profiled"),
     **config: Any,
 ) -> int:
     """The pool of the demo model, for sequences of 64 tokens: 4 blocks of 16."""
-    return pool_pages(replace(CONFIG, **config), LAYOUT, 64, num_blocks, device, profile)
+    return pool_pages(replace(CONFIG, **config), LAYOUT, 64, num_pages, device, profile)
 
 
 def test_layers_are_grouped_by_how_far_they_look() -> None:
@@ -52,7 +52,7 @@ def test_layers_are_grouped_by_how_far_they_look() -> None:
 
 
 def test_num_blocks_decides_and_then_kv_cache_memory() -> None:
-    assert blocks_of(num_blocks=30, kv_cache_memory=7 * BLOCK_BYTES) == 30
+    assert blocks_of(num_pages=30, kv_cache_memory=7 * BLOCK_BYTES) == 30
     assert blocks_of(kv_cache_memory=8 * BLOCK_BYTES - 1) == 7
     assert blocks_of(kv_cache_memory=8 * BLOCK_BYTES, device=GPU) == 8
 
@@ -80,7 +80,7 @@ def test_on_a_gpu_the_pool_takes_what_the_biggest_step_leaves_of_the_memory(
 @pytest.mark.parametrize(
     ("asked", "there_is", "remedy"),
     [
-        ({"num_blocks": 3}, "num_blocks: 3 gives 3", "raise num_blocks to 4"),
+        ({"num_pages": 3}, "num_pages: 3 gives 3", "raise num_pages to 4"),
         (
             {"kv_cache_memory": 3 * BLOCK_BYTES},
             "kv_cache_memory: 288.0 KiB gives 3",

@@ -145,7 +145,7 @@ def test_weights_that_do_not_fit_are_refused_with_both_numbers_before_they_are_r
                 "model": str(tmp_path),
                 "dtype": dtype,
                 "generation_config": "none",
-                "executor": {"name": "local", "num_blocks": 64},
+                "executor": {"name": "local", "num_pages": 64},
             }
         )
     told = re.search(

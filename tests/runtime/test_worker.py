@@ -178,7 +178,7 @@ def test_nothing_is_allocated_before_it_is_loaded() -> None:
 
 def test_what_does_not_fit_on_the_cpu_is_told_before_the_weights_are_read() -> None:
     read: list[str] = []
-    with pytest.raises(ConfigError, match="num_blocks: 3 gives 3"):
+    with pytest.raises(ConfigError, match="num_pages: 3 gives 3"):
         worker(progress=lambda what, done, total: read.append(what)).load(CPU, 3)
     assert not read
 

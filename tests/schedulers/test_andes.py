@@ -44,7 +44,7 @@ def test_who_is_ahead_pauses_while_another_waits_but_keeps_its_blocks_until_that
         andes,
         running=[ahead("ahead", 5, andes), behind("behind")],
         waiting=[make_request("calm", 40, arrival_time=1.0)],
-        free_blocks=2,
+        free_pages=2,
     )
     assert done.granted == {"behind": 1}
     assert not done.preempted
@@ -53,7 +53,7 @@ def test_who_is_ahead_pauses_while_another_waits_but_keeps_its_blocks_until_that
 def test_the_furthest_ahead_makes_room_for_who_is_urgent() -> None:
     andes = policy()
     running = [ahead("far", 9, andes), ahead("near", 1, andes), ahead("ahead", 4, andes)]
-    done = plan(andes, running=running, waiting=[make_request("urgent", 8)], free_blocks=0)
+    done = plan(andes, running=running, waiting=[make_request("urgent", 8)], free_pages=0)
     assert done.preempted == ("far",)
     assert done.granted["urgent"] == 8
 
@@ -64,7 +64,7 @@ def test_who_was_preempted_as_often_as_allowed_never_pauses() -> None:
         andes,
         running=[ahead("ahead", 9, andes)],
         waiting=[make_request("urgent", 40)],
-        free_blocks=2,
+        free_pages=2,
     )
     assert done.granted["ahead"] == 1
 
@@ -75,7 +75,7 @@ def test_no_request_pauses_for_one_that_still_can_not_be_admitted() -> None:
         andes,
         running=[ahead("ahead", 5, andes)],
         waiting=[make_request("calm", 40, arrival_time=1.0)],
-        free_blocks=2,
+        free_pages=2,
     )
     assert done.granted["ahead"] == 1
 
@@ -96,7 +96,7 @@ def test_in_scarce_memory_more_readers_get_their_first_token_in_time_than_in_ord
         world = World(
             scheduler,
             Shape(
-                num_blocks=16, max_model_len=64, overlap=overlap, reuse=False, seconds_per_step=0.1
+                num_pages=16, max_model_len=64, overlap=overlap, reuse=False, seconds_per_step=0.1
             ),
             options,
         )

@@ -34,7 +34,7 @@ def test_an_earlier_deadline_pushes_out_the_latest() -> None:
         options=EDFOptions(),
         running=running,
         waiting=[make_request("urgent", 8, deadline=2.0)],
-        free_blocks=0,
+        free_pages=0,
     )
     assert done.preempted == ("none",)
     assert done.granted == {"urgent": 8, "late": 1}

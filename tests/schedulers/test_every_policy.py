@@ -122,7 +122,7 @@ def situations(draw: st.DrawFn) -> dict[str, object]:
     return {
         "running": running,
         "waiting": waiting,
-        "free_blocks": max(draw(st.integers(0, 7)), enough - held),
+        "free_pages": max(draw(st.integers(0, 7)), enough - held),
         **limits,
     }
 
@@ -162,7 +162,7 @@ def test_whoever_comes_and_goes_all_are_answered_rightly(
 ) -> None:
     block_size = data.draw(st.sampled_from([1, 2, 4]))
     shape = Shape(
-        num_blocks=-(-32 // block_size) + data.draw(st.integers(0, 8)),
+        num_pages=-(-32 // block_size) + data.draw(st.integers(0, 8)),
         block_size=block_size,
         max_tokens=data.draw(st.sampled_from([3, 8, 40])),
         max_seqs=data.draw(st.integers(1, 5)),
@@ -201,7 +201,7 @@ def test_over_three_cache_groups_nobody_stalls_and_nothing_leaks(
         tuple(CacheGroup((index,), *group) for index, group in enumerate(groups)), 1, "none"
     )
     shape = Shape(
-        num_blocks=layout.most_pages(32, max_tokens)
+        num_pages=layout.most_pages(32, max_tokens)
         + data.draw(st.integers(0, 12)),  # one of full length fits; hardly two do
         groups=groups,
         max_tokens=max_tokens,
@@ -229,7 +229,7 @@ def test_requests_that_fit_to_their_end_once_windows_release_pages_all_run_to_it
 ) -> None:
     groups = ((4, None, 1), (4, 8, 6))  # four tokens take 7 pages, until the window is full
     shape = Shape(
-        num_blocks=4 * (64 // 4 + 3 * 6),
+        num_pages=4 * (64 // 4 + 3 * 6),
         groups=groups,
         max_tokens=64,
         max_seqs=8,

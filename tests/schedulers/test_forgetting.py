@@ -149,7 +149,7 @@ def played(policy: type[Scheduler], options: BaseModel, acts: list[tuple[str, An
     """An engine short of memory, so that requests are preempted, after `acts`."""
     world = World(
         policy,
-        Shape(num_blocks=16, block_size=2, max_seqs=3, max_tokens=16, max_model_len=32),
+        Shape(num_pages=16, block_size=2, max_seqs=3, max_tokens=16, max_model_len=32),
         options,
     )
     for act, argument in acts:

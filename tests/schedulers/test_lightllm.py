@@ -25,7 +25,7 @@ def admits(waiting: list[Request], pool_tokens: int, **options: Any) -> Plan:
         LightLLM,
         options=LightLLMOptions(**options),
         waiting=waiting,
-        free_blocks=pool_tokens,
+        free_pages=pool_tokens,
         block_size=1,
     )
 
@@ -57,7 +57,7 @@ class Pages:
     def __init__(self, *groups: CacheGroup) -> None:
         self.layout = KVLayout(groups, 1, "none")
 
-    def blocks_at(self, request: Request, tokens: int) -> int:
+    def pages_at(self, request: Request, tokens: int) -> int:
         return self.layout.visible_pages(tokens)
 
     def size(self, tokens: int, left: int) -> Size:
@@ -148,10 +148,10 @@ def test_the_cap_on_a_batch_s_prompt_tokens_holds_but_not_for_one_alone() -> Non
 
 
 def test_a_prompt_longer_than_the_cap_joins_others_if_memory_is_there() -> None:
-    def joined(free_blocks: int) -> list[str]:
+    def joined(free_pages: int) -> list[str]:
         options, room = (
             LightLLMOptions(every=1, batch_max_tokens=39),
-            {"free_blocks": free_blocks, "block_size": 1},
+            {"free_pages": free_pages, "block_size": 1},
         )
         policy = plan(
             LightLLM, options=options, running=[make_request("answer", 10, generated=2)], **room
@@ -205,7 +205,7 @@ def test_who_is_admitted_first_is_the_order_s_to_say(order: str, admitted: str) 
         LightLLM, options=LightLLMOptions(order=order), waiting=[make_request("a1", 8, client="a")]
     ).policy
     waiting = [make_request(id, 8, client=id[0]) for id in ("a2", "a3", "b1")]
-    assert list(plan(policy, waiting=waiting, free_blocks=100).granted) == admitted.split()
+    assert list(plan(policy, waiting=waiting, free_pages=100).granted) == admitted.split()
 
 
 GROUPS = ((4, None, 1), (4, 8, 3))
@@ -217,7 +217,7 @@ def test_no_request_is_preempted_since_memory_was_reserved(
     order: str, groups: tuple[tuple[int, int | None, int], ...]
 ) -> None:
     shape = Shape(
-        num_blocks=60, block_size=1, groups=groups, max_tokens=12, max_model_len=32, overlap=False
+        num_pages=60, block_size=1, groups=groups, max_tokens=12, max_model_len=32, overlap=False
     )
     world = World(LightLLM, shape, LightLLMOptions(every=2, order=order))
     for i in range(20):

@@ -43,7 +43,7 @@ def test_only_the_window_is_looked_at() -> None:
 
 def test_no_request_passes_one_that_lacks_memory() -> None:
     waiting = [make_request("large", 40), make_request("small", 4, arrival_time=0.1)]
-    done = plan(LPM, options=LPMOptions(), waiting=waiting, cached={"large": 8}, free_blocks=4)
+    done = plan(LPM, options=LPMOptions(), waiting=waiting, cached={"large": 8}, free_pages=4)
     assert done.granted == {}
     assert done.refused == {"large": Refusal.MEMORY}
 
@@ -52,7 +52,7 @@ def test_more_tokens_are_found_in_the_cache_than_first_come_first_served_finds()
     def found(patience_s: float) -> int:
         world = World(
             LPM,
-            Shape(num_blocks=20, max_seqs=2, max_model_len=48),
+            Shape(num_pages=20, max_seqs=2, max_model_len=48),
             LPMOptions(patience_s=patience_s),
         )
         for i in range(24):  # three conversations in turns, in a pool that holds one and a half

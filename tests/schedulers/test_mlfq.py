@@ -54,7 +54,7 @@ def test_the_lowest_level_gives_way_when_memory_lacks() -> None:
         options=OPTIONS,
         running=running,
         waiting=[make_request("short", 4, arrival_time=0.5)],
-        free_blocks=0,
+        free_pages=0,
     )
     assert done.preempted == ("lowest",)
     assert done.granted == {"short": 4, "lower": 1}
@@ -63,7 +63,7 @@ def test_the_lowest_level_gives_way_when_memory_lacks() -> None:
 def test_who_waits_takes_no_blocks_from_an_equal() -> None:
     running = [make_request("young", 7, generated=1, arrival_time=0.9)]
     done = plan(
-        MLFQ, options=OPTIONS, running=running, waiting=[make_request("old", 8)], free_blocks=0
+        MLFQ, options=OPTIONS, running=running, waiting=[make_request("old", 8)], free_pages=0
     )
     assert done.preempted == ()
     assert done.granted == {"young": 1}

@@ -37,23 +37,21 @@ def test_answers_run_when_no_prompt_fits_in_memory() -> None:
         options=NO_WATERMARK,
         running=[make_request("answer", generated=2)],
         waiting=[make_request("prompt", 40)],
-        free_blocks=3,
+        free_pages=3,
     )
     assert done.granted == {"answer": 1}
 
 
 def test_an_admission_leaves_the_watermark_free_but_not_on_an_idle_engine() -> None:
     options = PrefillFirstOptions(watermark=0.5)
-    alone = plan(
-        PrefillFirst, options=options, waiting=[make_request("prompt", 40)], free_blocks=12
-    )
+    alone = plan(PrefillFirst, options=options, waiting=[make_request("prompt", 40)], free_pages=12)
     assert alone.granted == {"prompt": 40}
     beside = plan(
         PrefillFirst,
         options=options,
         running=[make_request("answer", generated=2)],
         waiting=[make_request("prompt", 40)],
-        free_blocks=12,
+        free_pages=12,
     )
     assert beside.granted == {"answer": 1}
 
@@ -73,7 +71,7 @@ def test_who_decodes_in_another_step_holds_a_seat() -> None:
 def test_a_prompt_longer_than_the_budget_continues_before_any_answer() -> None:
     running = [make_request("answer", generated=2), make_request("long", 40, computed=16)]
     assert plan(
-        PrefillFirst, options=NO_WATERMARK, running=running, max_tokens=16, free_blocks=20
+        PrefillFirst, options=NO_WATERMARK, running=running, max_tokens=16, free_pages=20
     ).granted == {"long": 16}
 
 

@@ -38,12 +38,11 @@ def test_answers_alone_may_go_beyond_the_chunk() -> None:
 
 def test_a_prompt_begins_only_where_all_of_it_fits() -> None:
     done = plan(
-        Sarathi, options=CHUNK, waiting=[make_request("p", 40), make_request("q", 4)], free_blocks=9
+        Sarathi, options=CHUNK, waiting=[make_request("p", 40), make_request("q", 4)], free_pages=9
     )
     assert done.granted == {}
     assert (
-        plan(Sarathi, options=CHUNK, waiting=[make_request("p", 40)], free_blocks=10).free_blocks
-        == 0
+        plan(Sarathi, options=CHUNK, waiting=[make_request("p", 40)], free_pages=10).free_pages == 0
     )
 
 

@@ -43,7 +43,7 @@ def test_the_longest_makes_room_for_a_shorter_one_that_runs() -> None:
         make_request("short", 7, generated=2, max_tokens=4),
         make_request("long", 7, generated=2, max_tokens=90),
     ]
-    assert plan(SJF, running=running, free_blocks=0).preempted == ("long",)
+    assert plan(SJF, running=running, free_pages=0).preempted == ("long",)
 
 
 @examples(quick=20, full=300)
@@ -73,7 +73,7 @@ def test_a_shorter_answer_takes_the_memory_of_one_that_runs() -> None:
         options=SRPTOptions(),
         running=running,
         waiting=[make_request("short", max_tokens=2)],
-        free_blocks=0,
+        free_pages=0,
     )
     assert done.preempted == ("long",)
     assert done.granted == {"short": 8}
@@ -101,7 +101,7 @@ def test_what_counts_is_what_is_left_not_what_was_expected() -> None:
 
 
 def test_of_answers_of_equal_length_the_first_is_never_preempted() -> None:
-    world = World(SRPT, Shape(num_blocks=8, block_size=2, max_model_len=16, max_tokens=16), PURE)
+    world = World(SRPT, Shape(num_pages=8, block_size=2, max_model_len=16, max_tokens=16), PURE)
     finishing_order(world, [8, 8, 8, 8], [None] * 4)
     assert world.core.update_stats().preemptions > 0
     assert world.requests["r0"].preemptions == 0

@@ -16,7 +16,7 @@ STEP_S, TOKEN_S = 0.05, 0.001  # of the fake device
 
 def world(options: SLOOptions, **shape: int) -> World:
     sizes = {
-        "num_blocks": 4_000,
+        "num_pages": 4_000,
         "block_size": 16,
         "max_tokens": 2_000,
         "max_seqs": 32,
@@ -113,7 +113,7 @@ def test_while_the_estimate_is_unsure_steps_beside_answers_are_short() -> None:
         running=[stream],
         waiting=[make_request("long", 900)],
         max_tokens=1_000,
-        free_blocks=300,
+        free_pages=300,
     )
     assert done.granted == {"stream": 1, "long": LEAST}
 

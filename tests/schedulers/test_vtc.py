@@ -106,9 +106,7 @@ def test_a_client_that_was_away_gets_no_credit_for_it() -> None:
 
 
 def test_computing_a_prompt_again_is_free() -> None:
-    world = World(
-        VTC, Shape(num_blocks=8, block_size=2, max_seqs=4, max_model_len=16), VTCOptions()
-    )
+    world = World(VTC, Shape(num_pages=8, block_size=2, max_seqs=4, max_model_len=16), VTCOptions())
     for i in range(4):
         world.add(Spec(f"r{i}", (i,) * 4, max_tokens=8, client="a"))
     world.drain()

@@ -223,7 +223,7 @@ def test_own_flags_keep_their_meaning(started: list[Any]) -> None:
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization: gpu_memory_utilization: "),
         (
             ["--num-gpu-blocks-override", "many"],
-            "num_gpu_blocks_override='many': executor.num_blocks must be a number",
+            "num_gpu_blocks_override='many': executor.num_pages must be a number",
         ),
         (
             ["--tensor-parallel-size", "two"],
@@ -246,7 +246,7 @@ def test_own_flags_keep_their_meaning(started: list[Any]) -> None:
         ),
         (
             ["--num-gpu-blocks-override=8", "--num-kvcache-blocks=8"],
-            "sets executor.num_blocks, which is also given",
+            "sets executor.num_pages, which is also given",
         ),
         (
             ["--executor", "local", "-tp", "2"],

@@ -74,7 +74,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def metrics(clock: Clock) -> ServerMetrics:
-    load = Load(3, 2, held_blocks=25, free_blocks=65, cached_blocks=10, held_by_group=(25,))
+    load = Load(3, 2, held_pages=25, free_pages=65, cached_pages=10, held_by_group=(25,))
     return ServerMetrics(cast(ServedEngine, IdleEngine(load)), front_end=1, clock=clock)
 
 
@@ -209,24 +209,23 @@ def test_the_load_is_the_engines_at_the_time_of_the_question(metrics: ServerMetr
     assert value(metrics, "vllm:num_requests_running") == 3
     assert value(metrics, "vllm:num_requests_waiting") == 2
     assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
-    assert value(metrics, "dovetail_kv_blocks", state="cached") == 10
-    assert value(metrics, "dovetail_kv_group_blocks", group="full") == 25
+    assert value(metrics, "dovetail_kv_pages", state="cached") == 10
+    assert value(metrics, "dovetail_kv_group_pages", group="full") == 25
     assert value(metrics, "vllm:cache_config_info", block_size="16", num_gpu_blocks="100") == 1
     assert value(metrics, "dovetail_engine_info", part_scheduler="dovetail-llm:fcfs") == 1
 
 
 def test_pages_are_told_apart_by_cache_group_if_the_manager_does() -> None:
-    engine = IdleEngine(Load(held_blocks=25, held_by_group=(20, 5)))
+    engine = IdleEngine(Load(held_pages=25, held_by_group=(20, 5)))
     engine.info = replace(engine.info, cache_groups=("full", "window 128"))
     metrics = ServerMetrics(cast(ServedEngine, engine), front_end=1)
     assert [
-        value(metrics, "dovetail_kv_group_blocks", group=group)
-        for group in engine.info.cache_groups
+        value(metrics, "dovetail_kv_group_pages", group=group) for group in engine.info.cache_groups
     ] == [20, 5]
     assert metrics.live()["held_by_group"] == {"full": 20, "window 128": 5}
     engine.load = replace(engine.load, held_by_group=())
     assert metrics.live()["held_by_group"] == {}
-    assert value(metrics, "dovetail_kv_group_blocks", group="full") is None
+    assert value(metrics, "dovetail_kv_group_pages", group="full") is None
 
 
 def test_no_number_of_clients_and_no_name_makes_more_than_so_many_figures(

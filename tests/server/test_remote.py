@@ -257,7 +257,7 @@ def test_an_abort_frees_the_blocks_and_is_the_last_that_is_heard(
             await at.until_all_is_free()
             assert at.engine.num_unfinished == 0
             assert [len(listener.outputs) for listener in listeners] == heard
-            await at.until(lambda: at.engine.load.held_blocks == 0)
+            await at.until(lambda: at.engine.load.held_pages == 0)
             assert all(listener.error is None for listener in listeners)
 
     run(main())
@@ -495,7 +495,7 @@ def test_the_times_of_preemptions_arrive_with_the_end(tmp_path: Path) -> None:
     async def main() -> list[Collector]:
         settings = {
             "max_model_len": 128,
-            "executor": {"name": "local", "num_blocks": 8},
+            "executor": {"name": "local", "num_pages": 8},
             "kv_cache": {"name": "prefix", "reuse": False},
         }
         async with served("zmq", tmp_path, **settings) as one:

@@ -47,7 +47,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "no overlap": {"overlap": False},
     "small memory": {
         "block_size": 8,
-        "executor": {"name": "local", "num_blocks": 36},
+        "executor": {"name": "local", "num_pages": 36},
         "max_model_len": 256,
         "overlap": True,
     },

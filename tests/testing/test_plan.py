@@ -36,12 +36,12 @@ def test_memory_is_as_scarce_as_the_test_says() -> None:
     done = plan(
         ShortestFirst,
         waiting=[make_request("long", 30), make_request("short", 5)],
-        free_blocks=3,
+        free_pages=3,
         block_size=4,
     )
     assert done.granted == {"short": 5}
     assert done.refused == {"long": Refusal.MEMORY}
-    assert done.free_blocks == 1
+    assert done.free_pages == 1
     assert done.notes == (("long", "next time"),)
     assert done.wake_at == 2.0
 
@@ -121,7 +121,7 @@ def test_evictions_are_seen_and_told_of() -> None:
         Newest,
         waiting=[make_request("new", 8)],
         running=[make_request("old", 8, generated=1)],
-        free_blocks=0,
+        free_pages=0,
     )
     assert (done.preempted, done.granted) == (("old",), {"new": 8})
     assert isinstance(done.policy, Newest)

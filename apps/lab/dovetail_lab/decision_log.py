@@ -2,7 +2,7 @@
 (ui.perfetto.dev). Works on the real engine and in simulation.
 
     engine     device     | prefill | decode | prefill+decode | ...      a slice per step; its arguments name refusals, preemptions, notes
-               counters   running, waiting; KV blocks held, cached, free, held by cache group; tokens of a step
+               counters   running, waiting; KV pages held, cached, free, held by cache group; tokens of a step
     requests   lane 000   | request 17                    | request 31 ...
                           | waiting: MEMORY | prefill | decode |         phases of the request above, and why it waited
                lane 001   ...
@@ -157,7 +157,7 @@ class DecisionLog(Observer):
         except (OSError, ValueError) as error:
             raise self._no_file(f"can't be written: {getattr(error, 'strerror', error)}") from None
         label = (
-            f"scheduler {event.scheduler}, kv_cache {event.kv_cache}, {event.num_blocks} "
+            f"scheduler {event.scheduler}, kv_cache {event.kv_cache}, {event.total_pages} pages, "
             f"blocks of {event.block_size}, executor {event.executor}"
         )
         self._file.write("[\n" + _line(_named("process_name", ENGINE, "engine")))
@@ -260,9 +260,9 @@ class DecisionLog(Observer):
             "recomputed_tokens": event.recomputed_tokens,
             **self._headings(event.decisions),
         }
-        blocks = event.blocks
+        pages = event.pages
         by_group = (
-            dict(zip(self._groups, blocks.held_by_group, strict=False))
+            dict(zip(self._groups, pages.held_by_group, strict=False))
             if len(self._groups) > 1
             else {}
         )
@@ -273,11 +273,11 @@ class DecisionLog(Observer):
             ),
             _counter("requests", end, {"running": event.running, "waiting": event.waiting}),
             _counter(
-                "KV blocks",
+                "KV pages",
                 end,
-                {"held": blocks.held, "cached": blocks.cached, "free": blocks.free},
+                {"held": pages.held, "cached": pages.cached, "free": pages.free},
             ),
-            *([_counter("KV blocks held by group", end, by_group)] if by_group else []),
+            *([_counter("KV pages held by group", end, by_group)] if by_group else []),
         ]
 
     def _headings(self, decisions: Sequence[Decision]) -> dict[str, Any]:

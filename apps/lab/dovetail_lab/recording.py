@@ -96,8 +96,8 @@ class Recorder:
         *counts, device_s, masks_s, rows, drafts, accepted = [
             after - then for after, then in zip(self._counted, before, strict=True)
         ]
-        blocks = stats.blocks
-        state = blocks.free, blocks.held, blocks.cached
+        pages = stats.pages
+        state = pages.free, pages.held, pages.cached
         self._steps.append(
             (
                 time_s,

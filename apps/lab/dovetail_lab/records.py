@@ -28,10 +28,10 @@ SETTINGS = (
     "overlap",
     "prefix_reuse",
     "block_size",
-    "num_blocks",
+    "num_pages",
     "max_model_len",
 )
-FORMAT = 1  # of the file; raised when older readers can no longer read it
+FORMAT = 2  # of the file; raised when older readers can no longer read it
 # Columns that older files lack, with their defaults.
 ADDED = {
     "draft_rows": 0,
@@ -91,7 +91,7 @@ class Timeline:
     """Steps of a run, one column per quantity: entry i belongs to the i-th finished step. Times in
     seconds.
 
-    With several replicas it has the steps of all. Requests and blocks after a step are then those
+    With several replicas it has the steps of all. Requests and pages after a step are then those
     of all replicas, and the two durations are divided by the number of replicas, so that their sums
     are averages over replicas.
     """
@@ -106,7 +106,7 @@ class Timeline:
     cached_tokens: NDArray[np.int64]  # found in the prefix cache since the previous step
     recomputed_tokens: NDArray[np.int64]
     preemptions: NDArray[np.int64]  # since the previous step
-    kv_free: NDArray[np.int64]  # blocks, after it
+    kv_free: NDArray[np.int64]  # pages, after it
     kv_held: NDArray[np.int64]
     kv_cached: NDArray[np.int64]
     # delay of its end by grammars: masks that took longer than the model, planning that waited for
@@ -142,15 +142,15 @@ class Timeline:
         )
 
     @classmethod
-    def of_replicas(cls, timelines: Sequence[Timeline], num_blocks: int) -> Timeline:
-        """Merge the steps of several replicas with `num_blocks` blocks each, in the order of their
+    def of_replicas(cls, timelines: Sequence[Timeline], num_pages: int) -> Timeline:
+        """Merge the steps of several replicas with `num_pages` pages each, in the order of their
         ends."""
         order = sorted(
             (time, replica, step)
             for replica, line in enumerate(timelines)
             for step, time in enumerate(line.time_s)
         )
-        after = dict.fromkeys(_AFTER, 0) | {"kv_free": num_blocks}
+        after = dict.fromkeys(_AFTER, 0) | {"kv_free": num_pages}
         states = [dict(after) for _ in timelines]
         rows = []
         for _, replica, step in order:

@@ -171,7 +171,7 @@ def settings_of(config: dict[str, Any], engine: LLMEngine, simulated: bool) -> d
         "overlap": core.max_in_flight > 1,
         "prefix_reuse": core.kv.capabilities.reuse,
         "block_size": capacity.layout.block_size,
-        "num_blocks": capacity.num_pages,
+        "num_pages": capacity.num_pages,
         **(
             {"cache_groups": [group.name for group in capacity.layout.groups]}
             if len(capacity.layout.groups) > 1

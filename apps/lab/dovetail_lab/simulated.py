@@ -61,10 +61,10 @@ class SimulatedOptions(BaseModel):
         le=1e3,
         description="Multiplies the device time of every step, to test the effect of errors.",
     )
-    num_blocks: int | None = Field(
+    num_pages: int | None = Field(
         None,
         ge=1,
-        description="Blocks (pages) in the KV pool. Unset: as in the measured engine; for a "
+        description="Pages in the KV pool. Unset: as in the measured engine; for a "
         "roofline, as many as fit on the device.",
     )
     model: str | dict[str, Any] | None = Field(
@@ -266,7 +266,7 @@ class SimulatedExecutor(Executor):
         max_lines = self.options.max_lines or most_lines(
             config.max_num_seqs, drafts, config.max_num_batched_tokens
         )
-        num_pages = self.options.num_blocks or self._measured_pages(layout)
+        num_pages = self.options.num_pages or self._measured_pages(layout)
         self._windows = windows_of(layout)
         return Capacity(
             num_pages=num_pages,
@@ -329,7 +329,7 @@ class SimulatedExecutor(Executor):
             else "don't state the size of this model's KV pool"
         )
         raise UnsupportedError(
-            f"executor simulated: step times {self.profile.name!r} {why}: set executor.num_blocks"
+            f"executor simulated: step times {self.profile.name!r} {why}: set executor.num_pages"
         )
 
     def submit(self, batch: Batch) -> int:

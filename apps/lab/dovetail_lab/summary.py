@@ -123,8 +123,8 @@ def conditions(result: RunResult) -> str:
         else ""
     )
     return (
-        f"{routed}overlap {overlap}{pace}, prefix reuse {reuse}, {settings['num_blocks']} "
-        f"blocks of {settings['block_size']} tokens{groups}"
+        f"{routed}overlap {overlap}{pace}, prefix reuse {reuse}, {settings['num_pages']} "
+        f"pages, blocks of {settings['block_size']} tokens{groups}"
     )
 
 

@@ -30,7 +30,7 @@ class EngineInfo:
     model: str  # as the config names it
     intake: IntakeFacts  # limits, lengths and capabilities, against which requests are validated
     block_size: int  # tokens of the smallest block
-    num_blocks: int  # pages of the KV pool
+    num_pages: int  # pages of the KV pool
     # kind -> "distribution:name" of the component in use
     parts: Mapping[str, str] = field(default_factory=dict)
     # the executor's choices: device, dtype, attention …
@@ -46,10 +46,10 @@ class Load:
 
     running: int = 0  # requests that hold blocks
     waiting: int = 0  # requests that have arrived and hold none
-    held_blocks: int = 0  # in the tables of requests
-    free_blocks: int = 0  # without reusable K and V
-    cached_blocks: int = 0  # in no table, with reusable K and V
-    held_by_group: tuple[int, ...] = ()  # `held_blocks` by cache group; empty: not told apart
+    held_pages: int = 0  # in the tables of requests
+    free_pages: int = 0  # without reusable K and V
+    cached_pages: int = 0  # in no table, with reusable K and V
+    held_by_group: tuple[int, ...] = ()  # `held_pages` by cache group; empty: not told apart
     # since the engine's start, as all that follows: rows of steps that checked drafts
     draft_rows: int = 0
     draft_tokens: int = 0  # drafts that they checked

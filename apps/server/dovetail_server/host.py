@@ -295,7 +295,7 @@ class EngineHost:
 
     def _load(self) -> Load:
         stats = self._core.update_stats()
-        blocks = stats.blocks
+        pages = stats.pages
         drafts = (
             stats.draft_rows,
             stats.draft_tokens,
@@ -305,10 +305,10 @@ class EngineHost:
         return Load(
             stats.running,
             stats.waiting,
-            blocks.held,
-            blocks.free,
-            blocks.cached,
-            blocks.held_by_group,
+            pages.held,
+            pages.free,
+            pages.cached,
+            pages.held_by_group,
             *drafts,
         )
 

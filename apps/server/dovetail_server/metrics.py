@@ -268,10 +268,10 @@ class ServerMetrics(Collector):
             "time_s": self._clock(),
             "running": load.running,
             "waiting": load.waiting,
-            "blocks": {
-                "held": load.held_blocks,
-                "cached": load.cached_blocks,
-                "free": load.free_blocks,
+            "pages": {
+                "held": load.held_pages,
+                "cached": load.cached_pages,
+                "free": load.free_pages,
             },
             "held_by_group": self._held_by_group(),
             "generated_tokens": self.generated_tokens,
@@ -345,27 +345,27 @@ class ServerMetrics(Collector):
             labels,
             load.waiting,
         )
-        used = load.held_blocks / max(1, info.num_blocks)
+        used = load.held_pages / max(1, info.num_pages)
         yield family(
             GaugeMetricFamily,
             "vllm:kv_cache_usage_perc",
-            "Share of the KV blocks that requests hold, 0 to 1",
+            "Share of the KV pages that requests hold, 0 to 1",
             labels,
             used,
         )
-        blocks = {"held": load.held_blocks, "cached": load.cached_blocks, "free": load.free_blocks}
+        pages = {"held": load.held_pages, "cached": load.cached_pages, "free": load.free_pages}
         yield family(
-            GaugeMetricFamily, "dovetail_kv_blocks", "KV blocks by state", labels, blocks, "state"
+            GaugeMetricFamily, "dovetail_kv_pages", "KV pages by state", labels, pages, "state"
         )
         yield family(
             GaugeMetricFamily,
-            "dovetail_kv_group_blocks",
-            "KV blocks that requests hold, by cache group",
+            "dovetail_kv_group_pages",
+            "KV pages that requests hold, by cache group",
             labels,
             self._held_by_group(),
             "group",
         )
-        cache = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
+        cache = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_pages)}
         yield family(
             GaugeMetricFamily,
             "vllm:cache_config_info",

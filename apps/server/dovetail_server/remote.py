@@ -159,7 +159,7 @@ class RemoteEngine:
         )
         self._intake = Intake(facts, lambda: tokenizer, random.Random(f"{welcome.seed} {name}"))
         self.chat = ChatFrontEnd(tokenizer, info.intake.limits, info.intake.max_model_len)
-        self.load = Load(free_blocks=info.num_blocks)
+        self.load = Load(free_pages=info.num_pages)
         self.adapters: Mapping[str, str] = {}
         self._builder = OutputBuilder(tokenizer)
         self._open: dict[str, _Open] = {}  # by request id

@@ -25,7 +25,7 @@ class EngineStarted:
     scheduler: str  # qualified name, as in the next fields
     kv_cache: str
     executor: str
-    num_blocks: int  # pages of the KV pool
+    total_pages: int  # of the KV pool
     block_size: int  # tokens of the smallest block
     max_in_flight: int
     details: Mapping[str, str]
@@ -90,7 +90,7 @@ class StepFinished:
     running: int
     preempted: int  # requests preempted while it was planned
     recomputed_tokens: int  # prefill tokens that had been computed before a preemption
-    blocks: PageCounts
+    pages: PageCounts
     core_s: float  # wall time spent by the core: planning, batch, results
     # empty unless an observer had requested them when the step was planned
     decisions: tuple[Decision, ...] = ()
@@ -117,7 +117,7 @@ class ObserverContext:
     """Constants passed to an observer's constructor."""
 
     max_num_seqs: int
-    total_blocks: int
+    total_pages: int  # of the KV pool
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class Refusal(Enum):
     BUDGET = "fewer than min_tokens left in this step's token budget"
     PACE = "more prompt tokens would raise the inter-token latency of streamed answers too much"
     SEATS = "max_num_seqs requests run in this step already"
-    MEMORY = "not enough KV blocks, even if all offered requests were evicted"
+    MEMORY = "not enough free pages, even if all offered requests were evicted"
     ADAPTERS = "every slot for adapters was taken in this step"
     NOT_NOW = (
         "granted, evicted or rejected in this step already, or waiting for tokens in flight, "
@@ -47,12 +47,12 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Cost of finishing the prefill, or of one decode: tokens to compute, blocks to take from
-    `free_blocks`, tokens cached now. Blocks are the pool's pages: the next token may need several,
-    one or more for each group of layers with the same sliding window (`dovetail.api.kv_cache`)."""
+    """Cost of finishing the prefill, or of one decode: tokens to compute, pages of the KV pool to
+    take from `free_pages`, tokens cached now. The next token may need several pages, one or more
+    for each group of layers with the same sliding window (`dovetail.api.kv_cache`)."""
 
     tokens: int
-    blocks: int
+    pages: int
     cached: int
 
 
@@ -113,7 +113,7 @@ class SchedulerContext:
 
     max_tokens: int  # token budget of a step
     max_seqs: int
-    total_blocks: int  # pages of the pool; how many a request takes: `Step.blocks_at`
+    total_pages: int  # of the KV pool; how many a request takes: `Step.pages_at`
     block_size: int  # tokens of the smallest block
     seed: int
 
@@ -147,9 +147,9 @@ class Step(Protocol):
         blocks but gets no grant doesn't count."""
 
     @property
-    def free_blocks(self) -> int:
-        """Number of blocks (pages) that grants can still take: empty ones, and cached ones that no
-        request holds."""
+    def free_pages(self) -> int:
+        """Number of pages that grants can still take: empty ones, and cached ones that no request
+        holds."""
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -184,13 +184,13 @@ class Step(Protocol):
         computed. 0 if their `cache_keys` differ or the manager shares nothing. O(prompt)."""
 
     def cost(self, request: Request) -> Cost:
-        """Return the cost of granting the request. Changes nothing; O(cached blocks). Any grant may
+        """Return the cost of granting the request. Changes nothing; O(cached pages). Any grant may
         change the cost of other requests."""
 
-    def blocks_at(self, request: Request, tokens: int) -> int:
-        """Return how many of the pool's blocks (pages) `request` will hold once it has `tokens`
-        tokens and decodes: those that have left a sliding window are released by then. Blocks that
-        it shares with others count in full. Raises `PolicyError` if `tokens` is negative."""
+    def pages_at(self, request: Request, tokens: int) -> int:
+        """Return how many pages `request` will hold once it has `tokens` tokens and decodes: those
+        of blocks that have left a sliding window are released by then. Pages that it shares with
+        others count in full. Raises `PolicyError` if `tokens` is negative."""
 
     def estimate_s(
         self, prefill_tokens: int = 0, decodes: int = 0, context_tokens: int = 0

@@ -216,7 +216,7 @@ class EngineCore:
 
     def update_stats(self) -> EngineStats:
         self.stats.waiting, self.stats.running = len(self.books.waiting), len(self.books.running)
-        self.stats.blocks = self.kv.counts
+        self.stats.pages = self.kv.counts
         return self.stats
 
     def stop(self) -> None:
@@ -538,7 +538,7 @@ class EngineCore:
             generated_tokens=generated,
             waiting=len(self.books.waiting),
             running=len(self.books.running),
-            blocks=self.kv.counts,
+            pages=self.kv.counts,
         )
         for feature in flight.features:
             event = feature.observed(flight, event)

@@ -135,7 +135,7 @@ class Speculation(PlanTiming):
             counts = [int(bool(ids) and row < tried) for row, ids in enumerate(proposed)]
         chosen: dict[LiveRequest, Sequence[int]] = {}
         for request, ids, wanted in zip(requests, proposed, counts, strict=True):
-            if wanted and (count := step.give_blocks(request, wanted)):
+            if wanted and (count := step.give_room(request, wanted)):
                 chosen[request] = ids[:count]
             else:
                 self._records[request].learn(FORGETTING_UNTESTED, 0, 0)

@@ -37,7 +37,7 @@ class EngineStats:
     recomputed_tokens: int = 0
     device_s: float = 0.0
     core_s: float = 0.0  # wall time of the core itself: planning, batches, results
-    blocks: PageCounts = field(default_factory=lambda: PageCounts(0, 0, 0))
+    pages: PageCounts = field(default_factory=lambda: PageCounts(0, 0, 0))
     draft_rows: int = 0  # rows of steps that checked drafts
     draft_tokens: int = 0  # drafts that they checked
     # accepted ones by position: the first of a row, the second, …

@@ -101,7 +101,7 @@ class PlannedStep:
         return self._seqs_left
 
     @property
-    def free_blocks(self) -> int:
+    def free_pages(self) -> int:
         self._check_open()
         return self._kv.available_pages
 
@@ -177,20 +177,20 @@ class PlannedStep:
         request = self._check_known(request)
         if request.status in (Status.RUNNING, Status.DRAINING):
             end = request.num_tokens + request.in_flight
-            blocks = self._kv.pages_needed(request, end) if end > request.capacity else 0
-            return Cost(end - request.num_computed, blocks, 0)
+            pages = self._kv.pages_needed(request, end) if end > request.capacity else 0
+            return Cost(end - request.num_computed, pages, 0)
         if self._fork_source(request) is not None:
             return Cost(1, self._books.layout.pages(1), request.prompt_tokens - 1)
         cached = self._kv.lookup(request)
         known = request.num_tokens
-        blocks = self._kv.pages_needed(request, known)
+        pages = self._kv.pages_needed(request, known)
         if (
             self._books.layout.has_windows
         ):  # chunks release what leaves a window before the next one takes its blocks
-            blocks = min(blocks, self._books.layout.most_pages(known, self._max_tokens))
-        return Cost(known - cached, blocks, cached)
+            pages = min(pages, self._books.layout.most_pages(known, self._max_tokens))
+        return Cost(known - cached, pages, cached)
 
-    def blocks_at(self, request: Request, tokens: int) -> int:
+    def pages_at(self, request: Request, tokens: int) -> int:
         request = self._check_known(request)
         self._check_count("tokens", tokens, 0, request)
         return self._books.layout.visible_pages(tokens)
@@ -329,7 +329,7 @@ class PlannedStep:
         """Tokens of the budget that the policy has left over."""
         return self._tokens_left
 
-    def give_blocks(self, request: LiveRequest, drafts: int) -> int:
+    def give_room(self, request: LiveRequest, drafts: int) -> int:
         """Give a decode granted in this step room for `drafts` tokens after its known ones, from
         what the policy has left over: a page for each running request stays. Return how many of
         them fit."""

@@ -440,7 +440,7 @@ def _started(parts: Parts, capacity: Capacity, clock: Clock) -> EngineStarted:
         scheduler=parts.scheduler.qualified_name,
         kv_cache=parts.kv_cache.qualified_name,
         executor=parts.executor.qualified_name,
-        num_blocks=capacity.num_pages,
+        total_pages=capacity.num_pages,
         block_size=capacity.layout.block_size,
         max_in_flight=capacity.max_in_flight,
         details=MappingProxyType(dict(capacity.details)),

@@ -235,5 +235,5 @@ def line(stats: EngineStats) -> str:
 
 def _held_share(stats: EngineStats) -> float:
     """The share of all pages that are in some request's table."""
-    blocks = stats.blocks
-    return blocks.held / max(1, blocks.free + blocks.held + blocks.cached)
+    pages = stats.pages
+    return pages.held / max(1, pages.free + pages.held + pages.cached)

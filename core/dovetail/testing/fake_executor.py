@@ -47,7 +47,7 @@ class FakeExecutorOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    num_blocks: int = Field(64, ge=1, description="Pages of the pool.")
+    num_pages: int = Field(64, ge=1, description="Pages of the pool.")
     block_size: int = Field(4, ge=1)
     window: int | None = Field(default=None, ge=1, description="Sliding window of all layers.")
     groups: tuple[tuple[int, int | None, int], ...] = Field(
@@ -209,7 +209,7 @@ class FakeExecutor(Executor):
     def start(self) -> Capacity:
         options = self.options
         limits = (
-            options.num_blocks,
+            options.num_pages,
             options.max_in_flight,
             self._layout,
             options.vocab_size,
@@ -494,7 +494,7 @@ class FakeExecutor(Executor):
                 )
                 for place, page in enumerate(pages):
                     self._require(
-                        0 <= page < self.options.num_blocks,
+                        0 <= page < self.options.num_pages,
                         f"token {position} is written to page {page}, which isn't in the pool",
                     )
                     self._memory[page, offset] = index, place, values[position]
@@ -540,7 +540,7 @@ class FakeExecutor(Executor):
                 len(pages) == self._layout.state_pages, "a row has exactly one live state"
             )
             self._require(
-                all(0 <= page < self.options.num_blocks for page in pages),
+                all(0 <= page < self.options.num_pages for page in pages),
                 "the live state is in pages of the pool",
             )
             if before:

@@ -2,7 +2,7 @@
 author's first test.
 
 ```python
-done = plan(MyPolicy, waiting=[make_request("a", 16), make_request("b", 5)], free_blocks=4)
+done = plan(MyPolicy, waiting=[make_request("a", 16), make_request("b", 5)], free_pages=4)
 assert done.granted == {"a": 16}
 assert done.refused == {"b": Refusal.MEMORY}
 ```
@@ -40,7 +40,7 @@ class Plan:
     rejected: Mapping[str, str]  # -> reason
     wake_at: float | None
     notes: tuple[tuple[str, str], ...]  # (request id, why)
-    free_blocks: int  # afterwards
+    free_pages: int  # afterwards
     policy: Scheduler  # to inspect its state
 
 
@@ -96,7 +96,7 @@ def plan(
     *,
     waiting: Sequence[Request] = (),
     running: Sequence[Request] = (),
-    free_blocks: int = 64,
+    free_pages: int = 64,
     options: BaseModel | None = None,
     block_size: int = 4,
     max_tokens: int = 256,
@@ -106,7 +106,7 @@ def plan(
     seed: int = 0,
 ) -> Plan:
     """Let `policy` plan one step. The requests arrive (running ones first), the running ones take
-    their blocks, and `free_blocks` remain. Afterwards the policy is notified of preempted and
+    their blocks, and `free_pages` remain. Afterwards the policy is notified of preempted and
     rejected requests, as by the engine.
 
     `policy`: a class, constructed with `options`, or an instance from an earlier plan, which keeps
@@ -121,17 +121,15 @@ def plan(
     layout = KVLayout((CacheGroup((0,), block_size),), 1, "none")
     kv = FakeKVCache(
         NoOptions(),
-        KVContext(layout, held + free_blocks),
+        KVContext(layout, held + free_pages),
         cached if cached is None else dict(cached),
     )
     if isinstance(policy, type):
         policy = policy(
             options or NoOptions(),
-            SchedulerContext(max_tokens, max_seqs, held + free_blocks, block_size, seed),
+            SchedulerContext(max_tokens, max_seqs, held + free_pages, block_size, seed),
         )
-    books = Books(
-        kv, layout, held + free_blocks, max(max_seqs, len(running)), type(policy).__name__
-    )
+    books = Books(kv, layout, held + free_pages, max(max_seqs, len(running)), type(policy).__name__)
     for order, request in enumerate([*going, *coming]):
         request.order = order
         if order < len(going):
@@ -158,7 +156,7 @@ def plan(
         rejected={r.id: reason for r, reason in step.rejected.items()},
         wake_at=step.wake_time if step.wake_time < float("inf") else None,
         notes=tuple((d.request.id, d.why) for d in decisions if d.act == "noted"),
-        free_blocks=kv.available_pages,
+        free_pages=kv.available_pages,
         policy=policy,
     )
 

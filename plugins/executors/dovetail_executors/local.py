@@ -45,7 +45,7 @@ class LocalExecutor(Executor):
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         capacity = self.worker.load(
-            choose_device(options.device, "executor.device"), options.num_blocks
+            choose_device(options.device, "executor.device"), options.num_pages
         )
         self.worker.allocate(capacity.num_pages)
         return replace(

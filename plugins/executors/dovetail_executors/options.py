@@ -19,11 +19,11 @@ class LocalOptions(BaseModel):
         description='"cpu", "cuda", "cuda:1", …; auto: a CUDA device if there is one, else the '
         "CPU.",
     )
-    num_blocks: int | None = Field(
+    num_pages: int | None = Field(
         default=None,
         ge=1,
         le=2**31 - 1,
-        description="Blocks in the KV pool, instead of as many as the memory allows.",
+        description="Pages in the KV pool, instead of as many as the memory allows.",
     )
     max_in_flight: int | None = Field(
         default=None,
@@ -77,11 +77,11 @@ class TensorOptions(BaseModel):
         le=65535,
         description="With `hosts`: the TCP port at which this host listens for the others.",
     )
-    num_blocks: int | None = Field(
+    num_pages: int | None = Field(
         default=None,
         ge=1,
         le=2**31 - 1,
-        description="Blocks in the KV pool, instead of as many as the memory allows.",
+        description="Pages in the KV pool, instead of as many as the memory allows.",
     )
     max_in_flight: int | None = Field(
         default=None,

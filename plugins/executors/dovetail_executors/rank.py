@@ -34,7 +34,7 @@ class RankSettings:
     group: str  # the group's name, unique on this host
     size: int
     store: str  # see `TorchGroup`
-    num_blocks: int | None
+    num_pages: int | None
     threads: int | None
     symmetric: bool
     step_timeout_s: float
@@ -84,7 +84,7 @@ class Rank:
             torch.cuda.set_device(self.device)
         if settings.symmetric:
             self._reserve()
-        capacity = self.worker.load(self.device, settings.num_blocks)
+        capacity = self.worker.load(self.device, settings.num_pages)
         self.group.join()
         return capacity
 

@@ -284,7 +284,7 @@ class TensorExecutor(Executor):
             group=f"dovetail-{uuid4()}",
             size=options.size,
             store=store,
-            num_blocks=options.num_blocks,
+            num_pages=options.num_pages,
             threads=options.threads or (None if on_gpu else share),
             symmetric=on_gpu and options.all_reduce != "nccl" and options.hosts is None,
             step_timeout_s=options.step_timeout_s,

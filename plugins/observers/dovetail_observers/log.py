@@ -113,10 +113,10 @@ class LogObserver(Observer):
             f"{name} {value}" for name, value in event.details.items() if name != "kv_groups"
         )
         logger.info(
-            "started: scheduler %s, kv_cache %s (%d blocks of %d), executor %s%s",
+            "started: scheduler %s, kv_cache %s (%d pages, blocks of %d), executor %s%s",
             event.scheduler,
             event.kv_cache,
-            event.num_blocks,
+            event.total_pages,
             event.block_size,
             event.executor,
             f" ({details})" if details else "",
@@ -155,10 +155,10 @@ class LogObserver(Observer):
     def _write(self, step: StepFinished) -> None:
         recent = self._recent
         self._recent = Tally()
-        blocks = step.blocks
-        share = 100 / max(1, blocks.free + blocks.held + blocks.cached)
+        pages = step.pages
+        share = 100 / max(1, pages.free + pages.held + pages.cached)
         by_group = (
-            zip(self._groups, blocks.held_by_group, strict=False) if len(self._groups) > 1 else ()
+            zip(self._groups, pages.held_by_group, strict=False) if len(self._groups) > 1 else ()
         )
         groups = ", ".join(f"{name} {share * held:.1f}%" for name, held in by_group)
         logger.info(
@@ -169,7 +169,7 @@ class LogObserver(Observer):
             recent.per_second(recent.prefill_tokens),
             recent.per_second(recent.decode_tokens),
             recent.drafts,
-            share * blocks.held,
+            share * pages.held,
             f" ({groups})" if groups else "",
             100 * recent.hit_share,
             recent.preemptions,

@@ -1,7 +1,7 @@
 """Observer `perfetto`: a trace of steps and requests that https://ui.perfetto.dev opens.
 
     engine     device     | prefill | decode | prefill+decode | ...        a slice per step of the device
-               counters   requests running and waiting; KV blocks held, cached and free; tokens of a step; copies
+               counters   requests running and waiting; KV pages held, cached and free; tokens of a step; copies
     requests   lane 000   | request 17                          | request 31 ...
                           | queued | prefill | decode | preempted | ...    phases of the request above
 
@@ -187,7 +187,7 @@ class PerfettoObserver(Observer):
                 f"can't be written: {getattr(error, 'strerror', None) or error}"
             ) from None
         label = (
-            f"scheduler {event.scheduler}, kv_cache {event.kv_cache}, {event.num_blocks} "
+            f"scheduler {event.scheduler}, kv_cache {event.kv_cache}, {event.total_pages} pages, "
             f"blocks of {event.block_size}, executor {event.executor}"
         )
         self._write(
@@ -296,9 +296,9 @@ class PerfettoObserver(Observer):
                 "accepted_drafts": sum(event.accepted_drafts),
             }
         name = "+".join(kinds) or "nothing"
-        blocks = event.blocks
+        pages = event.pages
         by_group = (
-            dict(zip(self._groups, blocks.held_by_group, strict=False))
+            dict(zip(self._groups, pages.held_by_group, strict=False))
             if len(self._groups) > 1
             else {}
         )
@@ -314,8 +314,8 @@ class PerfettoObserver(Observer):
             },
             _counter("tokens", begin, prefill=event.prefill_tokens, decode=event.decode_tokens),
             _counter("requests", end, running=event.running, waiting=event.waiting),
-            _counter("KV blocks", end, held=blocks.held, cached=blocks.cached, free=blocks.free),
-            *([_counter("KV blocks held by group", end, **by_group)] if by_group else []),
+            _counter("KV pages", end, held=pages.held, cached=pages.cached, free=pages.free),
+            *([_counter("KV pages held by group", end, **by_group)] if by_group else []),
             *self._copies(event, begin),
         ]
 

@@ -180,11 +180,11 @@ class Figures:
             "vllm:num_requests_waiting", "Requests that have arrived and hold no blocks"
         ).labels(model_name)
         self._usage = gauge(
-            "vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0 to 1"
+            "vllm:kv_cache_usage_perc", "Share of the KV pages that requests hold, 0 to 1"
         ).labels(model_name)
-        self._blocks = gauge("dovetail_kv_blocks", "KV blocks by state", "state")
+        self._pages = gauge("dovetail_kv_pages", "KV pages by state", "state")
         self._by_group = gauge(
-            "dovetail_kv_group_blocks", "KV blocks that requests hold, by cache group", "group"
+            "dovetail_kv_group_pages", "KV pages that requests hold, by cache group", "group"
         )
         self._groups: tuple[str, ...] = ()  # names of the cache groups
         self._cache = gauge(
@@ -264,7 +264,7 @@ class Figures:
 
     def started(self, event: EngineStarted) -> None:
         self._groups = tuple(group.name for group in event.cache_groups)
-        self._cache.labels(self._model, str(event.block_size), str(event.num_blocks)).set(1)
+        self._cache.labels(self._model, str(event.block_size), str(event.total_pages)).set(1)
         self._parts.labels(self._model, event.scheduler, event.kv_cache, event.executor).set(1)
 
     def admitted(self, event: RequestAdmitted) -> None:
@@ -274,17 +274,17 @@ class Figures:
             self._hits.inc(event.cached_tokens)
 
     def step(self, event: StepFinished) -> None:
-        blocks = event.blocks
+        pages = event.pages
         self._running.set(event.running)
         self._waiting.set(event.waiting)
-        self._usage.set(blocks.held / max(1, blocks.held + blocks.free + blocks.cached))
+        self._usage.set(pages.held / max(1, pages.held + pages.free + pages.cached))
         for state, number in (
-            ("held", blocks.held),
-            ("cached", blocks.cached),
-            ("free", blocks.free),
+            ("held", pages.held),
+            ("cached", pages.cached),
+            ("free", pages.free),
         ):
-            self._blocks.labels(self._model, state).set(number)
-        for group, number in zip(self._groups, blocks.held_by_group, strict=False):
+            self._pages.labels(self._model, state).set(number)
+        for group, number in zip(self._groups, pages.held_by_group, strict=False):
             self._by_group.labels(self._model, group).set(number)
         self._generated.inc(event.generated_tokens)
         self._preemptions.inc(event.preempted)

@@ -69,7 +69,7 @@ class LightLLM(Scheduler):
             run_on(step, step.decoding)
 
     def _admit(self, step: Step, waiting: Sequence[Request]) -> None:
-        pool = self.context.total_blocks * self.context.block_size
+        pool = self.context.total_pages * self.context.block_size
         cap = self.options.batch_max_tokens or self.context.max_tokens
         sizes = [self._size(step, request) for request in step.running]
         clients = {request.client for request in step.running}

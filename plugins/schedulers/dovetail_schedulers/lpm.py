@@ -34,7 +34,7 @@ class LPM(Scheduler):
 
     def schedule(self, step: Step) -> None:
         run_on(step, step.running)
-        if not (step.tokens_left and step.seqs_left and step.free_blocks):
+        if not (step.tokens_left and step.seqs_left and step.free_pages):
             return
 
         def rank(request: Request) -> float:

@@ -34,9 +34,9 @@ def size_of(step: Step, request: Request, tokens: int, left: int, block_size: in
     """
     end = tokens + left
     last = (end - 1) // block_size * block_size + 1  # tokens at which its last block is begun
-    blocks = step.blocks_at(request, last)
-    growth = (step.blocks_at(request, last + FAR * block_size) - blocks) / FAR
-    return Size(blocks * block_size + growth * (end - last - left), left, growth)
+    pages = step.pages_at(request, last)
+    growth = (step.pages_at(request, last + FAR * block_size) - pages) / FAR
+    return Size(pages * block_size + growth * (end - last - left), left, growth)
 
 
 def peak_tokens(sizes: Iterable[Size]) -> float:

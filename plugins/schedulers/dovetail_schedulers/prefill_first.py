@@ -17,7 +17,7 @@ class PrefillFirstOptions(BaseModel, extra="forbid", frozen=True):
         0.01,
         ge=0,
         lt=1,
-        description="Share of all blocks that admissions leave free for the answers of running "
+        description="Share of all pages that admissions leave free for the answers of running "
         "requests.",
     )
 
@@ -37,12 +37,12 @@ class PrefillFirst(Scheduler):
     def _prefill(self, step: Step) -> bool:
         """Grant prompts; return True if there were any."""
         budget = step.tokens_left
-        spare = self.options.watermark * self.context.total_blocks if step.running else 0
+        spare = self.options.watermark * self.context.total_pages if step.running else 0
         # decoding requests count, too, although they run in other steps
         free_seqs = self.context.max_seqs - len(step.running)
         run_on(step, [request for request in step.running if request.prefill_left])
         for request in step.waiting[: max(0, free_seqs)]:
-            if step.free_blocks - step.cost(request).blocks < spare or not step.grant(
+            if step.free_pages - step.cost(request).pages < spare or not step.grant(
                 request, min_tokens=self.context.max_tokens, reserve=True
             ):
                 break

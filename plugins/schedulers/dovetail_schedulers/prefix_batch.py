@@ -43,7 +43,7 @@ class PrefixBatch(Scheduler):
 
     def schedule(self, step: Step) -> None:
         run_on(step, step.running)
-        if not (step.tokens_left and step.seqs_left and step.free_blocks):
+        if not (step.tokens_left and step.seqs_left and step.free_pages):
             return
         groups = self._groups(step, step.waiting[: self.options.window])
         for request in chain(

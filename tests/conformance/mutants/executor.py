@@ -61,7 +61,7 @@ class PoolTooSmallForOneSequence(FakeExecutor):
 class IgnoresTheLengthAskedFor(FakeExecutor):
     def start(self) -> Capacity:
         return replace(
-            super().start(), max_model_len=self.options.num_blocks * self.options.block_size
+            super().start(), max_model_len=self.options.num_pages * self.options.block_size
         )
 
 
@@ -678,7 +678,7 @@ class ForgetsWhoCameAfterTheRemoved(FakeExecutor):
         super()._change_rows(batch)
 
 
-@mutant(caught_by="executor.limits", options={"num_blocks": 128})
+@mutant(caught_by="executor.limits", options={"num_pages": 128})
 class BufferForATokenLess(FakeExecutor):
     def submit(self, batch: Batch) -> int:
         if batch.num_tokens.sum() >= self.context.config.max_num_batched_tokens:

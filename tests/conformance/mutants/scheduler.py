@@ -134,7 +134,7 @@ class FreesBlocksItself(Plain):
 class TakesBlocksBehindTheBack(Plain):
     def schedule(self, step: Any) -> None:
         super().schedule(step)
-        if step.index == 0 and step.free_blocks:
+        if step.index == 0 and step.free_pages:
             step._kv.allocate(make_request("nobody's"), 1)
 
 

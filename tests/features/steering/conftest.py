@@ -107,7 +107,7 @@ def settings(installed: Path, files: dict[str, str]) -> Settings:
     """Returns settings of an engine, with changes: of the executor's options, as `executor`."""
 
     def made(executor: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-        own = {"name": "steered", "device": "cpu", "num_blocks": 64, "layer": LAYER}
+        own = {"name": "steered", "device": "cpu", "num_pages": 64, "layer": LAYER}
         own["vectors"] = files
         return {
             "model": small_demo(),

@@ -53,7 +53,7 @@ def test_a_request_for_an_unknown_vector_is_refused_by_name(engine: Engine) -> N
     assert SAID_OF_UNKNOWN in str(refused.value)
 
 
-@pytest.mark.parametrize("executor", [{"name": "local"}, {"name": "fake", "num_blocks": 64}])
+@pytest.mark.parametrize("executor", [{"name": "local"}, {"name": "fake", "num_pages": 64}])
 def test_an_engine_whose_executor_cant_steer_refuses_requests_by_name(
     executor: dict[str, Any], installed: Path, fakes: None
 ) -> None:

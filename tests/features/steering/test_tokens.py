@@ -79,7 +79,7 @@ AROUND: dict[str, dict[str, Any]] = {
     "two slots": {"executor": {"max_in_flight": 2}},
     "chunks": {"executor": {"slots": 8}, "max_num_batched_tokens": 8},
     "scarce memory": {
-        "executor": {"slots": 3, "num_blocks": 8, "max_in_flight": 2},
+        "executor": {"slots": 3, "num_pages": 8, "max_in_flight": 2},
         "block_size": 8,
     },
     "drafts": {**FREE, **DRAFTING},
@@ -89,7 +89,7 @@ OVER_RANKS: dict[str, tuple[slice, dict[str, Any]]] = {  # of `ASKED`, and the e
     "plain": (slice(5, 7), {"executor": {"name": RANKS}}),
     "scarce memory": (
         slice(4, 7),
-        {"executor": {"name": RANKS, "num_blocks": 8, "max_in_flight": 2}, "block_size": 8},
+        {"executor": {"name": RANKS, "num_pages": 8, "max_in_flight": 2}, "block_size": 8},
     ),
     "drafts": (slice(0, 2), {**FREE, **DRAFTING, "executor": {"name": "steered-free-ranks"}}),
 }

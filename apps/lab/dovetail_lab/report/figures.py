@@ -107,9 +107,9 @@ def over_time(runs: Runs) -> Drawing | None:
         figure, panels = make(3, 1, 4.4, sharex=True)
         for index, run in enumerate(firsts.values()):
             line = run.timeline
-            blocks = _pool(run)
+            pages = _pool(run)
             for panel, values in zip(
-                panels, (line.waiting, line.running, 100 * line.kv_held / blocks), strict=True
+                panels, (line.waiting, line.running, 100 * line.kv_held / pages), strict=True
             ):
                 times, means = held_means(line.time_s, values.astype(np.float64), end_s)
                 panel.plot(times / unit_s, means, **line_of(index))

@@ -147,7 +147,7 @@ def _figures(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
 def timeline(runs: Runs) -> str:
     """Return the time series of every run as CSV: means over equal intervals."""
     return as_csv(
-        ("policy", "seed", "time_s", "waiting", "running", "kv_held_blocks"),
+        ("policy", "seed", "time_s", "waiting", "running", "kv_held_pages"),
         (
             row
             for name, of_policy in runs.items()

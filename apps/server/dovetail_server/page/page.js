@@ -111,7 +111,7 @@ function take(live) {
   const seconds = then ? live.time_s - then.time_s : 0;
   const restarted = then && live.generated_tokens < then.generated_tokens;
   const perSecond = (key) => (seconds > 0 && !restarted ? (live[key] - then[key]) / seconds : null);
-  const blocks = live.blocks.held + live.blocks.cached + live.blocks.free;
+  const pages = live.pages.held + live.pages.cached + live.pages.free;
   const now = performance.now() / 1000;
   samples.push({
     at: now,
@@ -120,8 +120,8 @@ function take(live) {
     tokens_per_s: perSecond("generated_tokens"),
     prompt_per_s: perSecond("prompt_tokens"),
     cached_per_s: perSecond("cached_tokens"),
-    held: blocks ? live.blocks.held / blocks : 0,
-    cached: blocks ? live.blocks.cached / blocks : 0,
+    held: pages ? live.pages.held / pages : 0,
+    cached: pages ? live.pages.cached / pages : 0,
     first_token_s: then && !restarted ? mean(live.first_token, then.first_token) : null,
     gap_s: then && !restarted ? mean(live.gap, then.gap) : null,
   });
@@ -142,8 +142,8 @@ function showList(id, pairs) {
 // The shares of the KV cache that groups of layers hold, if there are several.
 function heldByGroup(live) {
   const groups = Object.entries(live.held_by_group);
-  const blocks = live.blocks.held + live.blocks.cached + live.blocks.free;
-  return groups.length > 1 ? groups.map(([name, held]) => [`KV cache held: ${name}`, inUnits(blocks ? held / blocks : 0, "%")]) : [];
+  const pages = live.pages.held + live.pages.cached + live.pages.free;
+  return groups.length > 1 ? groups.map(([name, held]) => [`KV cache held: ${name}`, inUnits(pages ? held / pages : 0, "%")]) : [];
 }
 
 // How many tokens a step with drafts yields a request, and how often the drafts of each position are accepted; nothing without drafts.

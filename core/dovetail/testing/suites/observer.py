@@ -46,7 +46,7 @@ from dovetail.testing.suites.footprint import Footprint, temporary_folder
 from dovetail.testing.suites.holding import reachable
 from dovetail.testing.suites.scheduler_world import Abort, Act, Arrive, Run, Shape, World
 
-SHAPE = Shape(num_blocks=16)
+SHAPE = Shape(num_pages=16)
 REUSING = replace(SHAPE, reuse=True)
 # too short for the clock to move
 STILL = replace(SHAPE, seconds_per_step=1e-30, seconds_per_token=0.0)
@@ -279,7 +279,7 @@ class ObserverSuite(Suite):
         """`decisions`: another observer requests them, so that every step's event has them; with
         `sometimes`, every other step's. `before`: state of the process to compare with after every
         call. `stopped`: calls `on_stopped` even if it is slow."""
-        observer = self.make(ObserverContext(SHAPE.max_seqs, SHAPE.num_blocks))
+        observer = self.make(ObserverContext(SHAPE.max_seqs, SHAPE.num_pages))
         spy = Spy(
             observer, sometimes=sometimes, before=before, stops=stopped or not self._stops_slowly
         )
@@ -422,7 +422,7 @@ def _play(
             "harsh",
             "fake",
             "fake",
-            SHAPE.num_blocks,
+            SHAPE.num_pages,
             SHAPE.block_size,
             SHAPE.max_in_flight,
             details,

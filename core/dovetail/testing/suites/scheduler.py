@@ -59,7 +59,7 @@ ORDERS: dict[str, Callable[[Request], tuple[float, float]]] = {  # claim -> sort
         request.arrival_time,
     ),
 }
-_ANY_CONTEXT = SchedulerContext(max_tokens=64, max_seqs=8, total_blocks=64, block_size=4, seed=0)
+_ANY_CONTEXT = SchedulerContext(max_tokens=64, max_seqs=8, total_pages=64, block_size=4, seed=0)
 
 
 class SchedulerSuite(Suite):
@@ -450,7 +450,7 @@ def _try_to_grant_more(shown: Shown) -> None:
     )
     if lacked or step.tokens_left < 1 or step.seqs_left < 1:
         return
-    left = f"{step.tokens_left} tokens, {step.seqs_left} seats and {step.free_blocks} blocks"
+    left = f"{step.tokens_left} tokens, {step.seqs_left} seats and {step.free_pages} pages"
     for request in (*step.running, *step.waiting):
         if step.grant(request):
             fail(

@@ -34,7 +34,7 @@ def pressed(
     )
     shape = Shape(max_tokens=12, max_seqs=8, overlap=overlap, reuse=reuse)
     return Scenario(
-        replace(shape, groups=groups, num_blocks=2 * shape.num_blocks) if groups else shape,
+        replace(shape, groups=groups, num_pages=2 * shape.num_pages) if groups else shape,
         tuple(arrives),
     )
 
@@ -61,7 +61,7 @@ def crowd(*, scarce: bool) -> Scenario:
     shape = (
         Shape(max_tokens=24, max_seqs=12)
         if scarce
-        else Shape(num_blocks=400, max_tokens=400, max_seqs=40)
+        else Shape(num_pages=400, max_tokens=400, max_seqs=40)
     )
     return Scenario(shape, (*arrives, Run(4), Abort(7), Run(6), Abort(2), *arrives[:4]))
 
@@ -96,7 +96,7 @@ def adapted(overlap: bool) -> Scenario:
         for i in range(40)
     ]
     return Scenario(
-        Shape(num_blocks=64, max_tokens=24, max_seqs=8, overlap=overlap, adapters=2),
+        Shape(num_pages=64, max_tokens=24, max_seqs=8, overlap=overlap, adapters=2),
         (*arrives, Run(9), Abort(3), Run(5), Abort(12)),
     )
 
@@ -133,7 +133,7 @@ def streamed(overlap: bool) -> Scenario:
     """Three streamed answers while prompts arrive that are longer than the pace allows in a step;
     there are seats and memory for all."""
     shape = Shape(
-        num_blocks=800,
+        num_pages=800,
         block_size=16,
         max_tokens=1024,
         max_seqs=16,
@@ -163,7 +163,7 @@ def streamed(overlap: bool) -> Scenario:
 def indivisible(overlap: bool, pace: float | None) -> Scenario:
     """Prompts of up to a step's whole budget that can't be divided, as an encoder's, two dozen at
     once and some later; each holds a page."""
-    shape = Shape(groups=((32, None, 1),), num_blocks=4, max_tokens=12, overlap=overlap, pace=pace)
+    shape = Shape(groups=((32, None, 1),), num_pages=4, max_tokens=12, overlap=overlap, pace=pace)
     prompts = [
         Arrive(
             tuple(range(i, i + (12, 3, 7, 1, 11)[i % 5])),
@@ -186,7 +186,7 @@ def begun_without_memory() -> tuple[Scenario, ...]:
     decode = Arrive((1,) * 8, max_tokens=20, priority=0, deadline=10.0)
     prompt = Arrive((2,) * 28, max_tokens=2, priority=1, delay=0.001, deadline=20.0)
     short = Arrive((3, 3), max_tokens=2, priority=2, delay=0.01, deadline=30.0)
-    shape = Shape(num_blocks=16, max_tokens=8)
+    shape = Shape(num_pages=16, max_tokens=8)
     return tuple(
         Scenario(replace(shape, overlap=overlap), (decode, prompt, short))
         for overlap in (True, False)
@@ -208,7 +208,7 @@ def flooded(victim: Arrive, overlap: bool) -> Scenario:
     """Steps of a second, two seats, and an endless stream of short requests; the `victim` arrives
     after the first few."""
     shape = Shape(
-        num_blocks=26,
+        num_pages=26,
         max_tokens=16,
         max_seqs=2,
         max_model_len=48,
@@ -232,7 +232,7 @@ def crowded(overlap: bool) -> Scenario:
     """The same, but more requests can start than finish: each needs three times the memory at its
     end, so the last is likely to be preempted."""
     shape = Shape(
-        num_blocks=12,
+        num_pages=12,
         max_seqs=6,
         max_model_len=12,
         overlap=overlap,

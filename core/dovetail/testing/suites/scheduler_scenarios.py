@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dovetail.testing.suites.scheduler_world import Abort, Act, Arrive, Run, Scenario, Shape
 
 # beyond the need of one request of full length: memory is mostly scarce
-SLACK_BLOCKS = (
+SLACK_PAGES = (
     0,
     0,
     1,
@@ -26,7 +26,7 @@ def shapes(draw: st.DrawFn, *, reuse: bool | None = None) -> Shape:
     block_size = draw(st.integers(1, 4))
     max_model_len = draw(st.integers(6, 32))
     return Shape(
-        num_blocks=-(-max_model_len // block_size) + draw(st.sampled_from(SLACK_BLOCKS)),
+        num_pages=-(-max_model_len // block_size) + draw(st.sampled_from(SLACK_PAGES)),
         block_size=block_size,
         max_tokens=draw(st.integers(1, 24)),
         max_seqs=draw(st.integers(1, 5)),

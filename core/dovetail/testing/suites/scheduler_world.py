@@ -80,7 +80,7 @@ class Shape:
     window, pages_per_block), instead of one without a window whose blocks have `block_size`
     tokens."""
 
-    num_blocks: int = 24
+    num_pages: int = 24
     block_size: int = 2
     groups: tuple[tuple[int, int | None, int], ...] = ()
     state_pages: int = 0
@@ -462,7 +462,7 @@ def _silence() -> Iterator[None]:
 
 def _executor(shape: Shape, clock: VirtualClock) -> FakeExecutor:
     options = FakeExecutorOptions(
-        num_blocks=shape.num_blocks,
+        num_pages=shape.num_pages,
         block_size=shape.block_size,
         groups=shape.groups,
         state_pages=shape.state_pages,

@@ -12,5 +12,5 @@ def test_the_newest_goes_first() -> None:
 def test_when_memory_lacks_the_oldest_makes_room() -> None:
     # each needs another block of 4
     running = [make_request("old", 8, generated=1), make_request("new", 8, generated=1, arrival_time=0.5)]
-    done = plan(LCFS, running=running, free_blocks=0)
+    done = plan(LCFS, running=running, free_pages=0)
     assert (done.granted, done.preempted) == ({"new": 1}, ("old",))

@@ -73,7 +73,7 @@ def pool_pages(
     ranks: int = 1,
 ) -> int:
     """Return the number of pages in the pool on `device`, per rank; ranks on CPUs share the memory.
-    `num_pages` (the executor's option `num_blocks`) and then `kv_cache_memory` take precedence.
+    `num_pages` (the executor's option) and then `kv_cache_memory` take precedence.
     Otherwise, on a GPU: the rest of `gpu_memory_utilization` after `profile` (which runs the
     largest step and returns its peak in bytes). On a CPU: see the shares above. Pages without bytes
     are as many as rows.
@@ -84,8 +84,8 @@ def pool_pages(
     needed = layout.most_pages(max_model_len, config.max_num_batched_tokens)
     if num_pages is not None:
         pages = num_pages
-        source = f"num_blocks: {num_pages}"
-        remedy = f"raise num_blocks to {needed}"
+        source = f"num_pages: {num_pages}"
+        remedy = f"raise num_pages to {needed}"
     elif not layout.page_bytes:
         return config.max_num_seqs
     elif config.kv_cache_memory is not None:

@@ -15,7 +15,7 @@ BLOCK_SIZE = 16  # tokens
 class AcmeOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    num_blocks: int = Field(1024, ge=1, description="Blocks of the KV pool, which is only counted and never written.")
+    num_pages: int = Field(1024, ge=1, description="Pages of the KV pool, which is only counted and never written.")
     vocab_size: int = Field(32000, ge=1, description="As many token ids as the model's tokenizer has.")
 
 
@@ -41,14 +41,14 @@ class AcmeExecutor(Executor):
 
     def start(self) -> Capacity:
         config, size = self.context.config, self.context.config.block_size or BLOCK_SIZE
-        holds = self.options.num_blocks * size
+        holds = self.options.num_pages * size
         length = config.max_model_len or holds
         if length > holds:
-            raise UnsupportedError(f"max_model_len: {length} tokens don't fit into {self.options.num_blocks} blocks of {size}")
+            raise UnsupportedError(f"max_model_len: {length} tokens don't fit into {self.options.num_pages} pages of {size}")
         self._running = True
         layout = KVLayout((CacheGroup((0,), size),), 1, "none")
         return Capacity(
-            num_pages=self.options.num_blocks,
+            num_pages=self.options.num_pages,
             max_in_flight=2,
             layout=layout,
             vocab_size=self.options.vocab_size,

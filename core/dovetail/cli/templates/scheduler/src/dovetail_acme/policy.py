@@ -1,4 +1,4 @@
-"""The policy: it decides which requests run in a step, and how many tokens of each. The step counts tokens, seats and blocks, and refuses grants
+"""The policy: it decides which requests run in a step, and how many tokens of each. The step counts tokens, sequences and pages, and refuses grants
 that don't fit."""
 
 from dovetail.api.scheduler import Scheduler, Step
