@@ -337,7 +337,7 @@ def launch_states(dtype: torch.dtype, shape: DeltaShape | Mamba2Shape) -> None:
         x = torch.zeros(sum(lengths), shape.conv_channels, dtype=dtype)
         a = torch.zeros(sum(lengths), heads, dtype=dtype)
         y = short_conv.short_conv(
-            x, weight, None if is_delta else weight[:, 0].contiguous(), state, 0
+            x, weight, None if is_delta else weight[:, 0].contiguous(), state, 0, "silu"
         )
         if isinstance(shape, DeltaShape):
             y = delta_rule.gated_delta_rule(y, a, a, gates, gates, shape, state, 1)

@@ -339,10 +339,12 @@ def contract_modules() -> list[Any]:
         "engine.step",
         "engine.core",
         "nn.parameter",
+        "nn.state",
     ]
+    helpers = ["api.component", "api.clock", "api.state"]
     return [
         import_module(f"dovetail.{name}")
-        for name in [*names, "api.component", "api.clock", *(f"api.{kind}" for kind in KINDS)]
+        for name in [*names, *helpers, *(f"api.{kind}" for kind in KINDS)]
     ]
 
 

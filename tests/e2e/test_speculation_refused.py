@@ -12,7 +12,6 @@ from dovetail import LLMEngine, SamplingParams
 from dovetail.api.drafter import Drafter, ModelDrafter
 from dovetail.api.executor import Capacity, ExecutorCapabilities
 from dovetail.api.sampler import SamplerCapabilities
-from dovetail.api.state import StateSpec, StateTensor
 from dovetail.errors import PluginError, UnsupportedError
 from dovetail.nn.state import DeltaShape
 from dovetail_executors.local import LocalExecutor
@@ -112,19 +111,16 @@ def test_what_cannot_be_is_refused_by_name(
         )
 
 
-def test_states_that_say_not_what_a_token_changes_are_refused(
+def test_a_model_whose_recurrent_layers_declare_no_drafts_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    spec = DeltaShape.spec
     monkeypatch.setattr(
-        DeltaShape,
-        "spec",
-        lambda shape, index: StateSpec(
-            index, (StateTensor(shape.v_heads * shape.v_size, shape.k_size),)
-        ),
+        DeltaShape, "spec", lambda shape, index: replace(spec(shape, index), drafts=False)
     )
     with (
         checkpoint(hybrids.qwen3_next()) as (directory, _),
-        pytest.raises(UnsupportedError, match="states of layer 0 can't take back a rejected draft"),
+        pytest.raises(UnsupportedError, match="recurrent layer 0 of the model can't check drafts"),
     ):
         LLMEngine.from_config({"model": str(directory), "max_model_len": 64, "speculation": {}})
 

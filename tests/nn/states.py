@@ -191,9 +191,9 @@ def serve(
     return [torch.cat(parts) if parts else torch.empty(0) for parts in outputs]
 
 
-def state_of(bound: BoundStates, line: int, index: int = 5) -> list[torch.Tensor]:
-    """The convolution's inputs and the state of a line."""
+def state_of(bound: BoundStates, place: int, index: int = 5) -> list[torch.Tensor]:
+    """The convolution's inputs and the state at a place."""
     return [
-        bound.layers[index].read(tensor, torch.tensor([line], device=DEVICE))[0]
+        bound.layers[index].read(tensor, torch.tensor([place], device=DEVICE))[0]
         for tensor in (0, 1)
     ]

@@ -63,9 +63,9 @@ def assert_near(ours: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> 
     assert error <= TOLERANCE[dtype], error
 
 
-def assert_state(bound: BoundStates, line: int, model: Net, s: Tokens) -> None:
+def assert_state(bound: BoundStates, place: int, model: Net, s: Tokens) -> None:
     _, inputs, after = model.exact(s)
-    kept, state = state_of(bound, line)
+    kept, state = state_of(bound, place)
     assert torch.equal(kept.double(), inputs)
     assert_near(state, after, model.weight.dtype)
 
@@ -147,7 +147,7 @@ def test_rows_compute_what_each_computes_alone(
         if at:
             assert_state(
                 bound,
-                bound.checkpoint_line(index),
+                bound.checkpoint_place(index),
                 model,
                 sequences[row].part(0, done[row] - length + at),
             )
@@ -163,7 +163,7 @@ def test_a_restored_checkpoint_goes_on_as_its_row_did(
     serve(model, bound, [s], [[(0, tokens, at)]])
     state, checkpoint, row = (
         bound.layers[5],
-        torch.tensor([bound.checkpoint_line(0)], device=DEVICE),
+        torch.tensor([bound.checkpoint_place(0)], device=DEVICE),
         torch.tensor([1], device=DEVICE),
     )
     for tensor in (0, 1):
@@ -193,11 +193,11 @@ def padded(batch: StateBatch, bound: BoundStates, rows: int) -> StateBatch:
     ends = [starts[-1] + i + 1 for i in range(rows)] if batch.decodes else [starts[-1]] * rows
     return replace(
         batch,
-        lines=more(batch.lines, bound.waste_line),
+        places=more(batch.places, bound.waste_place),
         query_starts=torch.cat([batch.query_starts, batch.query_starts.new_tensor(ends)]),
         kv_lens=more(batch.kv_lens, 0),
         checkpoint_at=more(batch.checkpoint_at, 0),
-        checkpoint_lines=more(batch.checkpoint_lines, bound.waste_line),
+        checkpoint_places=more(batch.checkpoint_places, bound.waste_place),
         chunks=more(batch.chunks, 0, 2),
         chunk_starts=more(batch.chunk_starts, 0 if batch.chunks is None else len(batch.chunks)),
     )
@@ -214,7 +214,7 @@ def test_a_step_changes_the_states_of_its_rows_only(
     bound, s = model.bound(3), model.sequence(length + 2)
     batch = bound.plan([1], [length], [0], [min(2, length - 1)])
     bound.states.steps.plan(padded(batch, bound, 2))
-    written = [1, *([bound.checkpoint_line(0)] if length > 1 else [])]
+    written = [1, *([bound.checkpoint_place(0)] if length > 1 else [])]
     pages = {
         int(page)
         for units in bound.layers[5].units

@@ -3,6 +3,8 @@ are cut into chunks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -24,7 +26,13 @@ from tests.support import examples
 
 CPU = torch.device("cpu")
 SPECS = [
-    StateSpec(index, (StateTensor(10, 3, keeps_inputs=True), StateTensor(24, 8)))
+    StateSpec(
+        index=index,
+        tensors=(
+            StateTensor(rows=10, row_size=3, keeps_inputs=True),
+            StateTensor(rows=24, row_size=8),
+        ),
+    )
     for index in (0, 2, 3)
 ]
 MAX_ROWS, NUM_PAGES = 3, 40
@@ -90,22 +98,22 @@ def test_states_of_different_rows_and_layers_never_overlap(
     states, memory = bound(value=7)
     for number, row in enumerate(rows):
         states.put([row], [np.array(pages[3 * number : 3 * number + 3], np.int32)])
-    lines = torch.tensor(rows)
+    places = torch.tensor(rows)
     written = {}
     for index, layer in states.layers.items():
         for tensor, shape in enumerate(layer.spec.tensors):
             values = torch.randn(MAX_ROWS, shape.rows, shape.row_size).to(
                 layer.memory[tensor].dtype
             )
-            layer.write(tensor, lines, values)
+            layer.write(tensor, places, values)
             written[index, tensor] = values
     for (index, tensor), values in written.items():
-        assert torch.equal(states.layers[index].read(tensor, lines), values)
+        assert torch.equal(states.layers[index].read(tensor, places), values)
     others = sorted(set(range(NUM_PAGES + 1)) - set(pages[: 3 * MAX_ROWS]))
     assert (memory[:, others] == 7).all(), "pages of nobody are as they were"
 
 
-def test_until_a_row_has_a_state_its_line_leads_to_the_waste_page() -> None:
+def test_until_a_row_has_a_state_its_place_leads_to_the_waste_page() -> None:
     states, memory = bound(value=7)
     layer = states.layers[2]
     layer.write(1, torch.tensor([MAX_ROWS]), torch.ones(1, 24, 8))
@@ -116,7 +124,7 @@ def test_until_a_row_has_a_state_its_line_leads_to_the_waste_page() -> None:
 def test_a_layer_that_the_layout_does_not_have_is_named() -> None:
     states, _ = bound()
     with pytest.raises(DovetailError, match="state layer 1, which isn't among its state_specs"):
-        states.make_layer(StateSpec(1, SPECS[0].tensors))
+        states.make_layer(replace(SPECS[0], index=1))
 
 
 def test_a_layer_that_runs_before_a_step_says_so() -> None:
@@ -152,17 +160,17 @@ def test_chunks_cover_each_row_in_order_and_end_at_its_checkpoint(
 
 def test_a_step_of_one_token_a_row_is_a_decode_unless_it_writes_a_checkpoint() -> None:
     states, _ = bound()
-    lines, starts, lens = (
+    places, starts, lens = (
         torch.tensor([1, 0]),
         torch.tensor([0, 1, 2], dtype=torch.int32),
         torch.tensor([5, 1], dtype=torch.int32),
     )
     one, none = np.ones(2, np.int32), np.zeros(2, np.int32)
-    assert states.batch(lines, starts, lens, one, none).decodes
-    batch = states.batch(lines, starts, lens, one, np.array([0, 1], np.int32))
+    assert states.batch(places, starts, lens, one, none).decodes
+    batch = states.batch(places, starts, lens, one, np.array([0, 1], np.int32))
     assert not batch.decodes
-    assert batch.checkpoint_lines is not None
-    assert batch.checkpoint_lines.tolist() == [MAX_ROWS + 1, MAX_ROWS + 2]
+    assert batch.checkpoint_places is not None
+    assert batch.checkpoint_places.tolist() == [MAX_ROWS + 1, MAX_ROWS + 2]
 
 
 def new(row: int, pages: list[int], state: list[int]) -> NewRow:

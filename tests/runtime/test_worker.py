@@ -263,10 +263,13 @@ def test_speculation_is_refused_where_drafts_cannot_be_checked(
         patch.setattr(
             ModelPlan,
             "of",
-            lambda *asked: replace(plan, states=[StateSpec(7, (StateTensor(8, 4),))]),
+            lambda *asked: replace(
+                plan,
+                states=[StateSpec(index=7, tensors=(StateTensor(rows=8, row_size=4),))],
+            ),
         )
         with pytest.raises(
-            UnsupportedError, match="states of layer 7 can't take back a rejected draft"
+            UnsupportedError, match="recurrent layer 7 of the model can't check drafts"
         ):
             loaded(max_drafts=3)
     monkeypatch.setattr(

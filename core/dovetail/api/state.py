@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dovetail.errors import DovetailError
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CHUNK = 64  # most tokens of a chunk in `StateBatch.chunks`
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
     """A matrix of a layer's state, [rows, row_size]. Units hold whole rows. `keeps_inputs`: it
     holds past inputs of the layer, in the model's dtype; otherwise it is accumulated, in the
@@ -36,8 +36,7 @@ class StateTensor:
     What a token changes: past inputs move by one, and the token's is the last of them. An
     accumulated tensor has `heads` heads of equal size. The token multiplies each of them by a
     decay, and adds the outer product of a change [head size] and a key [row_size]; head i has key
-    i * keys // heads. With 0 heads a token changes it in another way, and speculation is refused at
-    load."""
+    i * keys // heads. With 0 heads a token changes it in another way."""
 
     rows: int
     row_size: int
@@ -45,48 +44,63 @@ class StateTensor:
     heads: int = 0
     keys: int = 0
 
-    @property
-    def takes_drafts(self) -> bool:
-        """True if a draft's changes can be noted and applied later."""
-        return self.keeps_inputs or self.heads > 0
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """State of one recurrent layer on this rank."""
+    """State of one recurrent layer on this rank. `drafts`: the layer computes steps with drafts, as
+    `StateBatch.ahead` and `StateBatch.drafted` say. Without it, speculation with the model is
+    refused at load.
+
+    Raises `DovetailError` if `drafts` is declared with an accumulated tensor without heads, whose
+    drafts can't be applied later.
+    """
 
     index: int  # of the layer; attention layers of the same model have other indices
     tensors: tuple[StateTensor, ...]
+    drafts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.drafts and not all(each.keeps_inputs or each.heads for each in self.tensors):
+            raise DovetailError(
+                f"state layer {self.index} declares drafts, but has a tensor that neither keeps "
+                "inputs nor has heads"
+            )
 
 
-class Changes(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
     """The changes that tokens make to an accumulated tensor, in float32: see `StateTensor`."""
 
     decay: torch.Tensor  # [n, heads]
     change: torch.Tensor  # [n, rows]
     key: torch.Tensor  # [n, keys, row_size]
 
+    def take(self, index: torch.Tensor | int) -> Changes:
+        """Return the changes at an index of the first dimension."""
+        return Changes(decay=self.decay[index], change=self.change[index], key=self.key[index])
 
-class Drafted(NamedTuple):
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafted:
     """The part of a step that checks drafts."""
 
     tokens: torch.Tensor  # [n] int64: which of the step's tokens these are
-    batch: StateBatch  # they alone, one for each line: with `ahead`
+    batch: StateBatch  # they alone, each a row: with `ahead`
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateBatch:
     """Inputs of one step that concern states. Tensors are on the device; numpy arrays are host
-    copies. Row i has tokens [query_starts[i], query_starts[i + 1]) of the step. `lines` and
-    `checkpoint_lines` are line numbers of `StateLayer.units`.
+    copies. Row i has tokens [query_starts[i], query_starts[i + 1]) of the step. `places` and
+    `checkpoint_places` are indices of `StateLayer.units`.
 
-    Rows from `num_rows` on, and tokens from `num_tokens` on, are padding; lines of padding rows
+    Rows from `num_rows` on, and tokens from `num_tokens` on, are padding; places of padding rows
     lead to the waste page.
     """
 
     num_rows: int
     num_tokens: int
-    lines: torch.Tensor  # [rows] int64: where a row's live state is
+    places: torch.Tensor  # [rows] int64: where a row's live state is
     query_starts: torch.Tensor  # [rows + 1] int32
     # [rows] int32: tokens including this step's; the state is zero at first where they are all this
     # step's
@@ -96,7 +110,8 @@ class StateBatch:
     decodes: bool
     # [rows] int32: number of this step's tokens after which the state is copied; 0: it isn't
     checkpoint_at: torch.Tensor | None = None
-    checkpoint_lines: torch.Tensor | None = None  # [rows] int64: where to; any line if it isn't
+    # [rows] int64: where to; any place if it isn't
+    checkpoint_places: torch.Tensor | None = None
     # [chunks, 2] int32: token ranges of at most CHUNK tokens; rows and checkpoints begin a new one
     chunks: torch.Tensor | None = None
     # [rows + 1] int32: row i has chunks [chunk_starts[i], chunk_starts[i + 1])
@@ -106,8 +121,8 @@ class StateBatch:
     # last known token, 0 for that itself. A request's rows are neighbours and share a live state,
     # which becomes that after the known token; the changes of its drafts go to `StateLayer.changes`
     ahead: torch.Tensor | None = None
-    # what is computed apart in other steps: the results above of these tokens, whose lines lead to
-    # the waste page
+    # what is computed apart in other steps: the results above of these tokens, whose places lead
+    # to the waste page
     drafted: Drafted | None = None
 
 
@@ -124,12 +139,12 @@ class StateSteps:
 
 class StateLayer:
     """One layer's states. `memory[i]`, [units of the pool, rows of a unit, row_size], has the dtype
-    of tensor i of the spec; `units[i]`, [lines, units of the tensor] int32, names for each line the
-    units that hold rows 0, 1, … of it. The last unit may be filled in part. Several layers share
+    of tensor i of the spec; `units[i]`, [places, units of the tensor] int32, names for each place
+    the units that hold rows 0, 1, … of it. The last unit may be filled in part. Several layers share
     the pool, each with its own units. The rows of a unit are a power of two.
 
     `changes[i]`, if steps may have drafts, is where drafts note what they change, at their index in
-    the step: in past inputs the new ones [lines, rows], in an accumulated tensor `Changes`."""
+    the step: in past inputs the new ones [tokens, rows], in an accumulated tensor `Changes`."""
 
     def __init__(self, spec: StateSpec, steps: StateSteps) -> None:
         self.spec = spec
@@ -160,17 +175,17 @@ class StateLayer:
             raise DovetailError(f"state layer {self.spec.index} runs before a step was planned")
         return self._steps.batch
 
-    def read(self, tensor: int, lines: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the states of `lines` [n] int64: [n, rows, row_size]."""
+    def read(self, tensor: int, places: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the states at `places` [n] int64: [n, rows, row_size]."""
         shape = self.spec.tensors[tensor]
         # [n, units, rows of a unit, row_size]
-        held = self.memory[tensor][self.units[tensor][lines].long()]
+        held = self.memory[tensor][self.units[tensor][places].long()]
         return held.flatten(1, 2)[:, : shape.rows]
 
-    def write(self, tensor: int, lines: torch.Tensor, values: torch.Tensor) -> None:
-        """Store values [n, rows, row_size] as the states of distinct `lines` [n] int64."""
+    def write(self, tensor: int, places: torch.Tensor, values: torch.Tensor) -> None:
+        """Store values [n, rows, row_size] as the states at distinct `places` [n] int64."""
         memory = self.memory[tensor]
-        units = self.units[tensor][lines].long()
-        whole = memory.new_zeros(len(lines), units.shape[1] * memory.shape[1], memory.shape[2])
+        units = self.units[tensor][places].long()
+        whole = memory.new_zeros(len(places), units.shape[1] * memory.shape[1], memory.shape[2])
         whole[:, : values.shape[1]] = values
-        memory[units] = whole.view(len(lines), units.shape[1], *memory.shape[1:])
+        memory[units] = whole.view(len(places), units.shape[1], *memory.shape[1:])

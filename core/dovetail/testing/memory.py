@@ -79,7 +79,7 @@ class BoundStates:
     ) -> StateBatch:
         """Plan a step for all layers: of each of `rows` the next `lengths` tokens after `computed`
         ones, with a checkpoint after `checkpoint_at` of them (0: none). The i-th row's checkpoint
-        goes to line `checkpoint_line(i)`."""
+        goes to place `checkpoint_place(i)`."""
         device = self.pool.device
         query_lens = np.array(lengths, np.int32)
         at = (
@@ -89,11 +89,11 @@ class BoundStates:
         )
         starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
         kv_lens = (query_lens + np.array(computed, np.int32)).astype(np.int32)
-        lines, starts_there, lens_there = (
+        places, starts_there, lens_there = (
             torch.from_numpy(array).to(device)
             for array in (np.array(rows, np.int64), starts, kv_lens)
         )
-        batch = self.states.batch(lines, starts_there, lens_there, query_lens, at)
+        batch = self.states.batch(places, starts_there, lens_there, query_lens, at)
         self.states.steps.plan(batch)
         return batch
 
@@ -125,13 +125,13 @@ class BoundStates:
                 checked, torch.tensor([*known, 1], dtype=torch.int32, device=self.pool.device)
             )
 
-    def checkpoint_line(self, index: int) -> int:
-        """Return the line of the checkpoint of a step's row with this index."""
+    def checkpoint_place(self, index: int) -> int:
+        """Return the place of the checkpoint of a step's row with this index."""
         return self.rows + 1 + index
 
     @property
-    def waste_line(self) -> int:
-        """The line of padding."""
+    def waste_place(self) -> int:
+        """The place of padding."""
         return self.rows
 
 

@@ -899,7 +899,7 @@ class KeepsAnEarlierCheckpoint(AltersSteps):
 @mutant(caught_by="model.states")
 class SortsTheRows(AltersSteps):
     def altered(self, batch: StateBatch) -> StateBatch:
-        return replace(batch, lines=batch.lines.sort().values)
+        return replace(batch, places=batch.places.sort().values)
 
 
 @mutant(caught_by="model.state_specs")

@@ -29,7 +29,7 @@ def _accept_changes(
     memory,
     units,
     firsts,
-    lines,
+    places,
     kv_lens,
     num_tokens,
     known,
@@ -37,7 +37,7 @@ def _accept_changes(
     change,
     key,
     unit_stride,
-    line_stride,
+    place_stride,
     noted,  # tokens whose changes there is memory for, in a layer
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -50,8 +50,8 @@ def _accept_changes(
     """Change some rows of one layer's state of one request."""
     layer = tl.program_id(1).to(tl.int64)
     token = tl.load(known + tl.program_id(2))
-    line = tl.load(lines + token)
-    yielded = tl.load(num_tokens + line) - tl.load(kv_lens + token)
+    place = tl.load(places + token)
+    yielded = tl.load(num_tokens + place) - tl.load(kv_lens + token)
     if yielded < 2:
         return
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -64,8 +64,8 @@ def _accept_changes(
             memory,
             units + tl.load(firsts + layer),
             unit_stride,
-            line_stride,
-            line,
+            place_stride,
+            place,
             r,
             real,
             PER_UNIT,
@@ -94,13 +94,13 @@ def _accept_inputs(
     memory,
     units,
     firsts,
-    lines,
+    places,
     kv_lens,
     num_tokens,
     known,
     inputs,
     unit_stride,
-    line_stride,
+    place_stride,
     noted,
     CHANNELS: tl.constexpr,
     PAST: tl.constexpr,
@@ -110,8 +110,8 @@ def _accept_inputs(
     """Move the past inputs of some channels of one layer and one request."""
     layer = tl.program_id(1).to(tl.int64)
     token = tl.load(known + tl.program_id(2))
-    line = tl.load(lines + token)
-    moved = tl.load(num_tokens + line) - tl.load(kv_lens + token) - 1
+    place = tl.load(places + token)
+    moved = tl.load(num_tokens + place) - tl.load(kv_lens + token) - 1
     if moved < 1:
         return
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -120,8 +120,8 @@ def _accept_inputs(
         memory,
         units + tl.load(firsts + layer),
         unit_stride,
-        line_stride,
-        line,
+        place_stride,
+        place,
         c,
         real,
         PER_UNIT,
@@ -147,12 +147,12 @@ def accept_drafts(
 ) -> None:
     state = alike.layers[0]
     changes = alike.changes[tensor]
-    shape, (unit_stride, line_stride) = state.spec.tensors[tensor], state_strides(state, tensor)
+    shape, (unit_stride, place_stride) = state.spec.tensors[tensor], state_strides(state, tensor)
     where = (
         state.memory[tensor],
         alike.units,
         alike.firsts[tensor],
-        batch.lines,
+        batch.places,
         batch.kv_lens,
         num_tokens,
         known,
@@ -164,9 +164,11 @@ def accept_drafts(
         rows = max(1, NUMBERS // block)
         launch(_accept_changes, (triton.cdiv(shape.rows, rows), layers, requests))(
             *where,
-            *changes,
+            changes.decay,
+            changes.change,
+            changes.key,
             unit_stride,
-            line_stride,
+            place_stride,
             changes.decay.shape[1],
             HEADS=shape.heads,
             SIZE=shape.rows // shape.heads,
@@ -183,7 +185,7 @@ def accept_drafts(
         *where,
         changes,
         unit_stride,
-        line_stride,
+        place_stride,
         changes.shape[1],
         CHANNELS=shape.rows,
         PAST=shape.row_size,

@@ -72,11 +72,11 @@ def _recur(
     dt_bias,
     memory,
     units,
-    lines,
+    places,
     kv_lens,
     query_starts,
     checkpoint_at,
-    checkpoint_lines,
+    checkpoint_places,
     ahead,
     decay,
     change,
@@ -86,7 +86,7 @@ def _recur(
     a_stride,
     b_stride,
     unit_stride,
-    line_stride,
+    place_stride,
     scale,
     K_HEADS: tl.constexpr,
     V_HEADS: tl.constexpr,
@@ -127,8 +127,8 @@ def _recur(
             memory,
             units,
             unit_stride,
-            line_stride,
-            tl.load(lines + row),
+            place_stride,
+            tl.load(places + row),
             head * V + j,
             real,
             PER_UNIT,
@@ -159,14 +159,14 @@ def _recur(
         )
         if not DECODES:  # noqa: SIM102 (decided when it is compiled)
             if step + 1 == kept:
-                line = tl.load(checkpoint_lines + row)
+                place = tl.load(checkpoint_places + row)
                 to = (
                     rows_at(
                         memory,
                         units,
                         unit_stride,
-                        line_stride,
-                        line,
+                        place_stride,
+                        place,
                         head * V + j,
                         real,
                         PER_UNIT,
@@ -327,15 +327,15 @@ def _carry(
     chunk_starts,
     memory,
     units,
-    lines,
+    places,
     kv_lens,
     query_starts,
     checkpoint_at,
-    checkpoint_lines,
+    checkpoint_places,
     out,
     x_stride,
     unit_stride,
-    line_stride,
+    place_stride,
     K_HEADS: tl.constexpr,
     V_HEADS: tl.constexpr,
     K: tl.constexpr,
@@ -365,8 +365,8 @@ def _carry(
             memory,
             units,
             unit_stride,
-            line_stride,
-            tl.load(lines + row),
+            place_stride,
+            tl.load(places + row),
             head * V + j,
             real,
             PER_UNIT,
@@ -412,10 +412,10 @@ def _carry(
             lasting = (change * tl.exp(total - sum)[:, None]).to(k.dtype)
             state = tl.dot(tl.trans(k), lasting, state * tl.exp(total))
         if (part == 0) & (kept > 0):
-            line = tl.load(checkpoint_lines + row)
+            place = tl.load(checkpoint_places + row)
             to = (
                 rows_at(
-                    memory, units, unit_stride, line_stride, line, head * V + j, real, PER_UNIT, K
+                    memory, units, unit_stride, place_stride, place, head * V + j, real, PER_UNIT, K
                 )[None, :]
                 + i[:, None]
             )
@@ -443,7 +443,7 @@ def gated_delta_rule(
     a = by_rows(a)
     b = by_rows(b)
     out = empty_outputs(state, qkv, shape.v_heads, shape.v_size)
-    unit_stride, line_stride = state_strides(state, tensor)
+    unit_stride, place_stride = state_strides(state, tensor)
     heads = {
         "K_HEADS": shape.k_heads,
         "V_HEADS": shape.v_heads,
@@ -470,7 +470,7 @@ def gated_delta_rule(
             out,
             *strides,
             unit_stride,
-            line_stride,
+            place_stride,
             scale,
             EPS=NORM_EPS,
             ROWS=tiling.rows,
@@ -502,8 +502,8 @@ def gated_delta_rule(
         num_warps=4,
         **heads,
     )
-    tiling = carry_tiling(shape, len(batch.lines), gpu_of(qkv.device))
-    launch(_carry, (triton.cdiv(shape.v_size, tiling.rows), shape.v_heads, len(batch.lines)))(
+    tiling = carry_tiling(shape, len(batch.places), gpu_of(qkv.device))
+    launch(_carry, (triton.cdiv(shape.v_size, tiling.rows), shape.v_heads, len(batch.places)))(
         qkv,
         qk,
         sums,
@@ -513,7 +513,7 @@ def gated_delta_rule(
         out,
         qkv.stride(0),
         unit_stride,
-        line_stride,
+        place_stride,
         CHUNK=CHUNK,
         ROWS=tiling.rows,
         STAGES=tiling.stages,

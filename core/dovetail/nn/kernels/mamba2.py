@@ -57,11 +57,11 @@ def _recur(
     dt_bias,
     memory,
     units,
-    lines,
+    places,
     kv_lens,
     query_starts,
     checkpoint_at,
-    checkpoint_lines,
+    checkpoint_places,
     ahead,
     decay,
     change,
@@ -70,7 +70,7 @@ def _recur(
     x_stride,
     dt_stride,
     unit_stride,
-    line_stride,
+    place_stride,
     shortest,
     longest,
     HEADS: tl.constexpr,
@@ -111,8 +111,8 @@ def _recur(
             memory,
             units,
             unit_stride,
-            line_stride,
-            tl.load(lines + row),
+            place_stride,
+            tl.load(places + row),
             head * SIZE + j,
             real,
             PER_UNIT,
@@ -140,14 +140,14 @@ def _recur(
         tl.store(out + (t * HEADS + head) * SIZE + j, result.to(out.dtype.element_ty), mask=real)
         if not DECODES:  # noqa: SIM102 (decided when it is compiled)
             if number + 1 == kept:
-                line = tl.load(checkpoint_lines + row)
+                place = tl.load(checkpoint_places + row)
                 to = (
                     rows_at(
                         memory,
                         units,
                         unit_stride,
-                        line_stride,
-                        line,
+                        place_stride,
+                        place,
                         head * SIZE + j,
                         real,
                         PER_UNIT,
@@ -179,16 +179,16 @@ def _carry(
     dt_bias,
     memory,
     units,
-    lines,
+    places,
     kv_lens,
     query_starts,
     checkpoint_at,
-    checkpoint_lines,
+    checkpoint_places,
     out,
     x_stride,
     dt_stride,
     unit_stride,
-    line_stride,
+    place_stride,
     shortest,
     longest,
     HEADS: tl.constexpr,
@@ -221,8 +221,8 @@ def _carry(
             memory,
             units,
             unit_stride,
-            line_stride,
-            tl.load(lines + row),
+            place_stride,
+            tl.load(places + row),
             head * SIZE + j,
             real,
             PER_UNIT,
@@ -262,14 +262,14 @@ def _carry(
             lasting = (added * tl.exp(total - sum)[:, None]).to(into.dtype)
             state = tl.dot(tl.trans(into), lasting, state * tl.exp(total))
         if (part == 0) & (kept > 0):
-            line = tl.load(checkpoint_lines + row)
+            place = tl.load(checkpoint_places + row)
             to = (
                 rows_at(
                     memory,
                     units,
                     unit_stride,
-                    line_stride,
-                    line,
+                    place_stride,
+                    place,
                     head * SIZE + j,
                     real,
                     PER_UNIT,
@@ -300,7 +300,7 @@ def mamba2(
     xbc = by_rows(xbc)
     dt = by_rows(dt)
     out = empty_outputs(state, xbc, shape.heads, shape.head_size)
-    unit_stride, line_stride = state_strides(state, tensor)
+    unit_stride, place_stride = state_strides(state, tensor)
     constants = {
         "HEADS": shape.heads,
         "GROUPS": shape.groups,
@@ -318,7 +318,7 @@ def mamba2(
         xbc.stride(0),
         dt.stride(0),
         unit_stride,
-        line_stride,
+        place_stride,
         float(limits[0]),
         float(limits[1]),
     )

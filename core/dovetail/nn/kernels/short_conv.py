@@ -7,6 +7,8 @@ replaces past inputs, which programs of the first may still read. Twin: `dovetai
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -35,22 +37,28 @@ WARPS = 4
 
 
 @triton.jit
+def _activated(y, SILU: tl.constexpr):
+    return y * sigmoid(y) if SILU else y
+
+
+@triton.jit
 def _conv_step(
     x,
     weight,
     bias,
     memory,
     units,
-    lines,
+    places,
     kv_lens,
     out,
     x_stride,
     unit_stride,
-    line_stride,
+    place_stride,
     CHANNELS: tl.constexpr,
     KERNEL: tl.constexpr,
     PER_UNIT: tl.constexpr,
     BIASED: tl.constexpr,
+    SILU: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -70,7 +78,15 @@ def _conv_step(
     wait(PDL)
     held = real & (tl.load(kv_lens + row) > 1)
     at = rows_at(
-        memory, units, unit_stride, line_stride, tl.load(lines + row), c, real, PER_UNIT, KERNEL - 1
+        memory,
+        units,
+        unit_stride,
+        place_stride,
+        tl.load(places + row),
+        c,
+        real,
+        PER_UNIT,
+        KERNEL - 1,
     )
     token = tl.load(x + row.to(tl.int64) * x_stride + c, mask=real, other=0.0)
     past = ()
@@ -79,7 +95,9 @@ def _conv_step(
         y += past[i].to(tl.float32) * weights[i]
     y += token.to(tl.float32) * weights[KERNEL - 1]
     tl.store(
-        out + row.to(tl.int64) * CHANNELS + c, (y * sigmoid(y)).to(out.dtype.element_ty), mask=real
+        out + row.to(tl.int64) * CHANNELS + c,
+        _activated(y, SILU).to(out.dtype.element_ty),
+        mask=real,
     )
     tl.debug_barrier()  # nothing is replaced that another thread still reads
     for i in tl.static_range(KERNEL - 2):
@@ -94,18 +112,19 @@ def _conv_lines(
     bias,
     memory,
     units,
-    lines,
+    places,
     kv_lens,
     ahead,
     inputs,
     out,
     x_stride,
     unit_stride,
-    line_stride,
+    place_stride,
     CHANNELS: tl.constexpr,
     KERNEL: tl.constexpr,
     PER_UNIT: tl.constexpr,
     BIASED: tl.constexpr,
+    SILU: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -131,8 +150,8 @@ def _conv_lines(
         memory,
         units,
         unit_stride,
-        line_stride,
-        tl.load(lines + first),
+        place_stride,
+        tl.load(places + first),
         c,
         real,
         PER_UNIT,
@@ -150,7 +169,7 @@ def _conv_lines(
                     tl.float32
                 )
             y += seen * weights[i]
-        tl.store(out + t * CHANNELS + c, (y * sigmoid(y)).to(out.dtype.element_ty), mask=real)
+        tl.store(out + t * CHANNELS + c, _activated(y, SILU).to(out.dtype.element_ty), mask=real)
         if draft > 0:
             tl.store(
                 inputs + t * CHANNELS + c,
@@ -170,7 +189,7 @@ def _conv_chunk(
     bias,
     memory,
     units,
-    lines,
+    places,
     kv_lens,
     query_starts,
     chunks,
@@ -178,12 +197,13 @@ def _conv_chunk(
     out,
     x_stride,
     unit_stride,
-    line_stride,
+    place_stride,
     rows,
     CHANNELS: tl.constexpr,
     KERNEL: tl.constexpr,
     PER_UNIT: tl.constexpr,
     BIASED: tl.constexpr,
+    SILU: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -212,8 +232,8 @@ def _conv_chunk(
         memory,
         units,
         unit_stride,
-        line_stride,
-        tl.load(lines + row),
+        place_stride,
+        tl.load(places + row),
         c,
         c < CHANNELS,
         PER_UNIT,
@@ -232,16 +252,16 @@ def _conv_chunk(
             y += seen.to(tl.float32) * weights[i][None, :]
         if held:
             for i in tl.static_range(KERNEL - 1):
-                place = t - first + i
+                input = t - first + i
                 y += (
-                    tl.load(at + place, mask=real & (place < KERNEL - 1) & (t < end), other=0.0).to(
+                    tl.load(at + input, mask=real & (input < KERNEL - 1) & (t < end), other=0.0).to(
                         tl.float32
                     )
                     * weights[i][None, :]
                 )
         tl.store(
             out + t.to(tl.int64) * CHANNELS + c[None, :],
-            (y * sigmoid(y)).to(out.dtype.element_ty),
+            _activated(y, SILU).to(out.dtype.element_ty),
             mask=real & (t < end),
         )
 
@@ -265,14 +285,14 @@ def _keep_inputs(
     x,
     memory,
     units,
-    lines,
+    places,
     kv_lens,
     query_starts,
     checkpoint_at,
-    checkpoint_lines,
+    checkpoint_places,
     x_stride,
     unit_stride,
-    line_stride,
+    place_stride,
     CHANNELS: tl.constexpr,
     KERNEL: tl.constexpr,
     PER_UNIT: tl.constexpr,
@@ -290,7 +310,15 @@ def _keep_inputs(
     kept = tl.load(checkpoint_at + row)
     held = tl.load(kv_lens + row) > length
     at = rows_at(
-        memory, units, unit_stride, line_stride, tl.load(lines + row), c, real, PER_UNIT, KERNEL - 1
+        memory,
+        units,
+        unit_stride,
+        place_stride,
+        tl.load(places + row),
+        c,
+        real,
+        PER_UNIT,
+        KERNEL - 1,
     )
     if kept > 0:
         inputs = _last_inputs(x, at, c, real, first, kept, held, x_stride, KERNEL)
@@ -298,8 +326,8 @@ def _keep_inputs(
             memory,
             units,
             unit_stride,
-            line_stride,
-            tl.load(checkpoint_lines + row),
+            place_stride,
+            tl.load(checkpoint_places + row),
             c,
             real,
             PER_UNIT,
@@ -314,7 +342,12 @@ def _keep_inputs(
 
 
 def short_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, tensor: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    state: StateLayer,
+    tensor: int,
+    activation: Literal["silu"] | None,
 ) -> torch.Tensor:
     """See `dovetail.nn.state.short_conv`; weight and bias are contiguous."""
     batch, (channels, kernel) = state.batch, weight.shape
@@ -322,7 +355,7 @@ def short_conv(
     out = empty_outputs(state, x, channels)
     memory = state.memory[tensor]
     units = state.units[tensor]
-    unit_stride, line_stride = state_strides(state, tensor)
+    unit_stride, place_stride = state_strides(state, tensor)
     constants = {
         "CHANNELS": channels,
         "KERNEL": kernel,
@@ -331,6 +364,7 @@ def short_conv(
     }
     biases = x if bias is None else bias
     biased = bias is not None
+    silu = activation is not None
     if batch.ahead is not None:
         launch(_conv_lines, (triton.cdiv(channels, STEP_CHANNELS), len(x)))(
             x,
@@ -338,15 +372,16 @@ def short_conv(
             biases,
             memory,
             units,
-            batch.lines,
+            batch.places,
             batch.kv_lens,
             batch.ahead,
             state.changes[tensor],
             out,
             x.stride(0),
             unit_stride,
-            line_stride,
+            place_stride,
             BIASED=biased,
+            SILU=silu,
             BLOCK=STEP_CHANNELS,
             num_warps=STEP_WARPS,
             **constants,
@@ -359,13 +394,14 @@ def short_conv(
             biases,
             memory,
             units,
-            batch.lines,
+            batch.places,
             batch.kv_lens,
             out,
             x.stride(0),
             unit_stride,
-            line_stride,
+            place_stride,
             BIASED=biased,
+            SILU=silu,
             BLOCK=STEP_CHANNELS,
             num_warps=STEP_WARPS,
             **constants,
@@ -378,7 +414,7 @@ def short_conv(
         biases,
         memory,
         units,
-        batch.lines,
+        batch.places,
         batch.kv_lens,
         batch.query_starts,
         batch.chunks,
@@ -386,20 +422,21 @@ def short_conv(
         out,
         x.stride(0),
         unit_stride,
-        line_stride,
-        len(batch.lines),
+        place_stride,
+        len(batch.places),
         BIASED=biased,
+        SILU=silu,
         TOKENS=TOKENS_AT_ONCE,
         BLOCK=CHANNELS_AT_ONCE,
         num_warps=WARPS,
         **constants,
     )
-    launch(_keep_inputs, (triton.cdiv(channels, STEP_CHANNELS), len(batch.lines)))(
+    launch(_keep_inputs, (triton.cdiv(channels, STEP_CHANNELS), len(batch.places)))(
         x,
         *step_tensors(state, tensor),
         x.stride(0),
         unit_stride,
-        line_stride,
+        place_stride,
         BLOCK=STEP_CHANNELS,
         num_warps=STEP_WARPS,
         **constants,

@@ -52,15 +52,15 @@ def rows_at(
     memory,
     units,
     unit_stride,
-    line_stride,
-    line,
+    place_stride,
+    place,
     r,
     real,
     PER_UNIT: tl.constexpr,
     ROW: tl.constexpr,
 ):
-    """Return the addresses of rows r of the state of a line, where they are `real`."""
-    unit = tl.load(units + line * line_stride + r // PER_UNIT, mask=real, other=0).to(tl.int64)
+    """Return the addresses of rows r of the state at a place, where they are `real`."""
+    unit = tl.load(units + place * place_stride + r // PER_UNIT, mask=real, other=0).to(tl.int64)
     return memory + unit * unit_stride + r % PER_UNIT * ROW
 
 
@@ -107,21 +107,21 @@ def sigmoid(x):
 
 
 def state_strides(state: StateLayer, tensor: int) -> tuple[int, int]:
-    """Return (unit_stride, line_stride) for `rows_at`."""
+    """Return (unit_stride, place_stride) for `rows_at`."""
     return state.memory[tensor].stride(0), state.units[tensor].stride(0)
 
 
 def step_tensors(state: StateLayer, tensor: int) -> tuple[torch.Tensor, ...]:
-    """Return (memory, units, lines, kv_lens, query_starts, checkpoint_at, checkpoint_lines), which
+    """Return (memory, units, places, kv_lens, query_starts, checkpoint_at, checkpoint_places), that
     kernels take that replace states and write checkpoints. In a step of single tokens, which has no
     checkpoints, kernels don't read the last two."""
     batch = state.batch
-    at = batch.lines if batch.checkpoint_at is None else batch.checkpoint_at
-    to = batch.lines if batch.checkpoint_lines is None else batch.checkpoint_lines
+    at = batch.places if batch.checkpoint_at is None else batch.checkpoint_at
+    to = batch.places if batch.checkpoint_places is None else batch.checkpoint_places
     return (
         state.memory[tensor],
         state.units[tensor],
-        batch.lines,
+        batch.places,
         batch.kv_lens,
         batch.query_starts,
         at,
@@ -136,8 +136,8 @@ def draft_tensors(state: StateLayer, tensor: int) -> tuple[tuple[torch.Tensor, .
     changes = state.changes[tensor] if state.changes else None
     if ahead is None or not isinstance(changes, Changes):
         memory = state.memory[tensor]
-        return (state.batch.lines, memory, memory, memory), False
-    return (ahead, *changes), True
+        return (state.batch.places, memory, memory, memory), False
+    return (ahead, changes.decay, changes.change, changes.key), True
 
 
 def per_unit(state: StateLayer, tensor: int) -> int:
@@ -161,7 +161,7 @@ def empty_outputs(state: StateLayer, x: torch.Tensor, *shape: int) -> torch.Tens
 
 def rows_of(state: StateLayer, x: torch.Tensor) -> int:
     """Return the number of rows, with padding, of a step with inputs x [tokens, channels]."""
-    return len(x) if state.batch.decodes else len(state.batch.lines)
+    return len(x) if state.batch.decodes else len(state.batch.places)
 
 
 def fits_matrix_units(x: torch.Tensor, row_size: int) -> bool:

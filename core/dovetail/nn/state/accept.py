@@ -18,7 +18,7 @@ def accept_drafts(
     alike: AlikeLayers, batch: StateBatch, known: torch.Tensor, num_tokens: torch.Tensor
 ) -> None:
     """Enqueue the changes of the drafts that count in a step with `StateBatch.ahead`. `known` [n]
-    int64: the indices in it of the known tokens that have drafts. `num_tokens` [lines] int32:
+    int64: the indices in it of the known tokens that have drafts. `num_tokens` [rows] int32:
     tokens of each row, including those that the step has yielded: accepted drafts and one more."""
     for tensor in range(len(alike.firsts)):
         _accept(alike, tensor, batch, known, num_tokens)
@@ -37,18 +37,16 @@ def _accept(
         with suppress(KernelUnavailable):
             kernels.accept_drafts(alike, tensor, batch, known, num_tokens)
             return
-    lines = batch.lines[known]
-    yielded = num_tokens[lines] - batch.kv_lens[known]
+    places = batch.places[known]
+    yielded = num_tokens[places] - batch.kv_lens[known]
     for layer in alike.layers:
         noted = layer.changes[tensor]
-        held = layer.read(tensor, lines)
+        held = layer.read(tensor, places)
         for draft in range(1, int(yielded.max())):
             rows = (yielded > draft).nonzero()[:, 0]
             tokens = known[rows] + draft
             if isinstance(noted, Changes):
-                held[rows] = changed(
-                    held[rows].float(), Changes(*(values[tokens] for values in noted))
-                ).to(held.dtype)
+                held[rows] = changed(held[rows].float(), noted.take(tokens)).to(held.dtype)
             else:
                 held[rows] = torch.cat([held[rows, :, 1:], noted[tokens, :, None]], dim=2)
-        layer.write(tensor, lines, held)
+        layer.write(tensor, places, held)

@@ -40,7 +40,7 @@ class Rule:
         return (
             self.outputs(held, inputs),
             held.flatten(1, 2),
-            Changes(decay, change.flatten(1), key),
+            Changes(decay=decay, change=change.flatten(1), key=key),
         )
 
     def token_by_token(
@@ -93,21 +93,21 @@ def scan(
     if batch.ahead is not None:
         return _scan_lines(state, tensor, tuple(inputs), rule)
     if batch.decodes:
-        lines = batch.lines[: len(inputs[0])]
+        places = batch.places[: len(inputs[0])]
         outputs, after = compute(
-            live_states(state, tensor, lines, batch.kv_lens[: len(lines)] <= 1),
+            live_states(state, tensor, places, batch.kv_lens[: len(places)] <= 1),
             tuple(x[:, None] for x in inputs),
         )
-        state.write(tensor, lines, after)
+        state.write(tensor, places, after)
         return outputs[:, 0]
-    lines = batch.lines[: batch.num_rows]
-    held = live_states(state, tensor, lines, fresh(batch))
+    places = batch.places[: batch.num_rows]
+    held = live_states(state, tensor, places, fresh(batch))
     result: torch.Tensor | None = None
     for pieces in _rounds(batch):
         rows, begins, lengths = torch.tensor(
-            [(p.row, p.begin, p.end - p.begin) for p in pieces], device=lines.device
+            [(p.row, p.begin, p.end - p.begin) for p in pieces], device=places.device
         ).unbind(1)
-        steps = torch.arange(int(max(p.end - p.begin for p in pieces)), device=lines.device)
+        steps = torch.arange(int(max(p.end - p.begin for p in pieces)), device=places.device)
         inside = steps < lengths[:, None]
         tokens = (begins[:, None] + steps).clamp_(max=batch.num_tokens - 1)
         parts = tuple(
@@ -121,9 +121,9 @@ def scan(
         result[tokens[inside]] = outputs[inside]
         if (
             kept := [i for i, piece in enumerate(pieces) if piece.kept]
-        ) and batch.checkpoint_lines is not None:
-            state.write(tensor, batch.checkpoint_lines[rows[kept]], after[kept])
-    state.write(tensor, lines, held)
+        ) and batch.checkpoint_places is not None:
+            state.write(tensor, batch.checkpoint_places[rows[kept]], after[kept])
+    state.write(tensor, places, held)
     if result is None:
         raise DovetailError(f"state layer {state.spec.index} has a step without tokens")
     return result
@@ -134,20 +134,22 @@ def _scan_lines(state: StateLayer, tensor: int, inputs: Tensors, rule: Rule) -> 
     the memory's dtype, as if they were steps."""
     batch = state.batch
     noted = state.changes[tensor]
+    assert isinstance(noted, Changes)
     held = torch.empty(0)
     result = torch.empty(0)
     for ahead, tokens, row in lines_in_turn(batch, len(inputs[0])):
         if not ahead:
-            held = live_states(state, tensor, batch.lines[tokens], batch.kv_lens[tokens] <= 1)
+            held = live_states(state, tensor, batch.places[tokens], batch.kv_lens[tokens] <= 1)
         outputs, after, changes = rule.token(held[row], tuple(x[tokens] for x in inputs))
         after = after.to(state.memory[tensor].dtype)
         held[row] = after.float()
         if not ahead:
-            state.write(tensor, batch.lines[tokens], after)
+            state.write(tensor, batch.places[tokens], after)
             result = outputs.new_empty(len(inputs[0]), *outputs.shape[1:])
         else:
-            for into, values in zip(noted, changes, strict=True):
-                into[tokens] = values
+            noted.decay[tokens] = changes.decay
+            noted.change[tokens] = changes.change
+            noted.key[tokens] = changes.key
         result[tokens] = outputs
     return result
 
@@ -161,7 +163,7 @@ def lines_in_turn(
     ahead = (
         batch.ahead[:count]
         if batch.ahead is not None
-        else torch.zeros(count, dtype=torch.int32, device=batch.lines.device)
+        else torch.zeros(count, dtype=torch.int32, device=batch.places.device)
     )
     request = (ahead == 0).cumsum(0) - 1
     for drafts in range(int(ahead.max()) + 1):
@@ -188,11 +190,11 @@ def fresh(batch: StateBatch) -> torch.Tensor:
 
 
 def live_states(
-    state: StateLayer, tensor: int, lines: torch.Tensor, from_zero: torch.Tensor
+    state: StateLayer, tensor: int, places: torch.Tensor, from_zero: torch.Tensor
 ) -> torch.Tensor:
-    """Return the states of `lines` [n, rows, row_size] float32, 0 where `from_zero` [n], whatever
+    """Return the states at `places` [n, rows, row_size] float32, 0 where `from_zero` [n], whatever
     the memory holds."""
-    return state.read(tensor, lines).float().masked_fill_(from_zero[:, None, None], 0)
+    return state.read(tensor, places).float().masked_fill_(from_zero[:, None, None], 0)
 
 
 def _rounds(batch: StateBatch) -> Iterator[list[Piece]]:

@@ -51,9 +51,13 @@ class DeltaShape:
         """Return the state of layer `index`: the convolution's inputs, and each v head's matrix
         [v_size, k_size]."""
         matrices = StateTensor(
-            self.v_heads * self.v_size, self.k_size, heads=self.v_heads, keys=self.k_heads
+            rows=self.v_heads * self.v_size,
+            row_size=self.k_size,
+            heads=self.v_heads,
+            keys=self.k_heads,
         )
-        return StateSpec(index, (_inputs(self.conv_channels, self.kernel), matrices))
+        inputs = _inputs(self.conv_channels, self.kernel)
+        return StateSpec(index=index, tensors=(inputs, matrices), drafts=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +99,17 @@ class Mamba2Shape:
         """Return the state of layer `index`: the convolution's inputs, and each head's matrix
         [head_size, state_size]."""
         matrices = StateTensor(
-            self.heads * self.head_size, self.state_size, heads=self.heads, keys=self.groups
+            rows=self.heads * self.head_size,
+            row_size=self.state_size,
+            heads=self.heads,
+            keys=self.groups,
         )
-        return StateSpec(index, (_inputs(self.conv_channels, self.kernel), matrices))
+        inputs = _inputs(self.conv_channels, self.kernel)
+        return StateSpec(index=index, tensors=(inputs, matrices), drafts=True)
 
 
 def _inputs(channels: int, kernel: int) -> StateTensor:
-    return StateTensor(channels, kernel - 1, keeps_inputs=True)
+    return StateTensor(rows=channels, row_size=kernel - 1, keeps_inputs=True)
 
 
 def _check(

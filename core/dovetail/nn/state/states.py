@@ -46,9 +46,9 @@ def _dtype(tensor: StateTensor, dtype: torch.dtype, state_dtype: torch.dtype) ->
 
 
 class States:
-    """Table of the units of all states that a step may use: line i is the live state of row i, line
-    `max_rows` that of padding, and line `max_rows` + 1 + i the checkpoint of the i-th row of a
-    step. `max_lines`: most that a step with drafts has; 0: no step has any."""
+    """Table of the units of all states that a step may use: place i is the live state of row i,
+    place `max_rows` that of padding, and place `max_rows` + 1 + i the checkpoint of the i-th row of
+    a step. `max_lines`: most lines of a step with drafts; 0: no step has any."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class States:
         return layer
 
     def bind(self, memory: torch.Tensor) -> None:
-        """Bind all layers to the pool, uint8 [slots, num_pages + 1, bytes]; all lines lead to the
+        """Bind all layers to the pool, uint8 [slots, num_pages + 1, bytes]; all places lead to the
         waste page."""
         self._stride = memory.shape[1]
         flat = memory.view(-1, memory.shape[2])
@@ -116,10 +116,10 @@ class States:
         if self.max_lines and not self._alike:
             self._alike = self._make_room_for_changes()
 
-    def put(self, lines: Sequence[int], pages: Sequence[Int32]) -> None:
-        """Enqueue that the states of `lines` are in these pages, [pages_per_block] each."""
+    def put(self, places: Sequence[int], pages: Sequence[Int32]) -> None:
+        """Enqueue that the states at `places` are in these pages, [pages_per_block] each."""
         where, units = all_to_device(
-            [np.array(lines, np.int64), self._units_of(np.stack(pages))], self.device
+            [np.array(places, np.int64), self._units_of(np.stack(pages))], self.device
         )
         self._units.index_copy_(0, where, units)
 
@@ -146,8 +146,7 @@ class States:
         changes = tuple(self._changes(len(layers), tensor) for tensor in tensors)
         for index, layer in enumerate(layers):
             layer.changes = tuple(
-                Changes(*(x[index] for x in own)) if isinstance(own, Changes) else own[index]
-                for own in changes
+                own.take(index) if isinstance(own, Changes) else own[index] for own in changes
             )
         return AlikeLayers(tuple(layers), self._units, tuple(firsts), changes)
 
@@ -157,7 +156,11 @@ class States:
 
         if tensor.keeps_inputs:
             return make(tensor.rows, dtype=self._dtype)
-        return Changes(make(tensor.heads), make(tensor.rows), make(tensor.keys, tensor.row_size))
+        return Changes(
+            decay=make(tensor.heads),
+            change=make(tensor.rows),
+            key=make(tensor.keys, tensor.row_size),
+        )
 
     def accept(self, checked: CheckedDrafts, num_tokens: torch.Tensor) -> None:
         """Enqueue the changes to live states of the drafts that count. `num_tokens` [rows] int32:
@@ -168,17 +171,17 @@ class States:
 
     def batch(
         self,
-        lines: torch.Tensor,
+        places: torch.Tensor,
         query_starts: torch.Tensor,
         kv_lens: torch.Tensor,
         query_lens: Int32,
         checkpoint_at: Int32,
     ) -> StateBatch:
         """Return the part of a step that concerns states. `query_lens` [b] and `checkpoint_at` [b]:
-        on the host. A checkpoint of the i-th row goes to line `max_rows` + 1 + i."""
+        on the host. A checkpoint of the i-th row goes to place `max_rows` + 1 + i."""
         b = len(query_lens)
         if (query_lens == 1).all() and not checkpoint_at.any():
-            return StateBatch(b, b, lines, query_starts, kv_lens, query_lens, decodes=True)
+            return _of_single_tokens(places, query_starts, kv_lens, query_lens)
         chunks, chunk_starts = cut(query_lens, checkpoint_at)
         at, targets, chunks_there, starts_there = all_to_device(
             [
@@ -192,13 +195,13 @@ class States:
         return StateBatch(
             num_rows=b,
             num_tokens=int(query_lens.sum()),
-            lines=lines,
+            places=places,
             query_starts=query_starts,
             kv_lens=kv_lens,
             host_query_lens=query_lens,
             decodes=False,
             checkpoint_at=at,
-            checkpoint_lines=targets,
+            checkpoint_places=targets,
             chunks=chunks_there,
             chunk_starts=starts_there,
             host_checkpoint_at=checkpoint_at,
@@ -219,32 +222,29 @@ class States:
         each = 1 + counts[own]
         ahead = (np.arange(each.sum()) - (each.cumsum() - each).repeat(each)).astype(np.int32)
         tokens = (lens.cumsum() - lens)[own].repeat(each) + ahead
-        lines = rows[own].repeat(each)
+        places = rows[own].repeat(each)
         lens_of_lines = (kv_lens - counts)[own].repeat(each) + ahead
         others = np.where(drafting, self.max_rows, rows)
         starts = np.arange(len(ahead) + 1, dtype=np.int32)
         arrays = [
             tokens.astype(np.int64),
-            lines,
+            places,
             lens_of_lines.astype(np.int32),
             ahead,
             starts,
             others,
         ]
-        tokens_there, lines_there, lens_there, ahead_there, starts_there, others_there = (
+        tokens_there, places_there, lens_there, ahead_there, starts_there, others_there = (
             all_to_device(arrays, self.device)
         )
-        n = len(ahead)
-        ones = np.ones_like(ahead)
-        batch = StateBatch(
-            n, n, lines_there, starts_there, lens_there, ones, decodes=True, ahead=ahead_there
+        batch = _of_single_tokens(
+            places_there, starts_there, lens_there, np.ones_like(ahead), ahead_there
         )
         checked = CheckedDrafts.of(batch, ahead)
-        return (
-            batch
-            if alone
-            else replace(step, lines=others_there, drafted=Drafted(tokens_there, batch))
-        ), checked
+        if alone:
+            return batch, checked
+        drafted = Drafted(tokens=tokens_there, batch=batch)
+        return replace(step, places=others_there, drafted=drafted), checked
 
 
 class CheckedDrafts(NamedTuple):
@@ -260,6 +260,26 @@ class CheckedDrafts(NamedTuple):
         there are no drafts."""
         known = np.flatnonzero((ahead[:-1] == 0) & (ahead[1:] > 0))
         return cls(batch, known) if len(known) else None
+
+
+def _of_single_tokens(
+    places: torch.Tensor,
+    query_starts: torch.Tensor,
+    kv_lens: torch.Tensor,
+    query_lens: Int32,
+    ahead: torch.Tensor | None = None,
+) -> StateBatch:
+    """Return a step of one token a row, without checkpoints."""
+    return StateBatch(
+        num_rows=len(query_lens),
+        num_tokens=len(query_lens),
+        places=places,
+        query_starts=query_starts,
+        kv_lens=kv_lens,
+        host_query_lens=query_lens,
+        decodes=True,
+        ahead=ahead,
+    )
 
 
 def cut(query_lens: Int32, checkpoint_at: Int32) -> tuple[Int32, Int32]:

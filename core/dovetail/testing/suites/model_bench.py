@@ -173,7 +173,7 @@ class Bench:
         if self.states is not None:
             for index, part in enumerate(parts):
                 if part.checkpoint:
-                    kept = self._read(self.states.checkpoint_line(index))
+                    kept = self._read(self.states.checkpoint_place(index))
                     self._checkpoints[part.sequence, part.start + part.checkpoint] = kept
         return hidden
 
@@ -207,20 +207,20 @@ class Bench:
         after these, of which there is a checkpoint: like a prefix hit."""
         self.sequences.fork(source, target, tokens)
         if self.states is not None:
-            line = torch.tensor([self._row(target, new=True)])
+            place = torch.tensor([self._row(target, new=True)])
             kept = iter(self._checkpoints[source, tokens])
             for layer in self.states.layers.values():
                 for tensor in range(len(layer.spec.tensors)):
-                    layer.write(tensor, line, next(kept))
+                    layer.write(tensor, place, next(kept))
 
     def states_of(self, sequence: str) -> list[torch.Tensor]:
         """The states [rows, row_size] of a sequence, layer by layer."""
         return [values[0] for values in self._read(self._rows[sequence])]
 
-    def _read(self, line: int) -> list[torch.Tensor]:
+    def _read(self, place: int) -> list[torch.Tensor]:
         layers = [] if self.states is None else self.states.layers.values()
         return [
-            layer.read(tensor, torch.tensor([line]))
+            layer.read(tensor, torch.tensor([place]))
             for layer in layers
             for tensor in range(len(layer.spec.tensors))
         ]

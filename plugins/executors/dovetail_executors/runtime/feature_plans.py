@@ -44,8 +44,8 @@ def _check_drafts(plan: ModelPlan) -> None:
             "speculation: this model generates nothing: it makes embeddings or scores"
         )
     for spec in plan.states:
-        if not all(tensor.takes_drafts for tensor in spec.tensors):
+        if not spec.drafts:
             raise UnsupportedError(
-                f"speculation: the states of layer {spec.index} can't take back a rejected draft "
-                "(StateTensor.heads)"
+                f"speculation: recurrent layer {spec.index} of the model can't check drafts "
+                "(StateSpec.drafts): remove `speculation` from the engine's config"
             )

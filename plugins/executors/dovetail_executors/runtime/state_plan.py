@@ -56,8 +56,8 @@ class StatePlan:
                 f"step {batch.step} can't write a checkpoint of tokens that it doesn't compute, or "
                 "of a row with drafts"
             )
-        lines = [self.states.max_rows + 1 + place for place in at]
-        self.states.put(lines, [checkpoint.pages for checkpoint in batch.checkpoints])
+        places = [self.states.max_rows + 1 + row for row in at]
+        self.states.put(places, [checkpoint.pages for checkpoint in batch.checkpoints])
         return checkpoint_at
 
     def plan_recorded(self, inputs: DecodeInputs) -> None:

@@ -348,12 +348,12 @@ class DecodeInputs:
         lens = np.ones(self.size, np.int32)
         ahead = self.lines.ahead if states is not None and states.max_lines else None
         return StateBatch(
-            self.size,
-            self.size,
-            self.lines.rows,
-            self._query_starts,
-            self._kv_lens,
-            lens,
+            num_rows=self.size,
+            num_tokens=self.size,
+            places=self.lines.rows,
+            query_starts=self._query_starts,
+            kv_lens=self._kv_lens,
+            host_query_lens=lens,
             decodes=True,
             ahead=ahead,
         )
