@@ -3,11 +3,17 @@
     python -m tools.seeded_faults --list                            # the 100 faults of seed 0
     python -m tools.seeded_faults --out faults.json                 # tries each against its package's tests
     python -m tools.seeded_faults --out faults.json --seconds 3000  # stops in time; called again, it goes on
+    python -m tools.seeded_faults --out faults.json --covered quick.coverage slow.coverage
 
 A fault is one changed operator, constant, branch or call. Faults are spread evenly over the
 packages, and the seed decides which. Each is tried against the quick tests of its package, and
 against the slow ones if those don't find it. The file is changed in place and restored, so it needs
 a checkout without changes. A run that times out counts as found.
+
+With `--covered`, only the tests that run the fault's line are tried, of all packages; those of its
+own first. The two files are made beforehand, by `coverage run -m pytest -p no:xdist` with
+`dynamic_context = test_function`, in the same checkout. If no test runs the line in its own process
+(a command's, say, or one that is forked), all tests of the package are tried.
 """
 
 from __future__ import annotations
@@ -175,8 +181,31 @@ def tests_of(package: str) -> list[str]:
     return [str(path) for paths in found for path in paths]
 
 
-def finds(fault: Fault, profile: str) -> dict[str, object]:
-    """Run the tests of the fault's package with it."""
+def tests_that_run(fault: Fault, data_file: Path) -> list[str]:
+    """Return the tests that run the fault's line, those of its package first."""
+    from coverage import CoverageData
+
+    data = CoverageData(str(data_file))
+    data.read()
+    contexts = data.contexts_by_lineno(str(ROOT / fault.path)).get(fault.line, [])
+    found = {test_of(context) for context in contexts} - {""}
+    own = tuple(tests_of(fault.package))
+    return sorted(found, key=lambda test: (not test.startswith(own), test))
+
+
+def test_of(context: str) -> str:
+    """Return the pytest name of the test `package.module.function`, or `package.module.Class.method`;
+    empty if it isn't a test's."""
+    parts = context.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        path = ROOT.joinpath(*parts[:count]).with_suffix(".py")
+        if path.exists():
+            return "::".join([str(path), *parts[count:]])
+    return ""
+
+
+def finds(fault: Fault, profile: str, tests: list[str]) -> dict[str, object]:
+    """Run tests with the fault."""
     path = ROOT / fault.path
     original = path.read_text(encoding="utf-8")
     environ = {**os.environ, "DOVETAIL_TEST_PROFILE": profile, "DOVETAIL_TEST_BUDGET": "off"}
@@ -188,7 +217,7 @@ def finds(fault: Fault, profile: str) -> dict[str, object]:
         "-q",
         "-p",
         "no:cacheprovider",
-        *tests_of(fault.package),
+        *tests,
     ]
     begun = time.monotonic()
     path.write_text(fault.apply(), encoding="utf-8")
@@ -214,6 +243,7 @@ def finds(fault: Fault, profile: str) -> dict[str, object]:
     return {
         "profile": profile,
         "found": status not in (0, 5),
+        "tests": len(tests),
         "by": failed,
         "seconds": round(time.monotonic() - begun, 1),
     }
@@ -229,6 +259,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="begin no fault after this time"
+    )
+    parser.add_argument(
+        "--covered",
+        nargs=2,
+        type=Path,
+        metavar=("QUICK", "SLOW"),
+        help="coverage of the quick and of the slow tests",
     )
     args = parser.parse_args()
     faults = choose(args.count, args.seed)
@@ -246,8 +283,10 @@ def main() -> None:
         if time.monotonic() > end:
             break
         runs: list[dict[str, object]] = []
-        for profile in PROFILES:
-            runs.append(finds(fault, profile))
+        covered = args.covered or (None, None)
+        for profile, data_file in zip(PROFILES, covered, strict=True):
+            running = tests_that_run(fault, data_file) if data_file is not None else []
+            runs.append(finds(fault, profile, running or tests_of(fault.package)))
             if runs[-1]["found"]:
                 break
         results.append({"fault": asdict(fault), "runs": runs})
