@@ -84,9 +84,6 @@ def write_adapter(
 
 def install_fake(site: Site) -> None:
     """Offer the fake executor as `fake`."""
-    fake = (
-        'kind="executor", name="fake", api="0.9", '
-        'target="dovetail.testing.fake_executor:FakeExecutor"'
-    )
+    fake = 'kind="executor", name="fake", target="dovetail.testing.fake_executor:FakeExecutor"'
     options = 'options="dovetail.testing.fake_executor:FakeExecutorOptions"'
     site.install("dovetail-fakes", modules={"fakes_plugin": components(f"{fake}, {options}")})

@@ -39,7 +39,6 @@ from dovetail.front import lora_files, tokenizer
 from dovetail.front.generation_config import GENERATION_CONFIG
 from dovetail.front.vllm_args import TABLE
 from dovetail.front.vllm_groups import GROUPS
-from dovetail.registry.api_changes import CHANGES
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
@@ -363,21 +362,6 @@ def api_versions() -> str:
     )
 
 
-def api_changes() -> str:
-    """Return the table of deprecations: what changed between versions, and whether an older
-    component runs."""
-    rows = ["| kind | written for | now | still runs | to upgrade |", "|---|---|---|---|---|"]
-    for change in CHANGES:
-        runs = (
-            "no" if change.refused else "as it is" if change.bridge is None else "through a bridge"
-        )
-        rows.append(
-            f"| `{change.kind}` | {change.before} | {change.after} | {runs} | "
-            f"{change.upgrade.replace('|', chr(92) + '|')} |"
-        )
-    return "\n".join(rows)
-
-
 def check_table(group: str) -> str:
     """Return a table of the checks that a component of a kind must pass; for "hygiene", of those
     for all kinds."""
@@ -611,7 +595,6 @@ PIECES: dict[str, Callable[[], str]] = {
     "malformed calls": malformed_calls,
     "built-in components": built_in_components,
     "api versions": api_versions,
-    "api changes": api_changes,
     "vllm arguments": vllm_arguments,
     "vllm groups": vllm_groups,
     "vllm examples": vllm_examples,

@@ -15,8 +15,8 @@ SNAPSHOT = Path(__file__).with_name("signatures.txt")
 
 RULE = """The public interface has changed. Within a minor version it only gains what is optional: a field or parameter with a default, a method that
 isn't abstract, a new class. Anything else (a "-" line below, a new abstract method, a new parameter without a default) breaks plugins that were
-written against it, and needs a new version of that kind in `dovetail.api.component.API_VERSIONS`, with a row in
-`dovetail.registry.api_changes`. If the change is meant, write it down:
+written against it, and needs a new version of that kind in `dovetail.api.component.API_VERSIONS`.
+If the change is meant, write it down:
 
     python -m tests.api.snapshot > tests/api/signatures.txt
 """

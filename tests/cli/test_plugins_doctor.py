@@ -12,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from dovetail.api.component import API_VERSIONS
 from dovetail.cli.app import app as dovetail_app
 from dovetail.cli.plugins_doctor import doctor
 from dovetail.errors import DISTRIBUTION, PluginError
@@ -55,22 +56,17 @@ BAD_PLUGINS = {  # problem -> source of a plugin that has it
     "leaves-threads": "import threading, time\nthreading.Thread(target=time.sleep, "
     "args=(1000,)).start()\n" + GOOD,
     "api-mismatch": components(scheduler(package="good", api="0.0")),
-    "api-older": components('kind="drafter", api="0.1", name="x", target="good_drafter:Quiet"'),
     "requirement-missing": components(
         scheduler(package="good", requires=("there-is-no-such-package>=2",))
     ),
     "target-fails": components(scheduler(package="good", target="good_policy:Unfair")),
-    "target-fails by its kind": components(
-        'kind="sampler", api="0.5", name="x", target="good_policy:Fair"'
-    ),
+    "target-fails by its kind": components('kind="sampler", name="x", target="good_policy:Fair"'),
     "target-fails by its options": components(
-        'kind="scheduler", api="0.4", name="x", target="good_policy:Fair", '
-        'options="good_policy:Fair"'
+        'kind="scheduler", name="x", target="good_policy:Fair", options="good_policy:Fair"'
     ),
     "target-fails by a command": COMMAND.format("x", "there_is_no_such_module:app"),
     "name-collision with a built-in": components(
-        'kind="scheduler", api="0.4", name="fcfs", target="good_policy:Fair", '
-        'options="good_policy:Options"'
+        'kind="scheduler", name="fcfs", target="good_policy:Fair", options="good_policy:Options"'
     ),
     "name-collision with a command": COMMAND.format("config", "good_policy:Fair"),
 }
@@ -84,10 +80,6 @@ def diagnosis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
         site = Site(tmp_path_factory.mktemp("site"))
         patch.setattr(sys, "path", [str(site.path), *sys.path])
         (site.path / "good_policy.py").write_text(SCHEDULER)
-        (site.path / "good_drafter.py").write_text(
-            "from dovetail.api import Drafter\nclass Quiet(Drafter):\n    def propose(self, *_): "
-            "return []\n"
-        )
         (site.path / "torch.py").write_text("")
         for what, source in BAD_PLUGINS.items():
             site.install(name_of(what), modules={name_of(what).replace("-", "_"): source})
@@ -252,12 +244,9 @@ SAYS = {  # distribution -> in what it says, in what is to do
         "target",
     ),
     "dovetail-api-mismatch": (
-        "scheduler api 0.0, this Dovetail has 0.4: upgrade dovetail-api-mismatch",
-        "versions",
-    ),
-    "dovetail-api-older": (
-        "is written for drafter api 0.1; this Dovetail has 0.2 and runs it as it is",
-        "head is optional; then declare",
+        f"scheduler 0.0, this Dovetail has {API_VERSIONS['scheduler']}: upgrade "
+        f'dovetail-api-mismatch; its author changes api="0.0" in its ComponentSpec',
+        "docs/plugins/upgrade.md",
     ),
     "dovetail-requirement-missing": (
         "there-is-no-such-package>=2 (not installed)",

@@ -290,7 +290,7 @@ def test_any_name_gives_names_that_are_valid_and_collide_with_no_import(
     project = write_package(kind, name, tmp_path_factory.mktemp("new"))
     component = component_name(name)
     assert is_normalized_name(project.name)
-    ComponentSpec(kind, component, "a:B")
+    ComponentSpec(kind, component, "a:B", "1.0")
     for path in project.rglob("*.py"):
         tree = ast.parse(path.read_text())
         defined = [

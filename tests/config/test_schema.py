@@ -56,11 +56,8 @@ class Odd(BaseModel):
     x: type(print) = print
     y: int = 1
 """
-    lost = (
-        'kind="scheduler", api="0.4", name="lost", target="a:B", '
-        'options="there_is_no_such_module:X"'
-    )
-    strange = 'kind="scheduler", api="0.4", name="strange", target="a:B", options="odd_policy:Odd"'
+    lost = 'kind="scheduler", name="lost", target="a:B", options="there_is_no_such_module:X"'
+    strange = 'kind="scheduler", name="strange", target="a:B", options="odd_policy:Odd"'
     old = scheduler("old", "odd", api="0.0")
     site.install("dovetail-odd", modules={"odd": components(lost, strange, old), "odd_policy": odd})
     choice = schema()["properties"]["scheduler"]

@@ -229,7 +229,7 @@ def test_a_component_that_cannot_be_imported_has_a_verdict(site: Site) -> None: 
         ("raise SystemExit(0)", "dovetail-gone/main 1.0 failed (import): SystemExit: 0"),
         (
             components('kind="observer", name="gone", target="nowhere:Gone", api="7.0"'),
-            "written for observer api 7.0",
+            "needs a Dovetail with observer >= 7.0",
         ),
     ],
 )
@@ -375,9 +375,7 @@ def test_a_plugin_that_imports_torch_while_declaring_fails(site: Site) -> None: 
         "dovetail-heavy",
         modules={
             "heavy": "import torch\n"
-            + components(
-                'kind="scheduler", api="0.4", name="heavy", target="tests.engine.policies:FCFS"'
-            )
+            + components('kind="scheduler", name="heavy", target="tests.engine.policies:FCFS"')
         },
     )
     (site.path / "torch.py").write_text("")  # a light one will do

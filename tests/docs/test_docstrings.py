@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from dovetail.api.component import API_VERSIONS, KINDS, Kind
+from dovetail.api.component import API_VERSIONS, KINDS
 from dovetail.registry.plugin import PluginOrigin
 from dovetail.registry.resolved import ResolvedComponent
 from tests.docs.pages import ROOT, blocks_of, pages
@@ -107,15 +107,3 @@ def test_a_verdict_that_is_shown_names_the_present_version() -> None:
     ]
     assert len(found) > 5
     assert [one for one in found if API_VERSIONS[one[1]] != one[2]] == []  # type: ignore[index]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_page_on_versions_says_what_each_version_changed(kind: Kind) -> None:
-    headings = re.findall(
-        rf"^### {kind} (.+)$",
-        (ROOT / "docs/plugins/versions.md").read_text(encoding="utf-8"),
-        re.MULTILINE,
-    )
-    major, minor = map(int, API_VERSIONS[kind].split("."))
-    assert major == 0, "say here what the first version of a major has to list"
-    assert headings == [f"0.{one}" for one in range(minor, 1, -1)]

@@ -104,10 +104,10 @@ class Random(Oracle):
 def install(site: Site) -> None:
     """Offer all of them as the distribution dovetail-drafting."""
     drafters = [
-        f'kind="drafter", api="0.2", name={name!r}, target="tests.e2e.drafting:{name.title()}"'
+        f'kind="drafter", name={name!r}, target="tests.e2e.drafting:{name.title()}"'
         for name in NAMES
     ]
-    of_executors = 'kind="executor", api="0.9", options="dovetail_executors.options:'
+    of_executors = 'kind="executor", options="dovetail_executors.options:'
     executors = [
         f'{of_executors}LocalOptions", name="free", target="tests.e2e.drafting:FreeLines"',
         f'{of_executors}TensorOptions", name="free-ranks", target="tests.e2e.drafting:FreeRanks"',

@@ -147,7 +147,7 @@ class Unready(Clip):
 
 def install(site: Site) -> None:
     """Offer all of them as the distribution dovetail-processing."""
-    of = 'kind="logits_processor", api="0.1", target="tests.e2e.processing:'
+    of = 'kind="logits_processor", target="tests.e2e.processing:'
     specs = [
         f'{of}{name}", name={name.lower()!r}' for name in ("Shun", "Clip", "Faulty", "Unready")
     ]

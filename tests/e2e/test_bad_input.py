@@ -1135,7 +1135,7 @@ class Broken(Scheduler):
 
 
 def test_a_policy_that_raises_fails_every_request_and_ends_the_engine(site: Site) -> None:  # noqa: F811
-    spec = 'kind="scheduler", api="0.4", name="broken", target="broken_policy:Broken"'
+    spec = 'kind="scheduler", name="broken", target="broken_policy:Broken"'
     site.install(
         "dovetail-broken",
         modules={"broken_plugin": components(spec), "broken_policy": BROKEN_POLICY},

@@ -73,7 +73,7 @@ PROMPTS = [[5, 17, 200, 31], [9, 12], [1, 2, 3]]
 @pytest.fixture
 def samplers(site: Site) -> None:
     specs = (
-        f'kind="sampler", api="0.5", name={name.lower()!r}, target="odd_samplers:{name}"'
+        f'kind="sampler", name={name.lower()!r}, target="odd_samplers:{name}"'
         for name in ("Checked", "Unchecked")
     )
     site.install(

@@ -446,8 +446,8 @@ def test_what_cannot_be_used_is_refused_at_load(
     processing.install(site)
     of = "tests.e2e.test_logits_processors"
     bare = (
-        f'kind="sampler", api="0.5", name="bare", target="{of}:BareSampler"',
-        f'kind="executor", api="0.9", name="bare", target="{of}:BareExecutor", '
+        f'kind="sampler", name="bare", target="{of}:BareSampler"',
+        f'kind="executor", name="bare", target="{of}:BareExecutor", '
         f'options="dovetail_executors.options:LocalOptions"',
     )
     site.install("dovetail-bare", modules={"bare_plugin": components(*bare)})

@@ -33,10 +33,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 @pytest.fixture
 def taken(site: Site) -> Site:
     specs = [
-        f'kind="model", api="0.4", name="llama", target="my_models:Mine", '
-        f"architectures={ARCHITECTURES!r}",
-        'kind="model", api="0.4", name="none", target="my_models:Mine", '
-        'architectures=("NoneForCausalLM",)',
+        f'kind="model", name="llama", target="my_models:Mine", architectures={ARCHITECTURES!r}',
+        'kind="model", name="none", target="my_models:Mine", architectures=("NoneForCausalLM",)',
         *(
             f'kind="{kind}", api="{api}", name="{name}", target="my_models:Other"'
             for kind, api, name in (("scheduler", "0.4", "fcfs"), ("sampler", "0.5", "default"))

@@ -51,12 +51,12 @@ class Broken(Drafter):
 def installed(site: Site) -> None:  # noqa: F811
     here = __name__
     drafters = [
-        f'kind="drafter", api="0.2", name={name.lower()!r}, target="{here}:{name}"'
+        f'kind="drafter", name={name.lower()!r}, target="{here}:{name}"'
         for name in ("Small", "Broken", "Gone")
     ]
-    sampler = f'kind="sampler", name="without", api="0.5", target="{here}:WithoutDrafts"'
+    sampler = f'kind="sampler", name="without", target="{here}:WithoutDrafts"'
     executor = (
-        f'kind="executor", name="modest", api="0.9", target="{here}:Modest", '
+        f'kind="executor", name="modest", target="{here}:Modest", '
         f'options="dovetail_executors.options:LocalOptions"'
     )
     site.install(

@@ -72,10 +72,10 @@ class Gain(LogitsProcessor):
         pass
 """
 PLUGIN = components(
-    'kind="scheduler", api="0.4", name="told", target="told_components:Policy", '
+    'kind="scheduler", name="told", target="told_components:Policy", '
     'request_extra="told_components:Extra"',
-    'kind="sampler", api="0.5", name="told", target="told_components:Told"',
-    'kind="logits_processor", api="0.1", name="told", target="told_components:Gain"',
+    'kind="sampler", name="told", target="told_components:Told"',
+    'kind="logits_processor", name="told", target="told_components:Gain"',
 )
 SETTINGS: dict[str, Any] = {
     "model": "demo",

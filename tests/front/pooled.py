@@ -20,7 +20,7 @@ CLASSIFIER = PoolingCapacity(
     ("classify", "token_classify"), "last", 6, ("bad", "fair", "good"), generates=False
 )
 EXECUTOR = (
-    'kind="executor", name="fake", api="0.9", target="dovetail.testing:FakeExecutor", '
+    'kind="executor", name="fake", target="dovetail.testing:FakeExecutor", '
     'options="dovetail.testing:FakeExecutorOptions"'
 )
 

@@ -4,6 +4,7 @@ leave them."""
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,8 +35,17 @@ def dovetail_components():
 
 
 def components(*specs: str) -> str:
-    """The source of a plugin that offers these: the arguments of a `ComponentSpec` each."""
-    return HOOK.format(specs=", ".join(f"ComponentSpec({spec})" for spec in specs))
+    """The source of a plugin that offers these: the arguments of a `ComponentSpec` each, of the
+    present version unless they say another."""
+    return HOOK.format(specs=", ".join(f"ComponentSpec({_with_version(spec)})" for spec in specs))
+
+
+def _with_version(spec: str) -> str:
+    kind = re.search(r"kind=(['\"])(\w+)\1", spec)
+    if "api=" in spec or kind is None:
+        return spec
+    versions: dict[str, str] = {**API_VERSIONS}
+    return f"{spec}, api={versions.get(kind[2], '1.0')!r}"
 
 
 def scheduler(name: str = "fair", package: str = "fair_plugin", **fields: object) -> str:

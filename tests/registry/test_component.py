@@ -89,9 +89,7 @@ def test_component_without_options_takes_none(site: Site) -> None:
     site.install(
         "dovetail-plain",
         modules={
-            "plain": components(
-                'kind="scheduler", api="0.4", name="plain", target="plain_policy:Fair"'
-            ),
+            "plain": components('kind="scheduler", name="plain", target="plain_policy:Fair"'),
             "plain_policy": SCHEDULER,
         },
     )
@@ -199,7 +197,7 @@ def test_a_component_that_describes_itself_wrongly_is_reported_before_it_is_used
 def test_target_that_is_no_component_is_reported_with_the_plugin(
     site: Site, source: str, says: str
 ) -> None:
-    spec = 'kind="scheduler", api="0.4", name="odd", target="odd_policy:Fair"'
+    spec = 'kind="scheduler", name="odd", target="odd_policy:Fair"'
     site.install("dovetail-odd", "0.3", modules={"odd": components(spec), "odd_policy": source})
     with pytest.raises(
         PluginError,
@@ -223,7 +221,7 @@ FAILS_WHEN_MADE = (
 def test_an_error_while_a_component_is_made_is_reported_with_its_name_and_line(
     site: Site, use: Callable[[ResolvedComponent, Any], Any]
 ) -> None:
-    spec = 'kind="scheduler", api="0.4", name="odd", target="odd_policy:Fair"'
+    spec = 'kind="scheduler", name="odd", target="odd_policy:Fair"'
     site.install(
         "dovetail-odd",
         "0.3",
@@ -262,7 +260,7 @@ def test_options_that_the_class_is_annotated_with_and_the_spec_does_not_name_are
     site: Site, annotated: str
 ) -> None:
     modules = {
-        "odd": components('kind="scheduler", api="0.4", name="odd", target="odd_policy:Fair"'),
+        "odd": components('kind="scheduler", name="odd", target="odd_policy:Fair"'),
         "odd_policy": ANNOTATED.format(annotated=annotated),
     }
     site.install("dovetail-odd", modules=modules)
@@ -314,10 +312,7 @@ def test_an_error_of_a_plugin_is_reported_with_its_file_and_line(
 def test_options_model_must_be_one_that_refuses_unknown_keys(
     site: Site, source: str, says: str
 ) -> None:
-    spec = (
-        'kind="scheduler", api="0.4", name="odd", target="odd_policy:Fair", '
-        'options="odd_policy:Options"'
-    )
+    spec = 'kind="scheduler", name="odd", target="odd_policy:Fair", options="odd_policy:Options"'
     site.install("dovetail-odd", modules={"odd": components(spec), "odd_policy": source})
     with pytest.raises(PluginError, match="dovetail-odd:odd") as caught:
         Registry.discover().resolve("scheduler", "odd").validate_options()

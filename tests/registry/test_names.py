@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from dovetail.api.component import API_VERSIONS
 from dovetail.base.where import Where
 from dovetail.errors import DISTRIBUTION, PluginError
 from dovetail.registry.models import locate_model
@@ -69,7 +71,7 @@ def test_short_name_offered_twice_is_an_error_only_when_used(site: Site) -> None
 def test_a_short_name_means_the_built_in_whatever_is_installed(site: Site) -> None:
     site.install(
         "dovetail-mine",
-        modules={"mine": components('kind="kv_cache", api="0.4", name="prefix", target="a:B"')},
+        modules={"mine": components('kind="kv_cache", name="prefix", target="a:B"')},
     )
     registry = Registry.discover()
     assert registry.resolve("kv_cache", "prefix").qualified_name == "dovetail:prefix"
@@ -115,15 +117,33 @@ def test_name_of_another_kind_is_reported(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("api", "upgrade"), [("0.1", "dovetail-fair"), ("0.5", DISTRIBUTION), ("1.0", DISTRIBUTION)]
+    ("api", "says"),
+    [
+        ("0.1", 'upgrade dovetail-fair; its author changes api="0.1" in its ComponentSpec'),
+        ("0.9", "docs/plugins/upgrade.md"),
+        ("1.0", None),
+        ("1.3", None),
+        (
+            "1.4",
+            f"needs a Dovetail with scheduler >= 1.4, this one has 1.3: upgrade {DISTRIBUTION}",
+        ),
+        (
+            "2.0",
+            f"needs a Dovetail with scheduler >= 2.0, this one has 1.3: upgrade {DISTRIBUTION}",
+        ),
+    ],
 )
-def test_other_api_is_refused_when_used_with_what_to_upgrade(
-    site: Site, api: str, upgrade: str
+def test_a_component_runs_on_later_minors_of_its_major_and_others_are_refused(
+    site: Site, api: str, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(API_VERSIONS, "scheduler", "1.3")
     site.install_scheduler(api=api)
     registry = Registry.discover()
+    if says is None:
+        assert registry.resolve("scheduler", "fair").spec.api == api
+        return
     assert any(c.api_problem() for c in registry.components("scheduler"))
-    with pytest.raises(PluginError, match=f"api {api}, this Dovetail has 0.4: upgrade {upgrade}$"):
+    with pytest.raises(PluginError, match=re.escape(says)):
         registry.resolve("scheduler", "fair")
 
 
@@ -133,7 +153,7 @@ def test_empty_environment_is_reported() -> None:
 
 
 def test_component_names_of_several_kinds_live_apart(site: Site) -> None:
-    source = components(scheduler("same"), 'kind="sampler", api="0.5", name="same", target="a:B"')
+    source = components(scheduler("same"), 'kind="sampler", name="same", target="a:B"')
     site.install("dovetail-two", modules={"two": source})
     registry = Registry.discover()
     assert registry.resolve("scheduler", "same").spec.kind == "scheduler"

@@ -23,7 +23,9 @@ def dovetail_commands() -> list[CommandSpec]:
 @hookimpl
 def dovetail_components() -> list[ComponentSpec]:
     return [
-        ComponentSpec("parser", name, f"dovetail_server.parsers.{name}:{target}", summary=summary)
+        ComponentSpec(
+            "parser", name, f"dovetail_server.parsers.{name}:{target}", "0.1", summary=summary
+        )
         for name, target, summary in (
             (
                 "hermes",

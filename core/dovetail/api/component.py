@@ -76,7 +76,7 @@ class ComponentSpec:
     kind: Kind
     name: str  # lower case letters, digits, "-" and "_"
     target: str  # "package.module:Class", instantiated as Class(options, context)
-    api: str = "0.1"  # the interface version that it was written for, "major.minor"
+    api: str  # the interface version that it was written for, "major.minor"
     options: str | None = None  # "package.module:Model", a pydantic model; None: no options
     summary: str = ""  # one line for `dovetail plugins list`
     requires: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ _RULES: tuple[tuple[str, Callable[[object], bool], str], ...] = (  # of the fiel
     ("target", _is_target, '"package.module:Class"'),
     ("options", _is_target_or_none, '"package.module:Class"'),
     ("request_extra", _is_target_or_none, '"package.module:Class"'),
-    ("api", _is_version, '"major.minor", like "0.1"'),
+    ("api", _is_version, '"major.minor", like "1.0"'),
     ("summary", _is_line, _LINE),
     ("requires", _are_texts, "a tuple of strings"),
     ("architectures", _are_texts, "a tuple of strings"),

@@ -20,7 +20,7 @@ from dovetail.api.clock import Clock
 from dovetail.api.component import Kind, NoOptions
 from dovetail.api.kv_cache import KVLayout, PageCopy
 from dovetail.api.sampler import RowSampling
-from dovetail.api.targets import bridged, import_target, make_component
+from dovetail.api.targets import import_target, make_component
 from dovetail.errors import PluginError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -42,14 +42,11 @@ class ComponentRef:
     options: Mapping[str, Any] = field(default_factory=dict)  # validated; plain values
     options_model: str | None = None  # "package.module:Model"
     architectures: tuple[str, ...] = ()
-    # "package.module:function": what `load` applies to a class written for an older version of its
-    # interface
-    bridges: tuple[str, ...] = ()
 
     def load(self) -> Any:
         """Import and return the class. Raises `PluginError` that names the component if the import
         fails."""
-        return bridged(import_target(self.path, self._wrong), self.bridges, self._wrong)
+        return import_target(self.path, self._wrong)
 
     def make(self, context: Any) -> Any:
         """Instantiate `cls(options, context)`. An error that isn't a `DovetailError` becomes a

@@ -100,13 +100,7 @@ def info(
     typer.echo(f"{spec.kind} {component.qualified_name} {component.version}")
     if spec.summary:
         typer.echo(f"  {spec.summary}")
-    older = (
-        f" (runs with {component.changes[-1].after}; `dovetail plugins doctor` says what to "
-        f"upgrade)"
-        if component.changes
-        else ""
-    )
-    facts = [("plugin", component.plugin_id), ("api", spec.api + older), ("target", spec.target)]
+    facts = [("plugin", component.plugin_id), ("api", spec.api), ("target", spec.target)]
     facts += (
         [("requires", ", ".join(missing.get(text, text) for text in spec.requires))]
         if spec.requires

@@ -21,10 +21,9 @@ from dovetail.api.component import (
     QuantizationSpec,
     RoutesSpec,
 )
-from dovetail.api.targets import bridged, import_target, make_component
+from dovetail.api.targets import import_target, make_component
 from dovetail.base.where import Where, explain
 from dovetail.errors import DISTRIBUTION, MissingExtraError, PluginError
-from dovetail.registry.api_changes import ApiChange, changes_since
 from dovetail.registry.plugin import PluginOrigin
 from dovetail.registry.requirements import missing_requirements, pip_line
 
@@ -85,42 +84,24 @@ class ResolvedComponent(_Resolved):
         return f"{self.spec.kind} {self.qualified_name} {self.version}"
 
     def api_problem(self) -> str | None:
-        """The reason why this Dovetail can't use it, and what to upgrade; None if it can."""
-        ours = API_VERSIONS[self.spec.kind]
-        ours_at = _version(ours)
+        """The reason why this Dovetail can't use it, and what to upgrade; None if it can. A
+        component for 1.m runs on every 1.n with n >= m."""
+        kind = self.spec.kind
+        ours = _version(API_VERSIONS[kind])
         theirs = _version(self.spec.api)
-        if theirs == ours_at or (theirs[0] == ours_at[0] > 0 and theirs[1] <= ours_at[1]):
-            return None
-        told = (
-            f"{self} is written for {self.spec.kind} api {self.spec.api}, this Dovetail has "
-            f"{ours}: upgrade"
-        )
-        if theirs > ours_at:
-            return f"{told} {DISTRIBUTION}"
-        changes = changes_since(self.spec.kind, self.spec.api)
-        if changes is None:
-            return f"{told} {self.distribution}"
-        if any(change.refused for change in changes):
+        if theirs > ours:
             return (
-                f"{told} {self.distribution} (for its author: "
-                f"{'; then '.join(change.upgrade for change in changes)})"
+                f"{self} needs a Dovetail with {kind} >= {self.spec.api}, this one has "
+                f"{API_VERSIONS[kind]}: upgrade {DISTRIBUTION}"
             )
-        return None
-
-    @property
-    def changes(self) -> tuple[ApiChange, ...]:
-        """Changes of the interface since the version it was written for, with which it still runs;
-        empty for the present version, and from 1.0 on."""
+        if theirs == ours or theirs[0] == ours[0] > 0:
+            return None
         return (
-            (changes_since(self.spec.kind, self.spec.api) or ())
-            if self.api_problem() is None
-            else ()
+            f"{self} is written for {kind} {self.spec.api}, this Dovetail has "
+            f"{API_VERSIONS[kind]}: upgrade {self.distribution}; its author changes "
+            f'api="{self.spec.api}" in its ComponentSpec, and what docs/plugins/upgrade.md lists '
+            f"for {kind}"
         )
-
-    @property
-    def bridges(self) -> tuple[str, ...]:
-        """Bridges to apply to its class, in order, so that it runs with this Dovetail."""
-        return tuple(change.bridge for change in self.changes if change.bridge is not None)
 
     def check_requires(self) -> None:
         """Raise `MissingExtraError`, with the pip line, if a package that it needs is missing or
@@ -146,7 +127,6 @@ class ResolvedComponent(_Resolved):
                 f"{self.spec.target} is {loaded!r}, expected a subclass of "
                 f"dovetail.api.{base.__name__}"
             )
-        loaded = bridged(loaded, self.bridges, self._wrong)
         if inspect.isabstract(loaded):
             raise self._wrong(
                 f"{self.spec.target} doesn't implement "
@@ -213,7 +193,6 @@ class ResolvedComponent(_Resolved):
             dict(self.given),
             spec.options,
             spec.architectures,
-            self.bridges,
         )
 
     def make(self, context: Any) -> Any:

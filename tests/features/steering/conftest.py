@@ -24,7 +24,7 @@ LAYER = 1
 NAMES = ("calm", "grim", "loud")  # of vectors
 STRENGTH = 0.4  # of the vectors: tokens change, and still vary
 _HERE = "tests.features.steering"
-_OF_BOTH = f'api="0.9", request_extra="{_HERE}.parts:Steered"'
+_OF_BOTH = f'request_extra="{_HERE}.parts:Steered"'
 PLUGIN = components(
     f'kind="executor", name="steered", target="{_HERE}.executors:SteeredLocal", '
     f'options="{_HERE}.parts:LocalSteering", {_OF_BOTH}',

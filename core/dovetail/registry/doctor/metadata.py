@@ -52,7 +52,6 @@ PROBLEMS: dict[str, Severity] = {
     "leaves-threads": "warning",
     # found in its offers
     "api-mismatch": "error",
-    "api-older": "warning",
     "requirement-missing": "warning",
     "target-fails": "error",
     "name-collision": "warning",

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from dovetail.api.component import API_VERSIONS, KINDS
+from dovetail.api.component import KINDS
 from dovetail.base.where import did_you_mean
 from dovetail.errors import DovetailError
 from dovetail.registry import hookspecs
@@ -249,20 +249,9 @@ def _of_component(component: ResolvedComponent) -> Iterator[Problem]:
         yield (
             "api-mismatch",
             mismatch,
-            f'what changed is in docs/plugins/versions.md, under "{component.spec.kind} '
-            f'{API_VERSIONS[component.spec.kind]}"',
+            "docs/plugins/versions.md says which versions run, docs/plugins/upgrade.md what to change",
         )
         return
-    if component.changes:
-        runs = "through a bridge" if component.bridges else "as it is"
-        last = component.changes[-1].after
-        yield (
-            "api-older",
-            f"{component} is written for {component.spec.kind} api {component.spec.api}; this "
-            f"Dovetail has {last} and runs it {runs}",
-            "; then ".join(f"for {change.after}: {change.upgrade}" for change in component.changes)
-            + f'; then declare api="{last}"',
-        )
     steps = [component.options_model, component.request_extra]
     missing = missing_requirements(component.spec.requires)
     if missing:
