@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from dovetail.front.vllm_structured import structured_of_vllm
     from dovetail.registry.registry import AUTO, Registry
     from dovetail.registry.resolved import ResolvedComponent
+    from dovetail.registry.route_making import NotServing, make_routes
     from dovetail.registry.selection import PluginSelection
 
 _HOMES = {
@@ -91,6 +92,7 @@ _HOMES = {
     "JsonBounds": "base.bounded_json",
     "Limits": "config.limits",
     "LiveRequest": "engine.live_request",
+    "NotServing": "registry.route_making",
     "OutputBuilder": "front.outputs",
     "OutputError": "cli.streams",
     "PARAMS_KEYS": "cli.prompts",
@@ -134,6 +136,7 @@ _HOMES = {
     "is_given": "front.vllm_args",
     "load_config": "cli.settings",
     "make_params": "cli.prompts",
+    "make_routes": "registry.route_making",
     "paired": "front.pooling",
     "parse_json": "cli.prompts",
     "parse_yaml": "base.yaml_source",
@@ -175,6 +178,7 @@ __all__ = [
     "JsonBounds",
     "Limits",
     "LiveRequest",
+    "NotServing",
     "OutputBuilder",
     "OutputError",
     "PARAMS_KEYS",
@@ -218,6 +222,7 @@ __all__ = [
     "is_given",
     "load_config",
     "make_params",
+    "make_routes",
     "paired",
     "parse_json",
     "parse_yaml",

@@ -79,3 +79,17 @@ def test_no_import_circle_not_even_for_types_or_inside_a_function() -> None:
     assert "dovetail.cli.plugins" in imported_by["dovetail.cli.app"]
     # raises CycleError, which names the modules of a circle
     TopologicalSorter(imported_by).prepare()
+
+
+def test_the_contract_of_plugins_names_nothing_else_of_ours_not_even_for_types() -> None:
+    graph = grimp.build_graph("dovetail", exclude_type_checking_imports=False)
+    allowed = ("dovetail.api", "dovetail.base", "dovetail.end_reason", "dovetail.errors")
+    contract = [module for module in graph.modules if f"{module}.".startswith("dovetail.api.")]
+    assert "dovetail.api.routes" in contract
+    leaks = {
+        (module, imported)
+        for module in contract
+        for imported in graph.find_modules_directly_imported_by(module)
+        if not f"{imported}.".startswith((*(f"{name}." for name in allowed), "dovetail.request."))
+    }
+    assert leaks == set()

@@ -26,6 +26,10 @@ COMMAND = (
     "from dovetail.api import CommandSpec, hookimpl\n@hookimpl\ndef dovetail_commands():\n   "
     " return [CommandSpec({!r}, {!r})]\n"
 )
+ROUTES = (
+    "from dovetail.api import RoutesSpec, hookimpl\n@hookimpl\ndef dovetail_routes():\n"
+    "    return [RoutesSpec('x', {!r})]\n"
+)
 
 BAD_PLUGINS = {  # problem -> source of a plugin that has it
     "import-fails": "import there_is_no_such_module",
@@ -64,6 +68,8 @@ BAD_PLUGINS = {  # problem -> source of a plugin that has it
     "target-fails by its options": components(
         'kind="scheduler", name="x", target="good_policy:Fair", options="good_policy:Fair"'
     ),
+    "target-fails by routes from nowhere": ROUTES.format("there_is_no_such_module:make"),
+    "target-fails by routes that raise": ROUTES.format("good_policy:Fair"),
     "target-fails by a command": COMMAND.format("x", "there_is_no_such_module:app"),
     "name-collision with a built-in": components(
         'kind="scheduler", name="fcfs", target="good_policy:Fair", options="good_policy:Options"'

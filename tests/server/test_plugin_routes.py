@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ from typer.testing import CliRunner
 
 from dovetail.cli.app import app
 from dovetail.errors import ConfigError, PluginError, RequestError
+from dovetail.registry.selection import PluginSelection
 from dovetail_server.app import create_app
+from dovetail_server.route_trial import try_routes
 from dovetail_server.settings import ServerSettings
 from tests.registry.fakes import Site
 from tests.registry.site import site  # noqa: F401
@@ -28,7 +31,7 @@ from dovetail.api import RoutesSpec, hookimpl
 
 @hookimpl
 def dovetail_routes():
-    return [RoutesSpec(name=name, target=f"haiku_routes:{name}") for name in ("haiku", "taken", "broken", "odd", "wrap", "thin")]
+    return [RoutesSpec(name=name, target=f"haiku_routes:{name}") for name in ("haiku", "taken", "broken", "odd", "wrap", "thin", "leaves", "deep")]
 """
 ROUTES = """
 from dovetail import SamplingParams
@@ -91,6 +94,22 @@ class Thin:
     def __init__(self, app):
         raise ValueError("no")
 
+def leaves(context):
+    import os
+    os._exit(7)
+
+def deep(context):
+    import json
+
+    async def own(request):
+        await request.body()
+        json.loads("[")
+
+    async def echo(request):
+        return JSONResponse(await request.json())
+
+    return [Route("/own", own, methods=["POST"]), Route("/echo", echo, methods=["POST"])]
+
 def wrap(context):
     return [Middleware(Wrap)]
 
@@ -133,22 +152,47 @@ async def test_an_error_is_answered_and_named_and_harms_no_other_route(
         answer = await http.get("/fail")
         with pytest.raises(httpx.RemoteProtocolError):
             await http.get("/haiku-more/late")
-        unread = await http.post("/haiku", content=b"{")
         engine.refusal = RequestError("prompt: it is empty")
         wrong = await http.post("/haiku", json={"prompt": ""})
         engine.refusal = None
         well = await http.post("/haiku", json={"prompt": "Hi"})
-    assert (answer.status_code, wrong.status_code, unread.status_code, well.status_code) == (
-        500,
-        400,
-        500,
-        200,
-    )
+    assert (answer.status_code, wrong.status_code, well.status_code) == (500, 400, 200)
     assert "dovetail-haiku" in answer.json()["error"]["message"]
     assert "secret" not in answer.text
     assert "it is empty" in wrong.text
     assert "routes 'haiku' of plugin dovetail-haiku/main" in caplog.text
     assert "a secret" in caplog.text
+
+
+@pytest.mark.usefixtures("haiku")
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"\xff\xfe{", b'{"a": "\xff"}', b"[" * 200_000], ids=lambda body: body[:4]
+)
+async def test_a_body_that_is_not_json_is_the_clients_error(
+    body: bytes, fake: Callable[..., FakeEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        serving(fake(), offering("deep")) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        answer = await http.post("/echo", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_json"
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert "dovetail-haiku" not in caplog.text
+
+
+@pytest.mark.usefixtures("haiku")
+async def test_other_json_that_a_handler_cannot_read_is_not_the_clients_error(
+    fake: Callable[..., FakeEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        serving(fake(), offering("deep")) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        assert (await http.post("/own", content=b"{")).status_code == 500
+        assert (await http.post("/echo", json={"a": [1]})).json() == {"a": [1]}
+    assert "routes 'deep' of plugin dovetail-haiku/main 1.0 raised JSONDecodeError" in caplog.text
 
 
 @pytest.mark.usefixtures("haiku")
@@ -243,6 +287,44 @@ def test_serve_names_what_the_config_does_not_admit_before_a_process_starts(flag
     assert ran.exit_code == 2
     assert "haiku" in ran.output
     assert "denied by plugins.deny" in ran.output
+
+
+@pytest.mark.slow("starts processes that import the server")
+@pytest.mark.usefixtures("haiku")
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("taken", "the server answers /health itself"),
+        ("broken", "haiku_routes:broken raised PluginError: the engine isn't there"),
+        ("odd", "expected Starlette's routes"),
+        ("thin", "its middleware raised ValueError: no"),
+        ("leaves", "making the routes 'leaves' ended their process with exit code 7"),
+    ],
+)
+def test_serve_refuses_routes_that_cannot_be_made_before_the_engine_starts(
+    name: str, told: str
+) -> None:
+    ran = CliRunner().invoke(app, ["serve", "demo", "--route", name])
+    assert ran.exit_code == 2
+    assert told in " ".join(ran.output.split())
+
+
+@pytest.mark.slow("starts a process that imports the server")
+@pytest.mark.usefixtures("haiku")
+def test_routes_that_can_be_made_pass_their_trial() -> None:
+    try_routes(offering("haiku", "wrap"), PluginSelection())
+
+
+@pytest.mark.slow("starts a process that imports the server")
+def test_the_line_of_a_plugin_that_cannot_be_imported_is_told(site: Site) -> None:  # noqa: F811
+    site.install(
+        "dovetail-haiku",
+        modules={"haiku_plugin": DECLARED, "haiku_routes": "import os\nos.no_such_name"},
+    )
+    with pytest.raises(PluginError) as raised:
+        try_routes(offering("haiku"), PluginSelection())
+    assert "routes 'haiku' of plugin dovetail-haiku/main 1.0" in str(raised.value)
+    assert re.search(r"AttributeError: .* \(.*haiku_routes.py:2\)$", str(raised.value))
 
 
 @pytest.mark.usefixtures("haiku")

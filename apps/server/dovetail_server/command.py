@@ -70,7 +70,8 @@ def serve(source: str, settings: list[str], in_process: bool, **options: Any) ->
 
 def _check_plugins(server: ServerSettings, source: str, settings: Sequence[str]) -> None:
     """Raise `ConfigError` or `PluginError` for parsers and routes that no plugin has which the
-    engine's config admits. What else is wrong with the config is left to the engine."""
+    engine's config admits, and for routes that can't be made. What else is wrong with the config is
+    left to the engine."""
     if not (server.routes or named_parsers(server)):
         return
     config, _ = EngineConfig.load_what_is_right(
@@ -81,6 +82,10 @@ def _check_plugins(server: ServerSettings, source: str, settings: Sequence[str])
         check_names(server, registry)
         for name in server.routes:
             registry.routes_named(name)
+        if server.routes:
+            from dovetail_server.route_trial import try_routes
+
+            try_routes(server, config.plugins)
 
 
 def _check_packages() -> None:

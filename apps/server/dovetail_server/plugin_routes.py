@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -16,11 +17,14 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dovetail.api.routes import ChatPromptOptions, RequestOptions, RoutePrompt
 from dovetail.errors import ConfigError, DovetailError, PluginError, describe
 from dovetail.request.outputs import RequestOutput
 from dovetail.request.sampling_params import OutputKind, SamplingParams, changed_unchecked
 from dovetail.serving import (
     ChatOptions,
+    JsonBounds,
+    NotServing,
     Prompt,
     Registry,
     TokenizedText,
@@ -28,11 +32,16 @@ from dovetail.serving import (
     Unread,
     content_of,
     cuts,
+    excess_of,
+    make_routes,
 )
 from dovetail_server.errors import HttpError, http_error
 from dovetail_server.exchange import Server
 
 logger = logging.getLogger("dovetail.server")
+
+MOST_KEPT = 1 << 20  # bytes of a request's body that are kept while a plugin answers it
+DEEP = JsonBounds(parts=MOST_KEPT, depth=500)  # deeper JSON may exceed Python's recursion limit
 
 
 class Context:
@@ -48,7 +57,7 @@ class Context:
     @property
     def _served(self) -> Server:
         if self._server is None:
-            raise PluginError("the engine isn't there while routes are made: use it in a handler")
+            raise NotServing.error()
         return self._server
 
     @property
@@ -60,12 +69,16 @@ class Context:
         return self._served.engine.tokenizer
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams, **fields: Any
+        self,
+        prompt: str | Sequence[int] | RoutePrompt,
+        params: SamplingParams,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         server = self._served
         listener = _Reader()
-        [prompt] = await run_in_threadpool(server.engine.source([prompt], cut=cuts(params)).all)
-        tokens = len(prompt.token_ids if isinstance(prompt, TokenizedText) else content_of(prompt))
+        source = server.engine.source([cast(Prompt, prompt)], cut=cuts(params))
+        [made] = await run_in_threadpool(source.all)
+        tokens = len(made.token_ids if isinstance(made, TokenizedText) else content_of(made))
         server.admission.check(1, tokens)
         request_id = f"routes-{uuid.uuid4().hex}"
         done = False
@@ -74,10 +87,10 @@ class Context:
             async with asyncio.timeout(server.settings.request_timeout_s):
                 await server.engine.submit(
                     request_id,
-                    prompt,
+                    made,
                     changed_unchecked(params, output_kind=OutputKind.DELTA),
                     listener,
-                    **fields,
+                    **options,
                 )
                 while not done:
                     output = await listener.next()
@@ -89,19 +102,23 @@ class Context:
             if not done:
                 server.engine.abort(request_id)
 
-    async def answer(self, prompt: Prompt, params: SamplingParams, **fields: Any) -> RequestOutput:
+    async def answer(
+        self,
+        prompt: str | Sequence[int] | RoutePrompt,
+        params: SamplingParams,
+        **options: Unpack[RequestOptions],
+    ) -> RequestOutput:
         whole = Unread(lambda: None, joins=True)
-        async with aclosing(self.generate(prompt, params, **fields)) as outputs:
+        async with aclosing(self.generate(prompt, params, **options)) as outputs:
             async for output in outputs:
                 whole.put(output)
         return cast(RequestOutput, whole.take()[0])
 
     async def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None
-    ) -> Prompt:
-        return await run_in_threadpool(
-            self._served.engine.chat.prompt, messages, options or ChatOptions()
-        )
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatPromptOptions]
+    ) -> RoutePrompt:
+        prompt = self._served.engine.chat.prompt
+        return await run_in_threadpool(prompt, messages, ChatOptions(**options))
 
     def check_health(self) -> None:
         self._served.check_health()
@@ -153,21 +170,9 @@ class PluginRoutes:
         `ConfigError` for a path that is taken."""
         added = cls()
         for offer in map(registry.routes_named, names):
-            make = offer.load()
-            try:
-                made = list(make(added.context))
-            except Exception as error:
-                raise PluginError(
-                    f"{offer}: {offer.spec.target} raised {describe(error)}"
-                ) from error
-            for one in made:
+            for one in make_routes(offer, added.context):
                 if isinstance(one, Middleware):
                     added.middleware.append(Middleware(GuardedMiddleware, one, str(offer)))
-                elif not isinstance(one, BaseRoute):
-                    raise PluginError(
-                        f"{offer}: {offer.spec.target} returned {one!r:.200}, expected Starlette's "
-                        f"routes and Middleware"
-                    )
                 elif isinstance(one, Route) and one.path in taken:
                     raise ConfigError(f"{offer}: the server answers {one.path} itself")
                 else:
@@ -208,6 +213,39 @@ class _Answer:
         await told.response(scope["path"])(scope, receive, self)
 
 
+class _Body:
+    """Receives one request, and keeps its body's beginning, to tell whether an error is its
+    fault."""
+
+    def __init__(self, receive: Receive, most: int) -> None:
+        self._receive = receive
+        self._left = most
+        self._parts: list[bytes] = []
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        part = message.get("body", b"")
+        if part and len(part) <= self._left:
+            self._left -= len(part)
+            self._parts.append(part)
+        return message
+
+    def fault(self, error: Exception) -> HttpError | None:
+        """Return the error for the client if a handler's error says that this body isn't JSON, as
+        `request.json()` raises it; None for any other error."""
+        body = b"".join(self._parts)
+        if isinstance(error, json.JSONDecodeError):
+            is_ours = error.doc == body.decode(json.detect_encoding(body), "replace")
+        elif isinstance(error, UnicodeDecodeError):
+            is_ours = bytes(error.object) == body
+        else:
+            is_ours = isinstance(error, RecursionError) and excess_of(body, DEEP) is not None
+        if not is_ours:
+            return None
+        what = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
+        return HttpError(400, f"the body isn't valid JSON: {what}", code="invalid_json")
+
+
 class GuardedRoute(BaseRoute):
     """A plugin's route: its errors are answered, and named in the log."""
 
@@ -226,12 +264,13 @@ class GuardedRoute(BaseRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = _Answer(send)
+        body = _Body(receive, MOST_KEPT)
         try:
-            await self._route.handle(scope, receive, answer)
+            await self._route.handle(scope, body, answer)
         except HTTPException:
             raise
         except Exception as error:
-            await answer.fail(error, self._owner, scope, receive)
+            await answer.fail(body.fault(error) or error, self._owner, scope, receive)
 
 
 class GuardedMiddleware:
@@ -246,12 +285,13 @@ class GuardedMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = _Answer(send)
+        body = _Body(receive, MOST_KEPT)
         try:
-            await self._app(scope, receive, answer)
+            await self._app(scope, body, answer)
         except Exception as error:
             if getattr(error, "passed_through", False):
                 raise
-            await answer.fail(error, self._owner, scope, receive)
+            await answer.fail(body.fault(error) or error, self._owner, scope, receive)
 
 
 class _Marking:

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -24,7 +25,8 @@ from dovetail.registry.doctor.process import limit_files
 from dovetail.registry.loader import find_plugins, load_plugin
 from dovetail.registry.plugin import FoundPlugin, LoadedPlugin, PluginFailure
 from dovetail.registry.requirements import missing_requirements, pip_line
-from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent
+from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent, ResolvedRoutes
+from dovetail.registry.route_making import NotServing, make_routes
 
 # whether to import only the declarations, or also all that is declared
 Level = Literal["declare", "use"]
@@ -123,8 +125,8 @@ def _of_failure(found: FoundPlugin, failure: PluginFailure) -> Problem:
     return (
         "declaration-wrong",
         failure.reason,
-        "see the fields of ComponentSpec, CommandSpec and BundledModel in the reference of "
-        "dovetail.api.component",
+        "see the fields of ComponentSpec, CommandSpec and the other declarations in the reference "
+        "of dovetail.api.component",
     )
 
 
@@ -233,6 +235,15 @@ def _of_what_it_offers(plugin: LoadedPlugin, write: Callable[..., None]) -> Iter
         )
         yield from _attempts(
             f"command {command.name!r}", [ResolvedCommand(command, plugin.origin).load]
+        )
+    for routes in plugin.routes:
+        write(
+            phase=f"making routes {routes.name!r}",
+            module=routes.target.partition(":")[0],
+        )
+        resolved = ResolvedRoutes(routes, plugin.origin)
+        yield from _attempts(
+            f"routes {routes.name!r}", [partial(make_routes, resolved, NotServing())]
         )
     for model in plugin.models:
         if not _has_model(model.package, model.path):

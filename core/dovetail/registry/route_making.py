@@ -1,0 +1,74 @@
+"""`make_routes`: calls the function of a plugin that makes routes, and validates its result. Used
+by the server, and by the doctor, which needs no engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dovetail.api.targets import package_of
+from dovetail.errors import MissingExtraError, PluginError, describe_raised
+
+if TYPE_CHECKING:
+    from starlette.middleware import Middleware
+    from starlette.routing import BaseRoute
+
+    from dovetail.api.routes import RouteContext, RouteTokenizer
+    from dovetail.registry.resolved import ResolvedRoutes
+
+SERVER_EXTRA = "server"
+
+
+def make_routes(offer: ResolvedRoutes, context: RouteContext) -> list[BaseRoute | Middleware]:
+    """Return the routes and middleware that a plugin makes. Raises `PluginError` that names the
+    plugin, what failed and the line, and `MissingExtraError` without Starlette."""
+    try:
+        from starlette.middleware import Middleware
+        from starlette.routing import BaseRoute
+    except ModuleNotFoundError:
+        raise MissingExtraError.naming(SERVER_EXTRA, f"{offer}: routes need starlette") from None
+    make = offer.load()
+    target = offer.spec.target
+    try:
+        made = list(make(context))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too
+        told = describe_raised(error, package_of(target))
+        raise PluginError(f"{offer}: {target} raised {told}") from error
+    for one in made:
+        if not isinstance(one, BaseRoute | Middleware):
+            raise PluginError(
+                f"{offer}: {target} returned {one!r:.200}, expected Starlette's routes and "
+                f"Middleware"
+            )
+    return made
+
+
+class NotServing:
+    """`RouteContext` while routes are made: every use raises `error()`."""
+
+    @staticmethod
+    def error() -> PluginError:
+        """Return the error of a function that uses the engine before there is one."""
+        return PluginError("the engine isn't there while routes are made: use it in a handler")
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        raise self.error()
+
+    @property
+    def tokenizer(self) -> RouteTokenizer:
+        raise self.error()
+
+    def generate(self, prompt: Any, params: Any, **options: Any) -> AsyncGenerator[Any, None]:
+        raise self.error()
+
+    async def answer(self, prompt: Any, params: Any, **options: Any) -> Any:
+        raise self.error()
+
+    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+        raise self.error()
+
+    def check_health(self) -> None:
+        raise self.error()
