@@ -341,7 +341,7 @@ def contract_modules() -> list[Any]:
         "nn.parameter",
         "nn.state",
     ]
-    helpers = ["api.component", "api.clock", "api.state"]
+    helpers = ["api.component", "api.clock", "api.routes", "api.state"]
     return [
         import_module(f"dovetail.{name}")
         for name in [*names, *helpers, *(f"api.{kind}" for kind in KINDS)]
