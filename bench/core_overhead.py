@@ -89,7 +89,7 @@ def make_engine(num_seqs: int, context: int, hash: str = "xxh3") -> LLMEngine:
         executor,
         capacity,
         WallClock(),
-        CoreSettings(num_seqs, 65_536, True, "fcfs", config.pace),
+        CoreSettings(num_seqs, 65_536, True, "fcfs", config.prefill_limit),
         features=features_of(capacity),
     )
     model_dir = resolve_model("demo", registry)

@@ -41,7 +41,7 @@ LONG_PROMPT = 4096
 LONG_RATE = 4.0
 UNDISTURBED_S = 5.0
 LONGEST = 10  # steps that are told of one by one
-UNCHUNKED = {"pace": None}  # a prompt of 4,096 fits the default budget of a step
+UNCHUNKED = {"prefill_limit": None}  # a prompt of 4,096 fits the default budget of a step
 
 
 def prompt_of(length: int, seed: int) -> array[int]:

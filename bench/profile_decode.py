@@ -138,7 +138,7 @@ def main() -> None:
         "max_model_len": max([args.context + 2 * UNTIL_ALL_DECODE, *(n + 1 for n in args.prompts)]),
     }
     sizes["max_num_batched_tokens"] = max([8192, *args.prompts])
-    parts = {"attention": args.attention, "pace": None}  # prompts as quickly as they can
+    parts = {"attention": args.attention, "prefill_limit": None}  # prompts as quickly as they can
     settings = {"load_format": "dummy", **sizes, **parts}
     with tempfile.TemporaryDirectory() as directory:
         write_checkpoint(shape, Path(directory), args.checkpoint)

@@ -62,11 +62,11 @@ PAPERS = {
 @dataclass(frozen=True, slots=True)
 class Case:
     """A workload, without its duration, and a policy. The runs that are kept were measured before
-    `pace` was a key: only `fcfs` had one."""
+    `prefill_limit` was a key: only `fcfs` had one."""
 
     workload: str
     scheduler: str | dict[str, Any]
-    pace: float | None = None
+    prefill_limit: float | None = None
 
 
 CHAT = "prompt=lognormal(160, 1.0, most=2000) output=lognormal(130, 0.8, most=800) clients=8"
@@ -160,9 +160,9 @@ class Archive:
                 packed.add(file, file.name)
 
 
-def engine(model: str, scheduler: Any, pace: float | None = None) -> dict[str, Any]:
+def engine(model: str, scheduler: Any, prefill_limit: float | None = None) -> dict[str, Any]:
     sizes = {
-        "pace": pace,
+        "prefill_limit": prefill_limit,
         "max_model_len": 16_384,
         "max_num_seqs": 256,
         "max_num_batched_tokens": 8192,
@@ -227,7 +227,7 @@ def measure_all(
         begun = time.perf_counter()
         case = CASES[name]
         replay(
-            engine(str(model), case.scheduler, case.pace),
+            engine(str(model), case.scheduler, case.prefill_limit),
             trace_of(case, args.seconds),
             name=name,
             seed=SEED,
@@ -290,7 +290,7 @@ def simulate(
 ) -> RunResult:
     blocks = {"num_pages": real.settings["num_pages"]}
     config = {
-        **engine("demo", case.scheduler, case.pace),
+        **engine("demo", case.scheduler, case.prefill_limit),
         "executor": {"name": "simulated", "step_time": str(profile), **blocks},
     }
     return replay(

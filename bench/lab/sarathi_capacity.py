@@ -6,7 +6,7 @@ al., OSDI '24, arXiv:2403.02310, section 5.2).
 
 The capacity is the highest Poisson rate at which 2,048 requests of ShareGPT's lengths have a P99 of
 all times between tokens (TBT) within `--tbt` and a median scheduling delay within 2 s. Overlap off,
-with 2 ms of the core's own time a step, prefix reuse off, blocks of 16, 128 seats.
+with 2 ms of the core's own time a step, prefix reuse off, blocks of 16, 128 sequences.
 
 Step times are those of Mistral-7B on one A100 of 80 GB, from its data sheet, not from a
 measurement: 14.5 GB of weights at 1.7 TB/s (83 % of the peak) a step; 14.5 GFLOP a token at 188
@@ -42,7 +42,7 @@ EXPECTED = (2.0, 3.0)  # times
 def engine(scheduler: dict[str, Any]) -> dict[str, Any]:
     return {
         "scheduler": scheduler,
-        "pace": None,  # the paper's systems have none
+        "prefill_limit": None,  # the paper's systems have none
         "kv_cache": {"name": "prefix", "reuse": False},
         "executor": {
             "name": "simulated",

@@ -5,7 +5,7 @@ in one process; and whether it repeats itself.
     python -m bench.lab.speed --traces DIR --requests 2000 --twice      # a part, twice, compared byte by byte
     python -m bench.lab.speed --traces DIR --trace-calls                # where the time goes
 
-Llama-3.1-8B's shipped step times (vLLM on an RTX PRO 6000), `fcfs`, 256 seats, overlap on, prefix
+Llama-3.1-8B's shipped step times (vLLM on an RTX PRO 6000), `fcfs`, 256 sequences, overlap on, prefix
 reuse on, blocks of 16.
 """
 

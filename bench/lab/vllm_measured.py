@@ -92,7 +92,7 @@ def misfit(simulated: dict[str, Floats], measured: dict[str, Floats]) -> float:
 def engine(run: VLLMRun, step_time: dict[str, Any]) -> dict[str, Any]:
     return {
         "scheduler": {"name": NAME},
-        "pace": None,  # vLLM has none
+        "prefill_limit": None,  # vLLM has none
         "kv_cache": {"name": "prefix", "reuse": run.reuse},
         "executor": {
             "name": "simulated",

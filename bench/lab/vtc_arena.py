@@ -84,7 +84,7 @@ def simulate(measured: ServedRun, profile: StepTimeProfile, seed: int) -> Figure
     }
     config: dict[str, Any] = {
         "scheduler": {"name": NAME, **admission},
-        "pace": None,  # S-LoRA has none
+        "prefill_limit": None,  # S-LoRA has none
         "kv_cache": {"name": "prefix", "reuse": False},
         "executor": {
             "name": "simulated",

@@ -123,7 +123,7 @@ def _methods(cls: type) -> Iterator[str]:
             yield f"{_abstract(value.fget)}property {name}{_signature(value.fget).replace('(self)', '')}"
         elif inspect.isfunction(value):
             yield f"{_abstract(value)}def {name}{_signature(value)}"
-        elif name in ("capabilities", "claims"):
+        elif name == "capabilities":
             yield f"{name} = {value!r}"
 
 

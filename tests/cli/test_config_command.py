@@ -62,7 +62,7 @@ def test_show_needs_no_file(site: Site) -> None:
     [
         (
             "scheduler: {name: fcfs, max_stretch: 3}",
-            "engine.yaml:1: scheduler.max_stretch: unknown option: it is the engine's key `pace` "
+            "engine.yaml:1: scheduler.max_stretch: unknown option: it is the engine's key `prefill_limit` "
             "now",
         ),
         (

@@ -102,8 +102,8 @@ def test_info_tells_options_claims_and_origin(site: Site) -> None:
     ):
         assert part in text
     assert "there-is-no-such-package (not installed)" in text
-    assert "claims" in text
-    assert "claims.order" in dovetail("plugins", "info", "scheduler", "fcfs").stdout
+    assert "capabilities" in text
+    assert "capabilities.order" in dovetail("plugins", "info", "scheduler", "fcfs").stdout
 
 
 def test_info_tells_what_requests_may_say_to_a_logits_processor(site: Site) -> None:

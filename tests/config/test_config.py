@@ -32,7 +32,7 @@ quantization: null
 max_model_len: null
 max_num_seqs: 256
 max_num_batched_tokens: 8192
-pace: 2.0
+prefill_limit: 2.0
 gpu_memory_utilization: 0.9
 kv_cache_memory: null
 kv_cache_dtype: auto
@@ -154,8 +154,12 @@ def test_sizes_are_bytes(text: Any, size: int) -> None:
         ("max_num_seqs: 1.5", "engine.yaml:1: max_num_seqs: expected a valid integer, got 1.5"),
         ("seed: true", "engine.yaml:1: seed: expected a valid integer, got True"),
         ("overlap: 1", "engine.yaml:1: overlap: expected a valid boolean, got 1"),
-        ("pace: 1", "engine.yaml:1: pace: expected greater than 1, got 1"),
-        ("pace: .inf", "engine.yaml:1: pace: expected a finite number, got inf"),
+        ("prefill_limit: 1", "engine.yaml:1: prefill_limit: expected greater than 1, got 1"),
+        (
+            "prefill_limit: .inf",
+            "engine.yaml:1: prefill_limit: expected a finite number, got inf",
+        ),
+        ("pace: 2.0", "engine.yaml:1: pace: unknown key: it is called `prefill_limit` now"),
         (
             "model: 3",
             "engine.yaml:1: model: expected a model's name, or a mapping with 'path' and "

@@ -35,7 +35,7 @@ class TinySuite(Suite):
 
     @property
     def capabilities(self) -> object:
-        return self.component_class.claims
+        return self.component_class.capabilities
 
 
 class Good(FCFS): ...
@@ -53,4 +53,4 @@ class Hanging(FCFS):
 
 
 class Unordered(FCFS):
-    claims = type(FCFS.claims)()
+    capabilities = type(FCFS.capabilities)()

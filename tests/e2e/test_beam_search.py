@@ -176,7 +176,7 @@ def test_beams_are_the_same_however_many_prompts_are_searched_at_a_time(
         {"executor.num_pages": 8, "max_num_batched_tokens": 24},
         {"max_num_seqs": 1, "scheduler": "priority"},
     ],
-    ids=["no prefix cache", "preemption and chunks", "fewer seats than beams"],
+    ids=["no prefix cache", "preemption and chunks", "fewer sequences than beams"],
 )
 @pytest.mark.slow("makes several engines or many tokens")
 def test_beams_are_the_same_in_any_engine(llm: LLM, config: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 import dovetail_schedulers
 from dovetail.api.component import ComponentSpec, NoOptions
-from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step
+from dovetail.api.scheduler import Scheduler, SchedulerCapabilities, SchedulerContext, Step
 from dovetail.request import Request
 
 
@@ -20,7 +20,7 @@ class FCFS(Scheduler):
     """First come, first served: the running ones go on, the youngest make room; then who waits, in
     order."""
 
-    claims = Claims(order="arrival")
+    capabilities = SchedulerCapabilities(order="arrival")
 
     def schedule(self, step: Step) -> None:
         for request in step.grant_each(step.running):
@@ -34,7 +34,7 @@ class Silly(FCFS):
     """Base of those that throw dice. After a hundred plans they come to their senses, so that every
     request ends."""
 
-    claims = Claims(idles=True, starves=True, rejects=True)
+    capabilities = SchedulerCapabilities(idles=True, starves=True, rejects=True)
 
     def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
         super().__init__(options, context)
@@ -153,7 +153,7 @@ class RoundRobin(Scheduler):
     """Admits every request with its first token, then schedules them in turn: far more requests
     hold blocks than run in a step."""
 
-    claims = Claims(idles=True)
+    capabilities = SchedulerCapabilities(idles=True)
     turn = 0
 
     def schedule(self, step: Step) -> None:

@@ -225,7 +225,7 @@ def test_another_executor_has_an_empty_bank() -> None:
         slots.forget()
 
 
-PATIENT = [named for named in BUILT_IN if not named.policy.claims.starves] + [
+PATIENT = [named for named in BUILT_IN if not named.policy.capabilities.starves] + [
     Named("Backwards", Backwards),
     Named("RoundRobin", RoundRobin),
 ]
@@ -236,7 +236,7 @@ def test_an_adapter_that_waits_too_long_gets_the_next_slot(policy: Named) -> Non
     """The adapters in use never run out of requests, so that no slot would ever be free."""
     world = World(
         policy.policy,
-        Shape(adapters=2, max_seqs=4, slot_wait_s=0.2, num_pages=256),
+        Shape(adapters=2, max_num_seqs=4, slot_wait_s=0.2, num_pages=256),
         policy.make_options(),
     )
     for turn in range(400):
@@ -264,7 +264,7 @@ def test_an_adapter_that_waits_too_long_gets_the_next_slot(policy: Named) -> Non
 
 
 def test_without_waiting_long_nobody_is_closed_out() -> None:
-    world = World(shape=Shape(adapters=1, slot_wait_s=1e6, max_seqs=4))
+    world = World(shape=Shape(adapters=1, slot_wait_s=1e6, max_num_seqs=4))
     world.add(Spec("x0", PROMPT, adapter="x", max_tokens=8))
     world.add(Spec("rare", PROMPT, adapter="rare", max_tokens=8, delay=0.001))
     for turn in range(1, 40):
@@ -275,7 +275,7 @@ def test_without_waiting_long_nobody_is_closed_out() -> None:
 
 
 def test_an_adapter_whose_waiters_were_aborted_has_not_waited_when_it_is_wanted_again() -> None:
-    world = World(shape=Shape(adapters=1, slot_wait_s=0.1, max_seqs=4))
+    world = World(shape=Shape(adapters=1, slot_wait_s=0.1, max_num_seqs=4))
     world.add(Spec("x", PROMPT, adapter="x"))
     world.add(Spec("gone", PROMPT, adapter="rare"))
     for _ in range(2):
@@ -322,10 +322,16 @@ def test_an_adapter_whose_offered_slot_the_policy_leaves_holds_up_nobody() -> No
 def test_a_thousand_adapters_starve_nobody(policy: Named) -> None:
     """Popular and rare ones, far more than slots."""
     dice = random.Random(7)
-    slots, max_seqs, count = (64, 96, 4_000) if FULL else (16, 24, 400)
+    slots, max_num_seqs, count = (64, 96, 4_000) if FULL else (16, 24, 400)
     world = World(
         policy.policy,
-        Shape(num_pages=2_000, max_tokens=1_024, max_seqs=max_seqs, adapters=slots, events=False),
+        Shape(
+            num_pages=2_000,
+            token_budget=1_024,
+            max_num_seqs=max_num_seqs,
+            adapters=slots,
+            events=False,
+        ),
         policy.make_options(),
     )
     adapters = {rank: FakeAdapter(f"{rank}") for rank in range(1_000)}

@@ -174,7 +174,7 @@ def test_what_the_engine_could_never_run_is_rejected_with_the_reason_and_others_
     None
 ):
     """Nothing that a front end lets through: one that doesn't check lengths."""
-    world = World(GrantsNothing, Shape(num_pages=3, max_model_len=40, max_tokens=16))
+    world = World(GrantsNothing, Shape(num_pages=3, max_model_len=40, token_budget=16))
     world.add(Spec("too long", (*PROMPT, *range(20)), max_tokens=2))
     world.add(Spec("served", PROMPT, max_tokens=2))
     world.drain()
@@ -377,7 +377,7 @@ def failing(id: str, at: int) -> type[RecordingExecutor]:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_a_row_that_fails_ends_its_request_alone(at: int, overlap: bool) -> None:
-    world = World(shape=Shape(overlap=overlap, max_tokens=6), executor=failing("a", at))
+    world = World(shape=Shape(overlap=overlap, token_budget=6), executor=failing("a", at))
     world.add(Spec("a", PROMPT))
     world.add(Spec("b", (9, 9, 9)))
     request = world.requests["a"]

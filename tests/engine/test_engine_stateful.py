@@ -21,7 +21,7 @@ from tests.support import examples
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
-    max_model_len, max_tokens = draw(st.integers(4, 40)), draw(st.integers(1, 64))
+    max_model_len, token_budget = draw(st.integers(4, 40)), draw(st.integers(1, 64))
     windows = draw(
         st.sampled_from(
             [(None,), (None,), (1,), (3,), (8,), (None, 3), (None, 8), (2, 9), (None, 1, 6)]
@@ -38,15 +38,15 @@ def shapes(draw: st.DrawFn) -> Shape:
     drafter = draw(st.sampled_from([None, None, None, *DRAFTERS]))
     state_pages = draw(st.sampled_from([0, 0, 0, 1, 3]))
     return Shape(
-        num_pages=layout.most_pages(max_model_len, max_tokens)
+        num_pages=layout.most_pages(max_model_len, token_budget)
         + state_pages
         + draw(st.sampled_from([0, 0, 1, 2, 5, 10, 60])),
         groups=groups,
         state_pages=state_pages,
         max_in_flight=draw(st.integers(1, 4)),
         overlap=draw(st.sampled_from([True, True, False])),
-        max_tokens=max_tokens,
-        max_seqs=draw(st.integers(1, 6)),
+        token_budget=token_budget,
+        max_num_seqs=draw(st.integers(1, 6)),
         max_model_len=max_model_len,
         vocab_size=draw(st.sampled_from([3, 11, 97])),
         reuse=draw(st.sampled_from([True, True, True, False])),

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.kv_cache import CacheGroup, KVLayout
-from dovetail.api.scheduler import Claims, Scheduler, Step
+from dovetail.api.scheduler import Scheduler, SchedulerCapabilities, Step
 from dovetail_schedulers.fcfs import FCFS
 from tests.engine.drafters import DRAFTERS
 from tests.engine.policies import BUILT_IN, Named
@@ -49,11 +49,11 @@ def tight(draw: st.DrawFn) -> Shape:
         state_pages=state_pages,
         max_in_flight=draw(st.integers(1, 3)),
         overlap=draw(st.booleans()),
-        max_tokens=max_tokens,
-        max_seqs=draw(st.integers(1, 7)),
+        token_budget=max_tokens,
+        max_num_seqs=draw(st.integers(1, 7)),
         max_model_len=max_model_len,
         reuse=draw(st.sampled_from([True, True, True, False])),
-        pace=draw(st.sampled_from([None, 2.0])),
+        prefill_limit=draw(st.sampled_from([None, 2.0])),
         drafter=draw(st.sampled_from([None, None, *DRAFTERS])),
         adapters=draw(st.sampled_from([0, 1, 1, 2])),
         slot_wait_s=draw(st.sampled_from([0.02, 1.0])),
@@ -129,7 +129,9 @@ def losing_interest(policy: type[Scheduler], seed: int) -> type[Scheduler]:
         (policy,),
         {
             "schedule": schedule,
-            "claims": Claims(idles=True, starves=True, rejects=True, stalls=True),
+            "capabilities": SchedulerCapabilities(
+                idles=True, starves=True, rejects=True, stalls=True
+            ),
         },
     )
 
@@ -156,7 +158,7 @@ def test_an_older_prefill_takes_the_memory_of_a_younger_decode() -> None:
     pages, the decode can evict nobody."""
     shape = Shape(
         num_pages=6,
-        max_tokens=8,
+        token_budget=8,
         max_model_len=24,
         reuse=False,
         adapters=1,

@@ -54,7 +54,7 @@ def test_tokens_follow_the_rule_whatever_is_in_flight(max_in_flight: int, overla
 
 
 def test_batches_are_late_just_while_a_request_with_a_grammar_samples() -> None:
-    world = World(shape=Shape(max_tokens=4))
+    world = World(shape=Shape(token_budget=4))
     world.add(Spec("free", (1, 2), max_tokens=20))
     world.drain()
     assert not any(batch.late for batch in world.executor.sent)
@@ -285,7 +285,7 @@ def test_a_mark_that_comes_by_itself_is_not_forced() -> None:
 
 
 def test_requests_aborted_during_late_steps_do_not_affect_others() -> None:
-    world = World(shape=Shape(max_seqs=12, num_pages=128))
+    world = World(shape=Shape(max_num_seqs=12, num_pages=128))
     for index in range(12):
         world.add(Spec(f"r{index}", (index, *PROMPT), max_tokens=9, rule=4))
     for index in range(0, 12, 2):

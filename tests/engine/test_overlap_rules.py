@@ -180,7 +180,7 @@ def test_as_many_steps_are_in_flight_as_the_executor_takes(
 def test_a_preempted_request_resumes_with_the_same_tokens(after: int) -> None:
     world = World(
         scripted(*[fcfs] * after, lambda step: [step.preempt(r) for r in step.running]),
-        Shape(reuse=False, max_tokens=3),
+        Shape(reuse=False, token_budget=3),
     )
     (request,) = world.add(Spec("a", PROMPT, max_tokens=6))
     world.drain()
@@ -226,7 +226,7 @@ class WithPromptLogprobs(RecordingExecutor):
 def test_prompt_logprobs_are_given_once_whatever_is_prefilled_again(after: int) -> None:
     world = World(
         scripted(*[fcfs] * after, lambda step: [step.preempt(r) for r in step.running]),
-        Shape(max_tokens=4),
+        Shape(token_budget=4),
         executor=WithPromptLogprobs,
     )
     prompt = tuple(range(20, 33))

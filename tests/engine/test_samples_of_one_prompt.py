@@ -33,7 +33,7 @@ def test_a_prompt_is_computed_once_whatever_the_block_size(
 
 
 def test_a_prompt_in_chunks_is_computed_once() -> None:
-    world = World(shape=Shape(max_tokens=4))
+    world = World(shape=Shape(token_budget=4))
     world.add(Spec("s", PROMPT, n=3))
     world.drain(check=True)
     assert prompt_tokens_computed(world) == len(PROMPT) + 2
@@ -42,7 +42,7 @@ def test_a_prompt_in_chunks_is_computed_once() -> None:
 def test_samples_are_shown_once_a_sibling_has_planned_their_prompt() -> None:
     shown: list[list[str]] = []
     world = World(
-        always(lambda step: (shown.append(sorted(named(step))), fcfs(step))), Shape(max_tokens=6)
+        always(lambda step: (shown.append(sorted(named(step))), fcfs(step))), Shape(token_budget=6)
     )
     world.add(Spec("s", PROMPT, n=3, max_tokens=4))
     world.drain()
@@ -53,7 +53,7 @@ def test_those_held_back_can_be_seen_until_they_are_shown() -> None:
     seen: list[list[str]] = []
     world = World(
         always(lambda step: (seen.append([request.id for request in step.held_back]), fcfs(step))),
-        Shape(max_tokens=6),
+        Shape(token_budget=6),
     )
     world.add(Spec("s", PROMPT, n=3, max_tokens=4))
     world.drain()
@@ -329,7 +329,7 @@ def test_blocks_kept_for_samples_are_given_up_before_a_request_ends_for_lack_of_
             step.grant(first)  # the other sample has to wait until it has ended
 
     world = World(
-        always(policy), Shape(num_pages=8, block_size=2, window=4, max_tokens=4, max_model_len=40)
+        always(policy), Shape(num_pages=8, block_size=2, window=4, token_budget=4, max_model_len=40)
     )
     world.add(Spec("s", PROMPT, n=2, max_tokens=29))
     world.drain(check=True)

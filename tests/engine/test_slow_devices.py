@@ -13,7 +13,12 @@ from tests.engine.policies import FCFS
 from tests.engine.world import Shape, Spec, World
 
 SLOW = Shape(
-    num_pages=300, block_size=16, max_tokens=2048, max_model_len=2100, max_seqs=4, overlap=False
+    num_pages=300,
+    block_size=16,
+    token_budget=2048,
+    max_model_len=2100,
+    max_num_seqs=4,
+    overlap=False,
 )
 
 

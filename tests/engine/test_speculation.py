@@ -82,7 +82,7 @@ def test_tokens_are_those_without_drafts(drafter: str, overlap: bool) -> None:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_preempted_requests_go_on_with_the_same_tokens(drafter: str, state_pages: int) -> None:
     world = World(
-        shape=replace(FREE, drafter=drafter, num_pages=14, max_seqs=6, state_pages=state_pages)
+        shape=replace(FREE, drafter=drafter, num_pages=14, max_num_seqs=6, state_pages=state_pages)
     )
     for index in range(6):
         world.add(
@@ -145,7 +145,7 @@ def test_drafts_end_where_the_request_ends() -> None:
 
 
 def test_drafts_keep_to_the_budget_and_to_the_executors_lines() -> None:
-    for shape, most in ((replace(FREE, max_tokens=7), 7), (replace(FREE, max_lines=5), 5)):
+    for shape, most in ((replace(FREE, token_budget=7), 7), (replace(FREE, max_lines=5), 5)):
         world = World(shape=replace(shape, drafter="oracle"))
         for index in range(3):
             world.add(Spec(f"r{index}", (index,), max_tokens=30))
@@ -325,7 +325,7 @@ def seconds(
     made = None if drafter is None or isinstance(drafter, str) else drafter
     shape = Shape(
         num_pages=512,
-        max_seqs=16,
+        max_num_seqs=16,
         seconds_per_token=token_s,
         drafter=drafter if isinstance(drafter, str) else None,
     )

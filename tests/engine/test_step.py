@@ -59,7 +59,7 @@ def test_budget_fewer_tokens_left_than_min_tokens() -> None:
         assert step.tokens_left == 0
         assert step.grant(c) == Grant(0, Refusal.BUDGET)
 
-    run(plan, shape=Shape(max_tokens=12))
+    run(plan, shape=Shape(token_budget=12))
 
 
 def test_budget_zero_tokens_wanted_is_refused_not_misuse() -> None:
@@ -84,22 +84,22 @@ def test_what_cannot_be_divided_is_granted_whole_or_refused_for_the_budget(
         assert state(step) == before
         assert step.grant(c, max_tokens, min_tokens=min_tokens) == Grant(4), "a smaller one fits"
 
-    world = World(scripted(plan), Shape(max_tokens=12))
+    world = World(scripted(plan), Shape(token_budget=12))
     for id, prompt in {"a": A, "b": B, "c": C[:4]}.items():
         world.add(Spec(id, prompt, max_tokens=1, indivisible=True))
     world.drain(check=True)
 
 
-def test_seats_as_many_as_max_num_seqs_run_in_a_step() -> None:
+def test_at_most_max_num_seqs_run_in_a_step() -> None:
     def plan(step: Step) -> None:
         a, b, c = step.waiting
         assert step.grant_each([a, b]) == []
         assert step.seqs_left == 0
         before = state(step)
-        assert step.grant(c) == Grant(0, Refusal.SEATS)
+        assert step.grant(c) == Grant(0, Refusal.SEQS)
         assert state(step) == before
 
-    run(plan, shape=Shape(max_seqs=2))
+    run(plan, shape=Shape(max_num_seqs=2))
 
 
 def test_memory_blocks_for_all_tokens_or_none() -> None:
@@ -132,7 +132,7 @@ def test_grant_each_returns_the_refused_in_order() -> None:
         a, b, c = step.waiting
         assert step.grant_each([c, b, a]) == [b, a]
 
-    run(plan, shape=Shape(max_seqs=1))
+    run(plan, shape=Shape(max_num_seqs=1))
 
 
 # Grants
@@ -150,7 +150,7 @@ def test_cost_says_what_a_grant_takes() -> None:
         "b": (*A, 9),
         "c": A[:5],
     }  # b and c share blocks that a computes in this very step
-    world = run(plan, shape=Shape(max_tokens=64), prompts=shared)
+    world = run(plan, shape=Shape(token_budget=64), prompts=shared)
     assert world.core.stats.cached_tokens == 12
 
 
@@ -290,7 +290,7 @@ def test_reserve_is_refused_if_the_whole_prefill_does_not_fit() -> None:
     run(plan, next_plan, shape=Shape(num_pages=5, max_model_len=20))
 
 
-def test_taking_back_a_grant_gives_back_budget_seat_and_blocks() -> None:
+def test_taking_back_a_grant_gives_back_budget_sequence_and_blocks() -> None:
     def plan(step: Step) -> None:
         a, b, _ = step.waiting
         step.grant(a)
@@ -301,11 +301,11 @@ def test_taking_back_a_grant_gives_back_budget_seat_and_blocks() -> None:
         assert b.prefill_left == 8
         assert step.grant(named(step)["c"])
 
-    world = run(plan, shape=Shape(max_seqs=2, max_tokens=16))
+    world = run(plan, shape=Shape(max_num_seqs=2, token_budget=16))
     assert world.executor.sent[0].num_tokens.tolist() == [8, 8]
 
 
-def test_rejecting_a_granted_request_gives_back_budget_and_seat() -> None:
+def test_rejecting_a_granted_request_gives_back_budget_and_sequence() -> None:
     def plan(step: Step) -> None:
         a, b, c = step.waiting
         step.grant_each([a, b])
@@ -314,7 +314,7 @@ def test_rejecting_a_granted_request_gives_back_budget_and_seat() -> None:
         assert (step.tokens_left, step.seqs_left) == (8, 1)
         assert step.grant(c)
 
-    world = run(plan, shape=Shape(max_seqs=2, max_tokens=16))
+    world = run(plan, shape=Shape(max_num_seqs=2, token_budget=16))
     assert (world.finished["a"].reason, world.finished["a"].stop_reason) == (
         "rejected",
         "changed my mind",
@@ -347,7 +347,7 @@ def test_iterables_may_look_at_the_step_while_they_are_read() -> None:
         refused = step.grant_each(request for request in step.waiting if step.tokens_left >= 8)
         assert (refused, len(step.running), step.tokens_left) == ([], 2, 4)
 
-    run(plan, shape=Shape(max_tokens=20))
+    run(plan, shape=Shape(token_budget=20))
 
 
 def test_no_generator_can_overspend() -> None:
@@ -359,7 +359,7 @@ def test_no_generator_can_overspend() -> None:
 
         step.grant_each(grants_twice())
 
-    world = World(always(plan), Shape(max_tokens=12, max_seqs=2))
+    world = World(always(plan), Shape(token_budget=12, max_num_seqs=2))
     for id, prompt in {"a": A, "b": B, "c": C}.items():
         world.add(Spec(id, prompt))
     world.drain(check=True)
@@ -436,9 +436,9 @@ def test_evict_is_not_read_when_nothing_lacks_or_another_thing_than_memory_does(
     def plan(step: Step) -> None:
         a, b, _ = step.waiting
         assert step.grant(a, evict=unread())
-        assert step.grant(b, evict=unread()).refused is Refusal.SEATS
+        assert step.grant(b, evict=unread()).refused is Refusal.SEQS
 
-    run(plan, shape=Shape(max_seqs=1))
+    run(plan, shape=Shape(max_num_seqs=1))
 
 
 def test_evict_leaves_alone_whose_work_of_this_step_the_request_would_share() -> None:
@@ -525,7 +525,7 @@ def test_more_requests_hold_blocks_than_there_are_rows() -> None:
         step.grant_each(step.waiting)
         step.grant_each(running[turn:] + running[:turn])
 
-    world = World(always(plan), Shape(max_seqs=2))
+    world = World(always(plan), Shape(max_num_seqs=2))
     for index in range(6):
         world.add(Spec(f"r{index}", (index,) * 5, max_tokens=6))
     world.drain(check=True)
@@ -551,7 +551,7 @@ def test_a_request_that_lost_its_row_with_a_token_in_flight_is_refused_until_it_
 
     world = World(
         scripted(only("a"), only("b"), only("a", "b"), only("a")),
-        Shape(max_seqs=1, max_in_flight=3),
+        Shape(max_num_seqs=1, max_in_flight=3),
     )
     world.add(Spec("a", A[:6]))  # its next token needs no block
     world.add(Spec("b", B[:6]))

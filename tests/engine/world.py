@@ -54,11 +54,11 @@ class Shape:
     state_pages: int = 0
     max_in_flight: int = 2
     overlap: bool = True
-    max_tokens: int = 64  # a step
-    max_seqs: int = 8
+    token_budget: int = 64  # of a step
+    max_num_seqs: int = 8
     max_model_len: int = 128
     vocab_size: int = 97
-    pace: float | None = None
+    prefill_limit: float | None = None
     reuse: bool = True
     hash: HashName = "xxh3"  # of the prefix cache
     seed: int = 0
@@ -265,7 +265,7 @@ class World:
             seconds_per_token=shape.seconds_per_token,
             max_lines=shape.max_lines if shape.drafter or drafter else 0,
         )
-        limits = shape.max_seqs, shape.max_tokens
+        limits = shape.max_num_seqs, shape.token_budget
         config = ExecutorConfig(
             "",
             "auto",
@@ -287,8 +287,8 @@ class World:
             KVContext(capacity.layout, capacity.num_pages),
         )
         context = SchedulerContext(
-            shape.max_tokens,
-            shape.max_seqs,
+            shape.token_budget,
+            shape.max_num_seqs,
             capacity.num_pages,
             capacity.layout.block_size,
             shape.seed,
@@ -299,11 +299,11 @@ class World:
             [("recorder", self.observer), *observers] if shape.events else list(observers)
         )
         settings = CoreSettings(
-            shape.max_seqs,
-            shape.max_tokens,
+            shape.max_num_seqs,
+            shape.token_budget,
             shape.overlap,
             policy.__name__,
-            shape.pace,
+            shape.prefill_limit,
             shape.strict,
         )
         self.drafter: Drafter | None = None

@@ -92,9 +92,9 @@ def test_parameters_of_each_prompt_are_its_own() -> None:
         assert datas[1].shape == (len(ids[1]), 6)
 
 
-@pytest.mark.parametrize("max_seqs", [1, 2])
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
 def test_a_prompt_whose_states_are_summed_keeps_its_row_when_others_come_first(
-    max_seqs: int,
+    max_num_seqs: int,
 ) -> None:
     """What is pooled of its first chunks is kept in its row. More requests run than `max_num_seqs`,
     and each new one is more urgent."""
@@ -103,7 +103,7 @@ def test_a_prompt_whose_states_are_summed_keeps_its_row_when_others_come_first(
     }
     outputs: dict[str, Any] = {}
     with LLMEngine.from_config(
-        config(EMBEDDER, scheduler="priority", max_num_seqs=max_seqs, max_num_batched_tokens=8)
+        config(EMBEDDER, scheduler="priority", max_num_seqs=max_num_seqs, max_num_batched_tokens=8)
     ) as engine:
         urgency = len(prompts)
         for name, prompt in prompts.items():

@@ -14,7 +14,7 @@ SETTINGS = {
     "config": {"max_num_seqs": 8},
     "scheduler": "dovetail:fcfs",
     "executor": "simulated",
-    "pace": 2.0,
+    "prefill_limit": 2.0,
     "overlap": True,
     "prefix_reuse": True,
     "block_size": 16,

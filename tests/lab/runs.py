@@ -34,7 +34,7 @@ def engine(*, executor: dict[str, Any] | None = None, **changes: Any) -> dict[st
     simulated = {"name": "simulated", "num_pages": 2000, "step_time": LINEAR, **(executor or {})}
     config = {
         "scheduler": "fcfs",
-        "pace": None,
+        "prefill_limit": None,
         "kv_cache": {"name": "prefix", "reuse": False},
         "executor": simulated,
     }

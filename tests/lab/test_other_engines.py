@@ -26,7 +26,7 @@ def test_vllm_admits_a_prompt_only_if_all_of_it_fits_though_a_chunk_would() -> N
         return plan(
             VLLMScheduler,
             waiting=[make_request("long", 100)],
-            max_tokens=32,
+            token_budget=32,
             free_pages=free_pages,
             block_size=16,
         )

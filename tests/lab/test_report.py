@@ -101,7 +101,7 @@ def test_the_page_tells_verdict_conditions_error_notes_settings_and_command(writ
     for text in (
         "B &amp; co cuts mean TTFT by 30 % [30, 30], cuts p99 TTFT by 30 % [30, 30]",
         "A&lt;1&gt;",
-        "overlap on, pace 2, prefix reuse on, 100 pages, blocks of 16 tokens",
+        "overlap on, prefill limit 2, prefix reuse on, 100 pages, blocks of 16 tokens",
         "off by 3.0% on average (12 steps)",
         "a note",
         "dovetail lab compare a.yaml b.yaml",

@@ -60,7 +60,7 @@ class _Plain:
     times: list[float] = field(default_factory=list)
 
 
-def first_come_first_served(requests: list[_Plain], budget: int, max_seqs: int) -> None:
+def first_come_first_served(requests: list[_Plain], budget: int, max_num_seqs: int) -> None:
     """Chunked prefills among decodes, one step after the other, memory without end: an oracle that
     shares nothing with the engine."""
     now = 0.0
@@ -75,7 +75,7 @@ def first_come_first_served(requests: list[_Plain], budget: int, max_seqs: int) 
             here, key=lambda one: (one.computed < one.prompt, one.computed == 0)
         ):  # decodes, those begun, those new; each by arrival
             new = min(left, max(one.prompt, one.computed + 1) - one.computed)
-            if new and len(rows) < max_seqs:
+            if new and len(rows) < max_num_seqs:
                 rows.append((one, new, one.computed))
                 left -= new
         now += seconds(*((new, had) for _, new, had in rows))
@@ -103,7 +103,7 @@ def test_every_token_comes_when_a_plain_simulation_says(
         max_num_batched_tokens=budget,
         max_num_seqs=12,
     )
-    first_come_first_served(plain, budget, max_seqs=12)
+    first_come_first_served(plain, budget, max_num_seqs=12)
     for record, one in zip(result, plain, strict=True):
         np.testing.assert_allclose(record.token_times_s, one.times, rtol=1e-9)
 
@@ -583,14 +583,18 @@ def test_a_trace_s_objectives_reach_the_policy() -> None:
     )
 
 
-def test_clients_read_along_and_the_pace_spares_them() -> None:
+def test_clients_read_along_and_the_prefill_limit_spares_them() -> None:
     requests = [
         request(0, prompt=20, output=60),
         *(request(index, 0.3, prompt=1000, output=2) for index in range(1, 4)),
     ]
     sizes = {"max_num_batched_tokens": 1024, "max_model_len": 2048}
-    paced = {pace: run(requests, pace=pace, **sizes).requests[0] for pace in (None, 2.0)}
-    longest = {pace: float(np.diff(record.token_times_s).max()) for pace, record in paced.items()}
+    records = {
+        limit: run(requests, prefill_limit=limit, **sizes).requests[0] for limit in (None, 2.0)
+    }
+    longest = {
+        limit: float(np.diff(record.token_times_s).max()) for limit, record in records.items()
+    }
     assert longest[2.0] < longest[None] / 2
 
 

@@ -198,7 +198,7 @@ def test_a_prompt_may_have_as_many_tokens_as_there_are_positions(
         )
 
 
-def test_a_request_holds_one_page_of_no_bytes_as_its_seat(tmp_path: Path) -> None:
+def test_a_request_holds_one_page_of_no_bytes_as_its_place(tmp_path: Path) -> None:
     saved(tmp_path, "ModernBert")
     with started(tmp_path, max_model_len=None) as bench:
         layout = bench.capacity.layout

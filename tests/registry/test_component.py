@@ -21,7 +21,7 @@ from dovetail.registry.resolved import ResolvedComponent
 from tests.registry.fakes import SCHEDULER, Site, components, scheduler
 from tests.support import examples
 
-CONTEXT = SchedulerContext(max_tokens=64, max_seqs=4, total_pages=8, block_size=16, seed=0)
+CONTEXT = SchedulerContext(token_budget=64, max_num_seqs=4, total_pages=8, block_size=16, seed=0)
 
 
 def fair(

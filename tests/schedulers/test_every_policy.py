@@ -62,7 +62,7 @@ def test_a_policy_fits_on_two_screens(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [policy for policy in POLICIES if not policy.cls.claims.idles], ids=repr
+    "policy", [policy for policy in POLICIES if not policy.cls.capabilities.idles], ids=repr
 )
 def test_decodes_run_beside_a_prompt_longer_than_the_budget(policy: Policy) -> None:
     decodes = [
@@ -74,7 +74,7 @@ def test_decodes_run_beside_a_prompt_longer_than_the_budget(policy: Policy) -> N
         running=decodes,
         waiting=[make_request("long", 200, priority=-1, deadline=8.0)],
         options=policy.options(),
-        max_tokens=32,
+        token_budget=32,
     )
     assert [done.granted[f"d{i}"] for i in range(4)] == [1, 1, 1, 1]
     assert done.granted["long"] == 28
@@ -115,8 +115,8 @@ def situations(draw: st.DrawFn) -> dict[str, object]:
     # as the engine sees to: any request fits, alone
     enough = max(-(-r.num_tokens // BLOCK) for r in running + waiting)
     limits = {
-        "max_tokens": draw(st.integers(1, 40)),
-        "max_seqs": draw(st.integers(1, 5)),
+        "token_budget": draw(st.integers(1, 40)),
+        "max_num_seqs": draw(st.integers(1, 5)),
         "block_size": BLOCK,
     }
     return {
@@ -164,8 +164,8 @@ def test_whoever_comes_and_goes_all_are_answered_rightly(
     shape = Shape(
         num_pages=-(-32 // block_size) + data.draw(st.integers(0, 8)),
         block_size=block_size,
-        max_tokens=data.draw(st.sampled_from([3, 8, 40])),
-        max_seqs=data.draw(st.integers(1, 5)),
+        token_budget=data.draw(st.sampled_from([3, 8, 40])),
+        max_num_seqs=data.draw(st.integers(1, 5)),
         max_model_len=32,
         overlap=data.draw(st.booleans()),
     )
@@ -193,7 +193,7 @@ THREE_GROUPS = (
 def test_over_three_cache_groups_nobody_stalls_and_nothing_leaks(
     policy: Policy, data: st.DataObject
 ) -> None:
-    groups, max_tokens = (
+    groups, token_budget = (
         data.draw(st.sampled_from(THREE_GROUPS)),
         data.draw(st.sampled_from([3, 8, 40])),
     )
@@ -201,11 +201,11 @@ def test_over_three_cache_groups_nobody_stalls_and_nothing_leaks(
         tuple(CacheGroup((index,), *group) for index, group in enumerate(groups)), 1, "none"
     )
     shape = Shape(
-        num_pages=layout.most_pages(32, max_tokens)
+        num_pages=layout.most_pages(32, token_budget)
         + data.draw(st.integers(0, 12)),  # one of full length fits; hardly two do
         groups=groups,
-        max_tokens=max_tokens,
-        max_seqs=data.draw(st.integers(1, 5)),
+        token_budget=token_budget,
+        max_num_seqs=data.draw(st.integers(1, 5)),
         max_model_len=32,
         overlap=data.draw(st.booleans()),
     )
@@ -231,8 +231,8 @@ def test_requests_that_fit_to_their_end_once_windows_release_pages_all_run_to_it
     shape = Shape(
         num_pages=4 * (64 // 4 + 3 * 6),
         groups=groups,
-        max_tokens=64,
-        max_seqs=8,
+        token_budget=64,
+        max_num_seqs=8,
         max_model_len=64,
         overlap=False,
         reuse=False,

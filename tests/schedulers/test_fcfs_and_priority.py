@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.api.scheduler import Claims, Refusal, SchedulerContext
+from dovetail.api.scheduler import Refusal, SchedulerCapabilities, SchedulerContext
 from dovetail.testing import make_request, plan
 from dovetail_schedulers.fcfs import FCFS
 from dovetail_schedulers.priority import Priority, PriorityOptions
@@ -44,7 +44,7 @@ def test_the_most_important_comes_first_and_equals_by_arrival() -> None:
         make_request("early", 8, arrival_time=0.1),
     ]
     waiting.append(make_request("most", 8, priority=-1, arrival_time=0.9))
-    done = plan(Priority, options=PriorityOptions(), waiting=waiting, max_tokens=27)
+    done = plan(Priority, options=PriorityOptions(), waiting=waiting, token_budget=27)
     assert list(done.granted.items()) == [("most", 8), ("early", 8), ("late", 8), ("least", 3)]
 
 
@@ -89,7 +89,7 @@ def test_with_aging_the_old_pass_the_important() -> None:
     ]
     assert list(
         plan(
-            Priority, options=PriorityOptions(aging_s=4.0), waiting=waiting, now=5.0, max_tokens=8
+            Priority, options=PriorityOptions(aging_s=4.0), waiting=waiting, now=5.0, token_budget=8
         ).granted
     ) == ["old"]
     waiting = [
@@ -98,12 +98,16 @@ def test_with_aging_the_old_pass_the_important() -> None:
     ]
     assert list(
         plan(
-            Priority, options=PriorityOptions(aging_s=6.0), waiting=waiting, now=5.0, max_tokens=8
+            Priority, options=PriorityOptions(aging_s=6.0), waiting=waiting, now=5.0, token_budget=8
         ).granted
     ) == ["important"]
 
 
 def test_with_aging_neither_the_order_nor_starving_is_claimed() -> None:
-    context = SchedulerContext(max_tokens=64, max_seqs=8, total_pages=64, block_size=4, seed=0)
-    assert Priority(PriorityOptions(), context).claims == Claims(order="priority", starves=True)
-    assert Priority(PriorityOptions(aging_s=1.0), context).claims == Claims()
+    context = SchedulerContext(
+        token_budget=64, max_num_seqs=8, total_pages=64, block_size=4, seed=0
+    )
+    assert Priority(PriorityOptions(), context).capabilities == SchedulerCapabilities(
+        order="priority", starves=True
+    )
+    assert Priority(PriorityOptions(aging_s=1.0), context).capabilities == SchedulerCapabilities()

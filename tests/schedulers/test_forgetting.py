@@ -149,7 +149,7 @@ def played(policy: type[Scheduler], options: BaseModel, acts: list[tuple[str, An
     """An engine short of memory, so that requests are preempted, after `acts`."""
     world = World(
         policy,
-        Shape(num_pages=16, block_size=2, max_seqs=3, max_tokens=16, max_model_len=32),
+        Shape(num_pages=16, block_size=2, max_num_seqs=3, token_budget=16, max_model_len=32),
         options,
     )
     for act, argument in acts:
@@ -321,7 +321,7 @@ def soak(
     of them have ended, and after a pause."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_world, "watched", lambda policy: policy)  # it notes all that it sees
-        world = World(policy, Shape(events=False, max_seqs=4), options, executor=Fleeting)
+        world = World(policy, Shape(events=False, max_num_seqs=4), options, executor=Fleeting)
     most = 0
     gc.collect()
     tracemalloc.start()

@@ -12,11 +12,11 @@ def test_a_client_that_was_away_has_credit_for_it() -> None:
         LCF,
         options=LCFOptions(),
         waiting=[make_request(f"a{i}", 8, client="a") for i in range(4)],
-        max_tokens=24,
+        token_budget=24,
     ).policy
     # b comes when a has had three prompts
     waiting = [make_request(id, 8, client=id[0]) for id in ("a4", "b1", "b2", "b3")]
-    assert list(plan(policy, waiting=waiting, max_tokens=16).granted) == ["b1", "b2"]
+    assert list(plan(policy, waiting=waiting, token_budget=16).granted) == ["b1", "b2"]
 
 
 def test_among_clients_that_always_wait_it_is_vtc() -> None:
@@ -26,7 +26,7 @@ def test_among_clients_that_always_wait_it_is_vtc() -> None:
             policy,
             options=options,
             waiting=[make_request(id, tokens, client=client) for id, tokens, client in waiting],
-            max_tokens=60,
+            token_budget=60,
         )
         for policy, options in ((LCF, LCFOptions()), (VTC, VTCOptions()))
     ]

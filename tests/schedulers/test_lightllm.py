@@ -217,7 +217,7 @@ def test_no_request_is_preempted_since_memory_was_reserved(
     order: str, groups: tuple[tuple[int, int | None, int], ...]
 ) -> None:
     shape = Shape(
-        num_pages=60, block_size=1, groups=groups, max_tokens=12, max_model_len=32, overlap=False
+        num_pages=60, block_size=1, groups=groups, token_budget=12, max_model_len=32, overlap=False
     )
     world = World(LightLLM, shape, LightLLMOptions(every=2, order=order))
     for i in range(20):

@@ -52,7 +52,7 @@ def test_more_tokens_are_found_in_the_cache_than_first_come_first_served_finds()
     def found(patience_s: float) -> int:
         world = World(
             LPM,
-            Shape(num_pages=20, max_seqs=2, max_model_len=48),
+            Shape(num_pages=20, max_num_seqs=2, max_model_len=48),
             LPMOptions(patience_s=patience_s),
         )
         for i in range(24):  # three conversations in turns, in a pool that holds one and a half

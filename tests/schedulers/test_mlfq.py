@@ -36,10 +36,10 @@ def test_a_request_sinks_when_it_has_generated_its_quantum() -> None:
     assert levels == [0, 1, 1, 2, 2]
 
 
-def test_lower_levels_pause_when_seats_lack_and_keep_their_blocks() -> None:
+def test_lower_levels_pause_when_max_num_seqs_run_and_keep_their_blocks() -> None:
     old = make_request("old", 20, generated=3)
     new = [make_request(f"new{i}", 4, arrival_time=0.5) for i in range(2)]
-    done = plan(MLFQ, options=OPTIONS, running=[old], waiting=new, max_seqs=2)
+    done = plan(MLFQ, options=OPTIONS, running=[old], waiting=new, max_num_seqs=2)
     assert list(done.granted) == ["new0", "new1"]
     assert done.preempted == ()
 
@@ -72,10 +72,10 @@ def test_who_waits_takes_no_blocks_from_an_equal() -> None:
 def test_the_starved_rise_and_are_served() -> None:
     options = MLFQOptions(levels=3, quantum=8, growth=4, starve_s=0.5)
     waiting = [make_request("starved", 40), make_request("short", 8, arrival_time=0.9)]
-    assert list(plan(MLFQ, options=options, waiting=waiting, now=1.0, max_tokens=16).granted) == [
+    assert list(plan(MLFQ, options=options, waiting=waiting, now=1.0, token_budget=16).granted) == [
         "starved"
     ]
-    world = World(MLFQ, Shape(max_seqs=1, max_tokens=16, max_model_len=64), options)
+    world = World(MLFQ, Shape(max_num_seqs=1, token_budget=16, max_model_len=64), options)
     world.add(Spec("long", tuple(range(40)), max_tokens=8))
     for i in range(200):
         world.add(Spec(f"short{i}", (i % 7,) * 4, max_tokens=4, delay=i * 0.05))
@@ -84,7 +84,7 @@ def test_the_starved_rise_and_are_served() -> None:
 
 
 def test_short_answers_pass_long_ones() -> None:
-    world = World(MLFQ, Shape(max_seqs=1), OPTIONS)
+    world = World(MLFQ, Shape(max_num_seqs=1), OPTIONS)
     world.add(Spec("long", (1, 2, 3), max_tokens=40))
     world.add(Spec("short", (1, 2, 3), max_tokens=4, delay=0.2))
     world.drain()

@@ -27,7 +27,7 @@ def test_prompts_are_taken_whole_in_order_of_arrival_and_none_is_passed_over() -
         make_request("b", 12, arrival_time=0.2),
         make_request("c", 3, arrival_time=0.3),
     ]
-    done = plan(PrefillFirst, options=NO_WATERMARK, waiting=waiting, max_tokens=16)
+    done = plan(PrefillFirst, options=NO_WATERMARK, waiting=waiting, token_budget=16)
     assert done.granted == {"a": 10}
 
 
@@ -56,14 +56,14 @@ def test_an_admission_leaves_the_watermark_free_but_not_on_an_idle_engine() -> N
     assert beside.granted == {"answer": 1}
 
 
-def test_who_decodes_in_another_step_holds_a_seat() -> None:
+def test_who_decodes_in_another_step_counts_as_a_sequence() -> None:
     running = [make_request(f"answer{i}", generated=2) for i in range(2)]
     done = plan(
         PrefillFirst,
         options=NO_WATERMARK,
         running=running,
         waiting=[make_request("prompt", 8)],
-        max_seqs=2,
+        max_num_seqs=2,
     )
     assert done.granted == {"answer0": 1, "answer1": 1}
 
@@ -71,14 +71,14 @@ def test_who_decodes_in_another_step_holds_a_seat() -> None:
 def test_a_prompt_longer_than_the_budget_continues_before_any_answer() -> None:
     running = [make_request("answer", generated=2), make_request("long", 40, computed=16)]
     assert plan(
-        PrefillFirst, options=NO_WATERMARK, running=running, max_tokens=16, free_pages=20
+        PrefillFirst, options=NO_WATERMARK, running=running, token_budget=16, free_pages=20
     ).granted == {"long": 16}
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_no_step_of_an_engine_mixes_prompts_and_answers(overlap: bool) -> None:
     world = World(
-        PrefillFirst, Shape(max_tokens=16, overlap=overlap, reuse=False), PrefillFirstOptions()
+        PrefillFirst, Shape(token_budget=16, overlap=overlap, reuse=False), PrefillFirstOptions()
     )
     for i in range(12):
         world.add(Spec(f"r{i}", tuple(range(i, i + 3 + 5 * (i % 5))), max_tokens=6, delay=i * 0.02))

@@ -83,7 +83,7 @@ def test_without_a_prefix_cache_or_with_other_salts_there_are_no_groups() -> Non
 def test_more_is_found_in_the_cache_than_with_the_longest_cached_prefix_first() -> None:
     def found(policy: type, options: object) -> int:
         world = World(
-            policy, Shape(num_pages=26, max_tokens=80, max_seqs=4, max_model_len=64), options
+            policy, Shape(num_pages=26, token_budget=80, max_num_seqs=4, max_model_len=64), options
         )  # type: ignore[arg-type]
         chance = random.Random(0)
         for i in range(

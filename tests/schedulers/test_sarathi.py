@@ -51,5 +51,5 @@ def test_the_engine_s_budget_bounds_the_chunk() -> None:
         Sarathi,
         options=SarathiOptions(chunk_tokens=512),
         waiting=[make_request("p", 40)],
-        max_tokens=6,
+        token_budget=6,
     ).granted == {"p": 6}

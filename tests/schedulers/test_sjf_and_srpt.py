@@ -34,7 +34,7 @@ def test_the_shortest_predicted_answer_is_admitted_first_and_max_tokens_stands_i
 
 def test_a_job_that_runs_is_not_put_off_for_a_shorter_one() -> None:
     running = [make_request("long", generated=1, max_tokens=50)]
-    done = plan(SJF, running=running, waiting=[make_request("short", max_tokens=2)], max_seqs=1)
+    done = plan(SJF, running=running, waiting=[make_request("short", max_tokens=2)], max_num_seqs=1)
     assert done.granted == {"long": 1}
 
 
@@ -48,19 +48,19 @@ def test_the_longest_makes_room_for_a_shorter_one_that_runs() -> None:
 
 @examples(quick=20, full=300)
 @given(lengths=st.lists(st.integers(1, 12), min_size=2, max_size=8))
-def test_on_one_seat_answers_end_by_length(lengths: list[int]) -> None:
-    order = finishing_order(World(SJF, Shape(max_seqs=1)), lengths, [*lengths])
+def test_one_at_a_time_answers_end_by_length(lengths: list[int]) -> None:
+    order = finishing_order(World(SJF, Shape(max_num_seqs=1)), lengths, [*lengths])
     assert order == [f"r{i}" for i in sorted(range(len(lengths)), key=lambda i: lengths[i])]
 
 
-def test_a_shorter_answer_takes_the_seat_of_one_that_runs() -> None:
+def test_a_shorter_answer_takes_the_place_of_one_that_runs() -> None:
     running = [make_request("long", generated=1, max_tokens=50)]
     done = plan(
         SRPT,
         options=SRPTOptions(),
         running=running,
         waiting=[make_request("short", max_tokens=2)],
-        max_seqs=1,
+        max_num_seqs=1,
     )
     assert done.granted == {"short": 8}
     assert not done.preempted, "memory didn't lack"
@@ -83,7 +83,11 @@ def test_who_has_done_most_of_its_answer_is_finished() -> None:
     running = [make_request("nearly", 8, generated=41, max_tokens=50)]
     waiting = [make_request("short", max_tokens=2)]
     assert plan(
-        SRPT, options=SRPTOptions(preempt_until=0.8), running=running, waiting=waiting, max_seqs=1
+        SRPT,
+        options=SRPTOptions(preempt_until=0.8),
+        running=running,
+        waiting=waiting,
+        max_num_seqs=1,
     ).granted == {"nearly": 1}
 
 
@@ -95,13 +99,13 @@ def test_what_counts_is_what_is_left_not_what_was_expected() -> None:
             options=PURE,
             running=running,
             waiting=[make_request("new", max_tokens=6)],
-            max_seqs=1,
+            max_num_seqs=1,
         ).granted
     ) == ["half"]
 
 
 def test_of_answers_of_equal_length_the_first_is_never_preempted() -> None:
-    world = World(SRPT, Shape(num_pages=8, block_size=2, max_model_len=16, max_tokens=16), PURE)
+    world = World(SRPT, Shape(num_pages=8, block_size=2, max_model_len=16, token_budget=16), PURE)
     finishing_order(world, [8, 8, 8, 8], [None] * 4)
     assert world.core.update_stats().preemptions > 0
     assert world.requests["r0"].preemptions == 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dovetail.api.observer import StepFinished
-from dovetail.api.scheduler import Claims
+from dovetail.api.scheduler import SchedulerCapabilities
 from dovetail.testing import make_request, plan
 from dovetail_schedulers.slo import LEAST, SLO, SLOOptions
 from tests.engine.world import Shape, Spec, World
@@ -18,8 +18,8 @@ def world(options: SLOOptions, **shape: int) -> World:
     sizes = {
         "num_pages": 4_000,
         "block_size": 16,
-        "max_tokens": 2_000,
-        "max_seqs": 32,
+        "token_budget": 2_000,
+        "max_num_seqs": 32,
         "max_model_len": 6_000,
     } | shape
     return World(SLO, Shape(**sizes, seconds_per_step=STEP_S, reuse=False), options)  # type: ignore[arg-type]
@@ -64,8 +64,8 @@ def test_what_is_late_is_rejected_or_comes_last(late: str) -> None:
     assert done.rejected == (
         {"late": "its first token would be late: it is due in -0.500 s"} if late == "reject" else {}
     )
-    assert done.policy.claims == Claims(
-        idles=True, starves=True, rejects=late == "reject", paced=False
+    assert done.policy.capabilities == SchedulerCapabilities(
+        idles=True, starves=True, rejects=late == "reject", prefill_limited=False
     )
 
 
@@ -112,7 +112,7 @@ def test_while_the_estimate_is_unsure_steps_beside_answers_are_short() -> None:
         options=SLOOptions(),
         running=[stream],
         waiting=[make_request("long", 900)],
-        max_tokens=1_000,
+        token_budget=1_000,
         free_pages=300,
     )
     assert done.granted == {"stream": 1, "long": LEAST}

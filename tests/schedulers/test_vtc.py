@@ -15,7 +15,7 @@ PROMPT, ANSWER = 6, 8
 
 def backlogged(weights: dict[str, float] | None = None) -> World:
     """A client that floods the engine at once, and one whose requests come behind all of them."""
-    world = World(VTC, Shape(max_seqs=2, max_tokens=32), VTCOptions(weights=weights or {}))
+    world = World(VTC, Shape(max_num_seqs=2, token_budget=32), VTCOptions(weights=weights or {}))
     for client in ("flood", "other"):
         for i in range(20):
             world.add(Spec(f"{client}{i}", tuple(range(PROMPT)), max_tokens=ANSWER, client=client))
@@ -64,13 +64,13 @@ def test_one_of_each_client_is_admitted_in_turn_and_no_client_is_a_client_too() 
         make_request(id, 8, client=client)
         for id, client in [("a1", "a"), ("a2", "a"), ("b1", "b"), ("n1", None), ("n2", None)]
     ]
-    done = plan(VTC, options=VTCOptions(), waiting=waiting, max_tokens=28)
+    done = plan(VTC, options=VTCOptions(), waiting=waiting, token_budget=28)
     assert list(done.granted) == ["a1", "b1", "n1", "a2"]
 
 
 def test_samples_of_one_prompt_are_charged_for_it_once() -> None:
     """A client that requests four answers to one prompt pays for one prompt and four answers."""
-    world = World(VTC, Shape(max_seqs=8, max_tokens=64), VTCOptions())
+    world = World(VTC, Shape(max_num_seqs=8, token_budget=64), VTCOptions())
     world.add(Spec("four", tuple(range(PROMPT)), n=4, max_tokens=ANSWER, client="four"))
     world.drain()
     forks = 3  # of one token each
@@ -80,7 +80,7 @@ def test_samples_of_one_prompt_are_charged_for_it_once() -> None:
 def test_a_client_whose_samples_are_held_back_counts_as_waiting() -> None:
     """Otherwise its next request would be lifted to the counters of others, as if it had been
     away."""
-    world = World(VTC, Shape(max_seqs=2, max_tokens=4), VTCOptions())
+    world = World(VTC, Shape(max_num_seqs=2, token_budget=4), VTCOptions())
     world.add(Spec("samples", tuple(range(40, 80)), n=3, max_tokens=2, client="held back"))
     world.add(Spec("waits", tuple(range(8)), max_tokens=2, client="served more"))
     world.step()
@@ -98,15 +98,17 @@ def test_a_client_that_was_away_gets_no_credit_for_it() -> None:
         VTC,
         options=VTCOptions(),
         waiting=[make_request(f"a{i}", 8, client="a") for i in range(4)],
-        max_tokens=24,
+        token_budget=24,
     ).policy
     # b comes when a has had three prompts
     waiting = [make_request(id, 8, client=id[0]) for id in ("a4", "b1", "b2", "b3")]
-    assert list(plan(policy, waiting=waiting, max_tokens=16).granted) == ["a4", "b1"]
+    assert list(plan(policy, waiting=waiting, token_budget=16).granted) == ["a4", "b1"]
 
 
 def test_computing_a_prompt_again_is_free() -> None:
-    world = World(VTC, Shape(num_pages=8, block_size=2, max_seqs=4, max_model_len=16), VTCOptions())
+    world = World(
+        VTC, Shape(num_pages=8, block_size=2, max_num_seqs=4, max_model_len=16), VTCOptions()
+    )
     for i in range(4):
         world.add(Spec(f"r{i}", (i,) * 4, max_tokens=8, client="a"))
     world.drain()

@@ -625,7 +625,7 @@ async def test_a_request_that_the_scheduler_rejects_is_not_made_again(
 async def test_requests_that_are_refused_delay_no_other_batch(
     fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More batches wait than are answered side by side, and more requests than there are seats."""
+    """More batches wait than are answered side by side, and more requests than may run at once."""
     monkeypatch.setattr(worker, "AT_ONCE", 2)
     call: Callable[..., Any] = worker.call  # type: ignore[attr-defined]
     refused: set[str] = set()
@@ -655,7 +655,7 @@ async def test_requests_that_are_refused_delay_no_other_batch(
             assert len(await lines_of(client, (await ended(client, batch.id)).output_file_id)) == 3
 
 
-async def test_a_batch_gets_seats_while_a_larger_one_is_answered(
+async def test_a_batch_is_answered_while_a_larger_one_is_answered(
     fake: Callable[..., FakeEngine], tmp_path: Path
 ) -> None:
     engine = fake(paced=True)

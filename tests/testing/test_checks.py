@@ -45,7 +45,7 @@ def test_a_check_tied_to_a_capability_is_absent_without_it() -> None:
     class Needy(Suite):
         kind = "scheduler"
         component = FCFS
-        capabilities = FCFS.claims
+        capabilities = FCFS.capabilities
 
         @check("needy.rejects", since="0.1", capability="rejects")
         def test_rejects(self) -> None:

@@ -46,9 +46,9 @@ def test_memory_is_as_scarce_as_the_test_says() -> None:
     assert done.wake_at == 2.0
 
 
-def test_so_are_budget_and_seats() -> None:
+def test_so_are_token_budget_and_sequences() -> None:
     requests = [make_request("a", 8), make_request("b", 9), make_request("c", 10)]
-    done = plan(ShortestFirst, waiting=requests, max_tokens=12, max_seqs=2)
+    done = plan(ShortestFirst, waiting=requests, token_budget=12, max_num_seqs=2)
     assert done.granted == {"a": 8, "b": 4}
     assert done.refused == {"c": Refusal.BUDGET}
 

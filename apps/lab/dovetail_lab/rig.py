@@ -18,7 +18,7 @@ import numpy as np
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.api.executor import Batch, Capacity, Executor, Result
-from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step
+from dovetail.api.scheduler import Scheduler, SchedulerCapabilities, SchedulerContext, Step
 from dovetail.errors import DovetailError
 from dovetail.request.sampling_params import OutputKind
 from dovetail_lab.cache_layout import windows_of
@@ -101,7 +101,9 @@ class Probe(Executor):
 class _Script(Scheduler):
     """Grants all decodes, and at most `chunk` prompt tokens, in order of arrival."""
 
-    claims = Claims(paced=False)  # steps must be computed as requested
+    capabilities = SchedulerCapabilities(
+        prefill_limited=False
+    )  # steps must be computed as requested
     chunk = NEVER
 
     def schedule(self, step: Step) -> None:

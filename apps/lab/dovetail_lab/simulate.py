@@ -167,7 +167,7 @@ def settings_of(config: dict[str, Any], engine: LLMEngine, simulated: bool) -> d
         "config": {key: _finite(value) for key, value in config.items() if key != "plugins"},
         "scheduler": core.settings.scheduler_name,
         "executor": "simulated" if simulated else "real",
-        "pace": core.pace,
+        "prefill_limit": core.prefill_limit,
         "overlap": core.max_in_flight > 1,
         "prefix_reuse": core.kv.capabilities.reuse,
         "block_size": capacity.layout.block_size,

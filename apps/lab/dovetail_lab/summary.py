@@ -105,12 +105,12 @@ def conditions(result: RunResult) -> str:
     settings = result.settings
     overlap, reuse = ("on" if settings[name] else "off" for name in ("overlap", "prefix_reuse"))
     # missing in older runs
-    pace = (
+    prefill_limit = (
         ""
-        if "pace" not in settings
-        else ", no pace"
-        if settings["pace"] is None
-        else f", pace {settings['pace']:g}"
+        if "prefill_limit" not in settings
+        else ", no prefill limit"
+        if settings["prefill_limit"] is None
+        else f", prefill limit {settings['prefill_limit']:g}"
     )
     routed = (
         f"{settings['replicas']} replicas, routed by {settings['router']}, each with "
@@ -123,7 +123,7 @@ def conditions(result: RunResult) -> str:
         else ""
     )
     return (
-        f"{routed}overlap {overlap}{pace}, prefix reuse {reuse}, {settings['num_pages']} "
+        f"{routed}overlap {overlap}{prefill_limit}, prefix reuse {reuse}, {settings['num_pages']} "
         f"pages, blocks of {settings['block_size']} tokens{groups}"
     )
 

@@ -65,7 +65,7 @@ class DecidedStep:
     granted: int  # requests granted tokens
     prefill_tokens: int
     decode_tokens: int
-    refused: int  # grants refused for lack of tokens, seats or blocks
+    refused: int  # grants refused for lack of tokens, sequences or pages
     preempted: int
     rejected: int
     running: int  # after the step, as `waiting`

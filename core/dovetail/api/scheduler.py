@@ -23,8 +23,10 @@ class Refusal(Enum):
     """Reason why a grant was refused."""
 
     BUDGET = "fewer than min_tokens left in this step's token budget"
-    PACE = "more prompt tokens would raise the inter-token latency of streamed answers too much"
-    SEATS = "max_num_seqs requests run in this step already"
+    PREFILL_LIMIT = (
+        "more prompt tokens would raise the inter-token latency of streamed answers too much"
+    )
+    SEQS = "max_num_seqs requests run in this step already"
     MEMORY = "not enough free pages, even if all offered requests were evicted"
     ADAPTERS = "every slot for adapters was taken in this step"
     NOT_NOW = (
@@ -87,23 +89,24 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
-class Claims:
-    """Promises of a policy. The conformance suite checks `order`. The next four are exemptions,
-    which its verdict prints: the policy may leave room unused, pass a request over while others
-    arrive, reject requests, or compute prompts in steps without the decodes. `paced`: whether the
-    engine's `pace` caps the prompt tokens of its steps."""
+class SchedulerCapabilities:
+    """What a policy does. `order`: the order in which it serves requests, which the conformance
+    suite checks. The next four exempt it from a check each, and the suite's verdict prints them:
+    the policy may leave room unused (`idles`), pass a request over while others arrive (`starves`),
+    reject requests (`rejects`), or compute prompts in steps without the decodes (`stalls`).
+    `prefill_limited`: whether the engine's `prefill_limit` caps the prompt tokens of its steps."""
 
     order: Literal["arrival", "priority", "deadline"] | None = None
     idles: bool = False
     starves: bool = False
     rejects: bool = False
     stalls: bool = False
-    paced: bool | None = None  # None: unless it stalls
+    prefill_limited: bool | None = None  # None: unless it stalls
 
     @property
-    def is_paced(self) -> bool:
-        """Return `paced` with None resolved."""
-        return not self.stalls if self.paced is None else self.paced
+    def is_prefill_limited(self) -> bool:
+        """Return `prefill_limited` with None resolved."""
+        return not self.stalls if self.prefill_limited is None else self.prefill_limited
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +114,8 @@ class SchedulerContext:
     """Constants passed to a policy's constructor. Fields of all value types here are only ever
     added."""
 
-    max_tokens: int  # token budget of a step
-    max_seqs: int
+    token_budget: int  # most tokens computed in a step
+    max_num_seqs: int  # most requests in a step
     total_pages: int  # of the KV pool; how many a request takes: `Step.pages_at`
     block_size: int  # tokens of the smallest block
     seed: int
@@ -216,11 +219,11 @@ class Step(Protocol):
         A prompt that can't be divided (`Request.indivisible`) is granted whole or refused with
         BUDGET, whatever `max_tokens` says.
 
-        While answers are streamed, the engine's `pace` also caps the prompt tokens of a step, for
-        all policies except those that claim not to be `paced`. Fewer than n may run then, with
-        blocks for all n nevertheless, but at least `min_tokens`, and the first prompt of a step
+        While answers are streamed, the engine's `prefill_limit` also caps the prompt tokens of a
+        step, unless the policy isn't `prefill_limited`. Fewer than n may run then, with blocks for
+        all n nevertheless, but at least `min_tokens`, and the first prompt of a step
         always gets those. `reserve` allocates the blocks of its whole prefill now. A grant is
-        refused if n < min(min_tokens, cost.tokens), or if no seat or too little memory is left. If
+        refused if n < min(min_tokens, cost.tokens), or if `seqs_left` is 0 or too little memory is left. If
         only memory is short, requests of `evict` are preempted, in that order, until it fits; none
         if evicting all of them wouldn't free enough. `evict` is read up to `request` itself:
         requests after it keep their blocks. Skipped are requests without blocks, and those with
@@ -264,7 +267,7 @@ class Scheduler(ABC):
     another clock, block, or modify a request. An exception from a policy ends the engine; the
     message names the policy."""
 
-    claims = Claims()
+    capabilities = SchedulerCapabilities()
     options: BaseModel  # a subclass narrows it: `options: MyOptions`
 
     def __init__(self, options: BaseModel, context: SchedulerContext) -> None:

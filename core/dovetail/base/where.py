@@ -19,8 +19,10 @@ KeyPath = tuple[str | int, ...]
 
 LISTED = 10  # problems that one error lists; the rest are counted
 MOVED = {  # keys of other releases and engines -> what is said of them
-    "max_stretch": "it is the engine's key `pace` now, which applies to every scheduler: `pace: "
-    "2.0` at the top level, or `pace: null`",
+    "max_stretch": "it is the engine's key `prefill_limit` now, which applies to every scheduler: "
+    "`prefill_limit: 2.0` at the top level, or `prefill_limit: null`",
+    "pace": "it is called `prefill_limit` now",
+    "num_blocks": "it is called `num_pages` now",
     "speculative_config": "here it is `speculation: {drafter: suffix, max_drafts: 8}`",
     "num_speculative_tokens": "here it is `speculation: {max_drafts: 8}`",
 }

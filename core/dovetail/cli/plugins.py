@@ -120,15 +120,14 @@ def info(
 
 
 def _capabilities(component: ResolvedComponent) -> list[tuple[str, str]]:
-    what = "claims" if component.spec.kind == "scheduler" else "capabilities"
     try:
-        value = getattr(component.load(), what, None)
+        value = getattr(component.load(), "capabilities", None)
     except DovetailError as error:
-        return [(what, f"unknown: {error}")]
+        return [("capabilities", f"unknown: {error}")]
     if value is None:
         return []  # a drafter has none
     return [
-        (f"{what}.{field.name}", str(getattr(value, field.name)))
+        (f"capabilities.{field.name}", str(getattr(value, field.name)))
         for field in dataclasses.fields(value)
     ]
 

@@ -329,10 +329,10 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: Annotated[int, Field(gt=0, le=MAX_COUNT)] = 8192
     """Maximum number of tokens in a step: the token budget."""
 
-    pace: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 2.0
-    """Limits prefills while answers are streamed: a step may take at most `pace` times the
-    estimated time of its decodes. Applies under any scheduler, except those that claim
-    `paced=False`. null: prompts may fill the token budget."""
+    prefill_limit: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 2.0
+    """Limits prefills while answers are streamed: a step may take at most `prefill_limit` times the
+    estimated time of its decodes. Applies under any scheduler, except those that declare
+    `prefill_limited=False`. null: prompts may fill the token budget."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of each GPU's memory that the engine uses: weights and buffers, and K and V in the

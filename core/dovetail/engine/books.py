@@ -29,7 +29,7 @@ class Books:
         kv: KVCacheManager,
         layout: KVLayout,
         num_pages: int,
-        max_seqs: int,
+        max_num_seqs: int,
         policy_name: str,
         features: Sequence[EngineFeature] = (),
     ) -> None:
@@ -44,7 +44,7 @@ class Books:
         self.policy_name = policy_name
         self.waiting = RequestQueue()
         self.running = RequestQueue()
-        self.rows = RowAllocator(max_seqs)
+        self.rows = RowAllocator(max_num_seqs)
         self.fit = StepTimeFit()
         # arrived and not finished: the requests that a policy may name
         self.known: set[LiveRequest] = set()

@@ -72,7 +72,7 @@ class CoreSettings:
     overlap: bool
     scheduler_name: str
     # times as long as its decodes alone; None: prompts may fill the budget of a step
-    pace: float | None = None
+    prefill_limit: float | None = None
     strict: bool = False  # raise `SchedulerStalled` rather than plan in the policy's place
 
 
@@ -183,9 +183,11 @@ class EngineCore:
                 feature.forget()
 
     @property
-    def pace(self) -> float | None:
-        """The pace that the scheduler's steps keep; None: none."""
-        return self.settings.pace if self.scheduler.claims.is_paced else None
+    def prefill_limit(self) -> float | None:
+        """The prefill limit of the scheduler's steps; None: none."""
+        return (
+            self.settings.prefill_limit if self.scheduler.capabilities.is_prefill_limited else None
+        )
 
     def step(self, wait_until: WaitUntil | None = None) -> Delivery:
         """Plan and submit a step, if possible; collect the oldest, if the device has enough work.
@@ -277,7 +279,7 @@ class EngineCore:
             now,
             self.settings.max_num_batched_tokens,
             self.settings.max_num_seqs,
-            prompt_tokens=partial(self.plan_timing.prompt_tokens, self.pace),
+            prompt_tokens=partial(self.plan_timing.prompt_tokens, self.prefill_limit),
             flights_end=partial(self.plan_timing.flights_end, flights) if flights else None,
             log=self.observers.wants_decisions,
         )

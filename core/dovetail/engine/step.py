@@ -3,7 +3,7 @@
 It is the policy's `Step`, and keeps the books so that no policy can overspend or lose a block.
 
 A policy's call takes effect in full, or changes nothing and returns the reason. Lack of memory,
-budget or seats is refused; misuse raises `PolicyError` naming the policy, the request and the rule.
+token budget or sequences is refused; misuse raises `PolicyError` naming the policy, the request and the rule.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class PlannedStep:
         books: Books,
         index: int,
         now: float,
-        max_tokens: int,
-        max_seqs: int,
+        token_budget: int,
+        max_num_seqs: int,
         *,
         prompt_tokens: Callable[[Sequence[Request], int], float] | None = None,
         flights_end: Callable[[], float] | None = None,
@@ -64,8 +64,8 @@ class PlannedStep:
         self._hides = bool(books.concerned) and books.open_step(now)
         # the waiting requests, and the shown and the hidden ones among them
         self._split: tuple[tuple[LiveRequest, ...], ...] | None = None
-        self._max_tokens = self._tokens_left = max_tokens
-        self._seqs_left = max_seqs
+        self._token_budget = self._tokens_left = token_budget
+        self._seqs_left = max_num_seqs
         self._flights_end = flights_end
         self._open = True
         self._prompt_tokens = prompt_tokens
@@ -187,7 +187,7 @@ class PlannedStep:
         if (
             self._books.layout.has_windows
         ):  # chunks release what leaves a window before the next one takes its blocks
-            pages = min(pages, self._books.layout.most_pages(known, self._max_tokens))
+            pages = min(pages, self._books.layout.most_pages(known, self._token_budget))
         return Cost(known - cached, pages, cached)
 
     def pages_at(self, request: Request, tokens: int) -> int:
@@ -365,14 +365,14 @@ class PlannedStep:
         tokens = min(end - start, self._tokens_left, end if max_tokens is None else max_tokens)
         if tokens < least:
             return Refusal.BUDGET
-        if (no_seat := self._no_seat(request)) is not None:
-            return no_seat
+        if (no_row := self._no_row(request)) is not None:
+            return no_row
         room_for = end if reserve and self._may_reserve(end) else start + tokens
-        if start < request.prefill_end:  # the pace slows computing, and spares no memory
-            paced = max(self._prompt_tokens_left(), 0 if self.prefill_tokens else least)
-            tokens = int(min(tokens, paced))
+        if start < request.prefill_end:  # the limit slows computing, and spares no memory
+            allowed = max(self._prompt_tokens_left(), 0 if self.prefill_tokens else least)
+            tokens = int(min(tokens, allowed))
         if tokens < least:
-            return Refusal.PACE
+            return Refusal.PREFILL_LIMIT
         if refusal is not None:
             return refusal
         if not self._take_or_evict(request, source, room_for, evict):
@@ -388,10 +388,10 @@ class PlannedStep:
             request.first_scheduled_time = self.now
             request.cached_tokens = request.num_computed
 
-    def _no_seat(self, request: LiveRequest) -> Refusal | None:
-        """Return why the step has no seat for `request`: others took all, or keep their rows."""
+    def _no_row(self, request: LiveRequest) -> Refusal | None:
+        """Return why the step has no row for `request`: others took all, or keep theirs."""
         if self._seqs_left < 1:
-            return Refusal.SEATS
+            return Refusal.SEQS
         rows = self._books.rows
         if rows.keeping and self._seqs_left <= rows.kept_from(request):
             return Refusal.NOT_NOW
@@ -422,7 +422,7 @@ class PlannedStep:
         return True
 
     def _prompt_tokens_left(self) -> float:
-        """Return how many more prompt tokens the pace and the device's speed allow in this step.
+        """Return how many more prompt tokens the prefill limit and the device's speed allow.
 
         The bound is set once, at the first prompt.
         """

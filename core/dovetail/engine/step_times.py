@@ -1,8 +1,8 @@
 """Step times: the fit that estimates them, the prompt tokens that they allow beside decodes, and
 when the next step is planned.
 
-The bound on prompt tokens, `pace`, caps a step under any policy, so that the inter-token latency of
-streamed answers stays bounded. Sarathi-Serve (Agrawal et al., OSDI '24, arXiv:2403.02310) bounds a
+The prefill limit caps the prompt tokens of a step under any policy, so that the inter-token latency
+of streamed answers stays bounded. Sarathi-Serve (Agrawal et al., OSDI '24, arXiv:2403.02310) bounds a
 step by a fixed number of tokens, profiled for model and device; here the bound follows from the
 engine's own running fit to finished steps.
 """
@@ -176,10 +176,10 @@ class StepTimeFit:
 
 
 def prompt_tokens_within(
-    pace: float, decoding: Sequence[Request], fit: StepTimeFit, budget: int
+    prefill_limit: float, decoding: Sequence[Request], fit: StepTimeFit, budget: int
 ) -> int:
-    """Return how many prompt tokens, at most `budget`, make a step last at most `pace` times as
-    long as decoding the requests `decoding` alone.
+    """Return how many prompt tokens, at most `budget`, make a step last at most `prefill_limit`
+    times as long as decoding the requests `decoding` alone.
 
     At least `LEAST_PROMPT_TOKENS`, so that prompts make progress; no more than that while finished
     steps don't show the cost of a prompt token; and all of `budget` while no request streams, or
@@ -194,7 +194,7 @@ def prompt_tokens_within(
     token_s = (fit.estimate_s(budget, len(decoding), context + budget) - alone_s) / budget
     if token_s <= 0:
         return budget if alone_s <= 0 else LEAST_PROMPT_TOKENS
-    return min(budget, max(LEAST_PROMPT_TOKENS, int((pace - 1) * alone_s / token_s)))
+    return min(budget, max(LEAST_PROMPT_TOKENS, int((prefill_limit - 1) * alone_s / token_s)))
 
 
 class PromptLimit:
@@ -301,15 +301,17 @@ class PlanTiming:
 
     # While it is planned
 
-    def prompt_tokens(self, pace: float | None, decoding: Sequence[Request], budget: int) -> float:
+    def prompt_tokens(
+        self, prefill_limit: float | None, decoding: Sequence[Request], budget: int
+    ) -> float:
         """Return how many prompt tokens a step may have beside the decodes of requests `decoding`.
 
-        `pace`: as of `CoreSettings`. `budget`: as many as the step has left.
+        `prefill_limit`: as of `CoreSettings`. `budget`: as many as the step has left.
         """
         longest = self._prompt_limit.most_tokens(len(decoding))
-        if pace is None:
+        if prefill_limit is None:
             return longest
-        return min(longest, prompt_tokens_within(pace, decoding, self.fit, budget))
+        return min(longest, prompt_tokens_within(prefill_limit, decoding, self.fit, budget))
 
     def flights_end(self, flights: Sequence[InFlightStep]) -> float:
         """Return when `flights`, the steps on the device in order, are expected to end."""

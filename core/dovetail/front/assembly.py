@@ -359,7 +359,7 @@ def _make_core(
         config.max_num_batched_tokens,
         config.overlap,
         parts.scheduler.qualified_name,
-        config.pace,
+        config.prefill_limit,
     )
     features = features_of(
         capacity, 0.0 if config.adapters is None else config.adapters.slot_wait_s

@@ -143,7 +143,7 @@ def beam_search(
     ended: Callable[[int], object],
 ) -> list[BeamSearchOutput]:
     """Search for the answers to all prompts, to at most `limit` at a time; None: as many as the
-    engine has seats for.
+    engine runs at once.
 
     `adapters`: one for each prompt. `generate` returns the outputs of token ids, each computed with
     its adapter; `ended` is called with the number of searches that ended in a round. Raises

@@ -191,7 +191,7 @@ class LLM(SaysWhatIsMissing):
         search finds them.
 
         Returns an output for each prompt, in order. `concurrency_limit`: the most prompts searched
-        at a time; None: as many as the engine has seats for, counting beams. `lora_request`: as
+        at a time; None: as many as `max_num_seqs` admits, counting beams. `lora_request`: as
         `generate` takes it. Raises and ends as `generate` does; concurrent calls share steps.
         """
         if others:

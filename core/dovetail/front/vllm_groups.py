@@ -74,7 +74,7 @@ GROUPS = (
         },
     ),
     Group(
-        "steps aren't split: the scheduler and `pace` decide what a step computes",
+        "steps aren't split: the scheduler and `prefill_limit` decide what a step computes",
         {
             "enable_dbo": False,
             "ubatch_size": 0,
@@ -123,7 +123,7 @@ GROUPS = (
         advisory=True,
     ),
     Group(
-        "the scheduler decides this: choose one (scheduler), and set `pace`",
+        "the scheduler decides this: choose one (scheduler), and set `prefill_limit`",
         {
             "performance_mode": "balanced",
             "max_num_scheduled_tokens": None,

@@ -66,23 +66,22 @@ class Hygiene(Binding):
     @check("hygiene.capabilities", since="0.1")
     def test_capabilities(self) -> None:
         """The component doesn't declare its capabilities in its kind's terms. Give the class
-        `capabilities` (a scheduler: `claims`), an instance of the dataclass in `dovetail.api` for
-        its kind."""
+        `capabilities`, an instance of the dataclass in `dovetail.api` for its kind."""
         base = getattr(api, BASE_CLASSES[self.kind])
-        name = "claims" if self.kind == "scheduler" else "capabilities"
-        if not hasattr(base, name):
+        if not hasattr(base, "capabilities"):
             return  # a drafter has none
-        wanted = type(getattr(base, name))
-        value = getattr(self.component_class, name, None)
+        wanted = type(base.capabilities)
+        value = getattr(self.component_class, "capabilities", None)
         require(
             isinstance(value, wanted),
-            f"{self.component_class.__name__}.{name} is {value!r}, expected {wanted.__name__}(…)",
+            f"{self.component_class.__name__}.capabilities is {value!r}, expected "
+            f"{wanted.__name__}(…)",
         )
         declared = (
             f"{field.name}={getattr(self.capabilities, field.name)!r}"
             for field in dataclasses.fields(wanted)
         )
-        self.note(f"{name}: {', '.join(declared)}")
+        self.note(f"capabilities: {', '.join(declared)}")
 
     @check("hygiene.options", since="0.1")
     def test_options(self) -> None:

@@ -99,8 +99,8 @@ def plan(
     free_pages: int = 64,
     options: BaseModel | None = None,
     block_size: int = 4,
-    max_tokens: int = 256,
-    max_seqs: int = 16,
+    token_budget: int = 256,
+    max_num_seqs: int = 16,
     now: float = 1.0,
     cached: Mapping[str, int] | None = None,
     seed: int = 0,
@@ -127,9 +127,11 @@ def plan(
     if isinstance(policy, type):
         policy = policy(
             options or NoOptions(),
-            SchedulerContext(max_tokens, max_seqs, held + free_pages, block_size, seed),
+            SchedulerContext(token_budget, max_num_seqs, held + free_pages, block_size, seed),
         )
-    books = Books(kv, layout, held + free_pages, max(max_seqs, len(running)), type(policy).__name__)
+    books = Books(
+        kv, layout, held + free_pages, max(max_num_seqs, len(running)), type(policy).__name__
+    )
     for order, request in enumerate([*going, *coming]):
         request.order = order
         if order < len(going):
@@ -137,7 +139,7 @@ def plan(
         else:
             books.arrive(request)
         policy.on_arrival(request)
-    step = PlannedStep(books, 0, now, max_tokens, max_seqs, log=True)
+    step = PlannedStep(books, 0, now, token_budget, max_num_seqs, log=True)
     policy.schedule(step)
     step.close()
     for preempted in step.preempted:

@@ -5,7 +5,14 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field, PositiveFloat
 
-from dovetail.api.scheduler import Claims, Refusal, Scheduler, SchedulerContext, Step, StepDone
+from dovetail.api.scheduler import (
+    Refusal,
+    Scheduler,
+    SchedulerCapabilities,
+    SchedulerContext,
+    Step,
+    StepDone,
+)
 from dovetail.request import Request
 from dovetail_schedulers.in_order import run_on
 
@@ -43,7 +50,7 @@ class Andes(Scheduler):
     limit on preemptions is per request.
     """
 
-    claims = Claims(starves=True, idles=True)
+    capabilities = SchedulerCapabilities(starves=True, idles=True)
     options: AndesOptions
 
     def __init__(self, options: AndesOptions, context: SchedulerContext) -> None:

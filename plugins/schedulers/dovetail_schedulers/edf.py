@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from dovetail.api.scheduler import Claims, Scheduler, Step
+from dovetail.api.scheduler import Scheduler, SchedulerCapabilities, Step
 from dovetail.request import Request
 from dovetail_schedulers.in_order import grant_in_order
 
@@ -34,7 +34,7 @@ class EDF(Scheduler):
     """Earliest deadline first. Requests without a deadline come last, by arrival. A request is
     hopeless if it would miss its deadline even on an otherwise idle device."""
 
-    claims = Claims(order="deadline", starves=True, rejects=True)
+    capabilities = SchedulerCapabilities(order="deadline", starves=True, rejects=True)
     options: EDFOptions
 
     def schedule(self, step: Step) -> None:
@@ -55,7 +55,7 @@ class EDF(Scheduler):
         decode_s = step.estimate_s(decodes=1) if trusted else 0.0
         # per token
         prefill_s = (
-            step.estimate_s(prefill_tokens=self.context.max_tokens) / self.context.max_tokens
+            step.estimate_s(prefill_tokens=self.context.token_budget) / self.context.token_budget
             if trusted
             else 0.0
         )

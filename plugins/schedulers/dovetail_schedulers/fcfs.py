@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dovetail.api.scheduler import Claims, Scheduler, Step
+from dovetail.api.scheduler import Scheduler, SchedulerCapabilities, Step
 
 
 class FCFS(Scheduler):
@@ -12,7 +12,7 @@ class FCFS(Scheduler):
     A running request that lacks memory preempts the youngest ones. Once any request is refused, no
     later one is served: small requests must not overtake a large one."""
 
-    claims = Claims(order="arrival")
+    capabilities = SchedulerCapabilities(order="arrival")
 
     def schedule(self, step: Step) -> None:
         running = step.running

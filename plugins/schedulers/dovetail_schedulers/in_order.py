@@ -26,8 +26,9 @@ def grant_in_order(
     `evict(request)` may be preempted for `request`.
 
     Each decode gets its token, however long the prefills before it are. Once a prefill lacks memory
-    or a seat, no later request is admitted, or small ones would overtake large ones forever; nor is
-    any request after one that was evicted in this step, which can't use the memory it freed.
+    or `max_num_seqs` requests run, no later request is admitted, or small ones would overtake large
+    ones forever; nor is any request after one that was evicted in this step, which can't use the
+    memory it freed.
     """
     decoding = set(step.decoding)
     running = set(step.running)
@@ -36,7 +37,7 @@ def grant_in_order(
 
     def passed_by(request: Request, refused: Refusal | None) -> bool:
         evicted = refused is Refusal.NOT_NOW and request in running and request in step.waiting
-        return evicted or refused in (Refusal.MEMORY, Refusal.SEATS)
+        return evicted or refused in (Refusal.MEMORY, Refusal.SEQS)
 
     for decodes, group in groupby(order, decoding.__contains__):
         if decodes:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dovetail.api.scheduler import Claims
+from dovetail.api.scheduler import SchedulerCapabilities
 from dovetail_schedulers.counters import CounterOptions
 from dovetail_schedulers.vtc import VTC
 
@@ -20,5 +20,5 @@ class LCF(VTC):
     each. Use it if there are few clients.
     """
 
-    claims = Claims(starves=True)
+    capabilities = SchedulerCapabilities(starves=True)
     lift = False

@@ -4,11 +4,18 @@ engine in the experiments of the VTC paper (OSDI '24)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
-from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step, StepDone
+from dovetail.api.scheduler import (
+    Scheduler,
+    SchedulerCapabilities,
+    SchedulerContext,
+    Step,
+    StepDone,
+)
 from dovetail.request import Request
 from dovetail_schedulers.counters import CounterOptions, Counters, Turns
 from dovetail_schedulers.in_order import run_on
@@ -42,15 +49,16 @@ class LightLLM(Scheduler):
     fits. With overlap, blocks become free a step later than assumed, so that memory may still be
     short; then the youngest are preempted."""
 
-    claims = Claims(order="arrival", idles=True, stalls=True, paced=False)
+    capabilities = SchedulerCapabilities(
+        order="arrival", idles=True, stalls=True, prefill_limited=False
+    )
     options: LightLLMOptions
 
     def __init__(self, options: LightLLMOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
-        order: Literal["arrival"] | None = "arrival" if options.order == "arrival" else None
-        self.claims = Claims(
-            order=order, idles=True, starves=options.order == "lcf", stalls=True, paced=False
-        )
+        if options.order != "arrival":
+            starves = options.order == "lcf"
+            self.capabilities = replace(self.capabilities, order=None, starves=starves)
         self.turns = (
             Turns()
             if options.order == "arrival"
@@ -70,7 +78,7 @@ class LightLLM(Scheduler):
 
     def _admit(self, step: Step, waiting: Sequence[Request]) -> None:
         pool = self.context.total_pages * self.context.block_size
-        cap = self.options.batch_max_tokens or self.context.max_tokens
+        cap = self.options.batch_max_tokens or self.context.token_budget
         sizes = [self._size(step, request) for request in step.running]
         clients = {request.client for request in step.running}
         prompt_tokens = 0
@@ -81,10 +89,10 @@ class LightLLM(Scheduler):
             clients.add(request.client)
             fits = (
                 peak_tokens(sizes) < pool - self.options.client_tokens * len(clients)
-                and len(sizes) <= self.context.max_seqs
+                and len(sizes) <= self.context.max_num_seqs
             )
             if (len(sizes) > 1 and (too_many or not fits)) or not step.grant(
-                request, min_tokens=self.context.max_tokens, reserve=True
+                request, min_tokens=self.context.token_budget, reserve=True
             ):
                 break
             self.turns.admitted(request)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from dovetail.api.scheduler import Claims, Scheduler, Step
+from dovetail.api.scheduler import Scheduler, SchedulerCapabilities, Step
 from dovetail_schedulers.in_order import run_on
 
 
@@ -27,7 +27,9 @@ class PrefillFirst(Scheduler):
     token of each answer: never both. If memory is short, the youngest are preempted and recomputed
     later. A prompt longer than a step's budget fills several steps of its own."""
 
-    claims = Claims(order="arrival", idles=True, stalls=True, paced=False)
+    capabilities = SchedulerCapabilities(
+        order="arrival", idles=True, stalls=True, prefill_limited=False
+    )
     options: PrefillFirstOptions
 
     def schedule(self, step: Step) -> None:
@@ -39,11 +41,11 @@ class PrefillFirst(Scheduler):
         budget = step.tokens_left
         spare = self.options.watermark * self.context.total_pages if step.running else 0
         # decoding requests count, too, although they run in other steps
-        free_seqs = self.context.max_seqs - len(step.running)
+        free_seqs = self.context.max_num_seqs - len(step.running)
         run_on(step, [request for request in step.running if request.prefill_left])
         for request in step.waiting[: max(0, free_seqs)]:
             if step.free_pages - step.cost(request).pages < spare or not step.grant(
-                request, min_tokens=self.context.max_tokens, reserve=True
+                request, min_tokens=self.context.token_budget, reserve=True
             ):
                 break
         return step.tokens_left < budget

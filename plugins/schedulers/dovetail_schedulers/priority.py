@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from pydantic import BaseModel, Field
 
-from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step
+from dovetail.api.scheduler import Scheduler, SchedulerCapabilities, SchedulerContext, Step
 from dovetail_schedulers.in_order import grant_in_order
 
 
@@ -28,13 +28,13 @@ class Priority(Scheduler):
     """Serves smaller `request.priority` first, then by arrival. All requests age at the same rate,
     so their order is fixed: no two evict each other in turns."""
 
-    claims = Claims(order="priority", starves=True)
+    capabilities = SchedulerCapabilities(order="priority", starves=True)
     options: PriorityOptions
 
     def __init__(self, options: PriorityOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         if options.aging_s is not None:
-            self.claims = Claims()
+            self.capabilities = SchedulerCapabilities()
 
     def schedule(self, step: Step) -> None:
         order = sorted((*step.running, *step.waiting), key=attrgetter("arrival_time"))

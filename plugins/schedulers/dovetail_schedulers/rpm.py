@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from dovetail.api.scheduler import Claims, Refusal, Scheduler, SchedulerContext, Step
+from dovetail.api.scheduler import Refusal, Scheduler, SchedulerCapabilities, SchedulerContext, Step
 from dovetail.request import Request
 from dovetail_schedulers.in_order import run_on
 
@@ -39,13 +39,13 @@ class RPM(Scheduler):
     two windows, for at most as many others, and some `LOOK_AFTER`.
     """
 
-    claims = Claims(order="arrival", rejects=True)
+    capabilities = SchedulerCapabilities(order="arrival", rejects=True)
     options: RPMOptions
 
     def __init__(self, options: RPMOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         if options.over == "defer":
-            self.claims = Claims(idles=True, starves=True)
+            self.capabilities = SchedulerCapabilities(idles=True, starves=True)
         self._let_in: set[Request] = set()
         # client -> times at which its accepted requests stop counting, ascending
         self._ends: dict[str | None, list[float]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from dovetail.api.scheduler import Claims, Scheduler, Step
+from dovetail.api.scheduler import Scheduler, SchedulerCapabilities, Step
 from dovetail_schedulers.in_order import run_on
 
 
@@ -25,7 +25,7 @@ class Sarathi(Scheduler):
     that fit the policy's own budget per step, which may be below the engine's. A prompt takes all
     its blocks when it starts. If memory is short, the youngest are preempted."""
 
-    claims = Claims(order="arrival", idles=True)
+    capabilities = SchedulerCapabilities(order="arrival", idles=True)
     options: SarathiOptions
 
     def schedule(self, step: Step) -> None:

@@ -4,7 +4,7 @@ Model-based Sequence Length Prediction (arXiv:2404.08509), called SSJF there; th
 
 from __future__ import annotations
 
-from dovetail.api.scheduler import Claims, Refusal, Scheduler, Step
+from dovetail.api.scheduler import Refusal, Scheduler, SchedulerCapabilities, Step
 from dovetail_schedulers.lengths import expected_tokens
 
 
@@ -15,7 +15,7 @@ class SJF(Scheduler):
     The length is `Request.predicted_tokens`, otherwise `max_tokens`.
     """
 
-    claims = Claims(starves=True)
+    capabilities = SchedulerCapabilities(starves=True)
 
     def schedule(self, step: Step) -> None:
         by_length = sorted(step.running, key=expected_tokens)

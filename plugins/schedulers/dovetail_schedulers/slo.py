@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field, PositiveFloat
 
-from dovetail.api.scheduler import Claims, Refusal, Scheduler, SchedulerContext, Step
+from dovetail.api.scheduler import Refusal, Scheduler, SchedulerCapabilities, SchedulerContext, Step
 from dovetail.request import Request
 from dovetail_schedulers.in_order import run_on
 
@@ -24,9 +24,7 @@ class SLOOptions(BaseModel, extra="forbid", frozen=True):
     ttft_s: PositiveFloat | None = Field(
         2.0, description="Seconds after arrival by which the first token is due."
     )
-    tbt_s: PositiveFloat | None = Field(
-        0.1, description="Maximum seconds between two tokens of an answer."
-    )
+    tbt_s: PositiveFloat | None = Field(0.1, description="Maximum seconds between two tokens.")
     late: Literal["reject", "last"] = Field(
         "reject",
         description="Reject requests that would miss their first token's deadline, or serve them "
@@ -40,13 +38,15 @@ class SLO(Scheduler):
     preempted. While `Step.fit` is uncertain, steps get few prompt tokens, and only requests whose
     deadline has passed count as late."""
 
-    claims = Claims(idles=True, starves=True, rejects=True, paced=False)
+    capabilities = SchedulerCapabilities(
+        idles=True, starves=True, rejects=True, prefill_limited=False
+    )
     options: SLOOptions
 
     def __init__(self, options: SLOOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
-        self.claims = Claims(
-            idles=True, starves=True, rejects=options.late == "reject", paced=False
+        self.capabilities = SchedulerCapabilities(
+            idles=True, starves=True, rejects=options.late == "reject", prefill_limited=False
         )
         # prompt tokens to compute, as of when the request was first seen
         self._uncached: dict[Request, int] = {}

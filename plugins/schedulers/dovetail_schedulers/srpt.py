@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from dovetail.api.scheduler import Claims, Scheduler, Step
+from dovetail.api.scheduler import Scheduler, SchedulerCapabilities, Step
 from dovetail.request import Request
 from dovetail_schedulers.in_order import grant_in_order
 from dovetail_schedulers.lengths import expected_tokens, generated_tokens
@@ -32,7 +32,7 @@ class SRPT(Scheduler):
     rank and running ones only rise, so no two evict each other in turns.
     """
 
-    claims = Claims(starves=True)
+    capabilities = SchedulerCapabilities(starves=True)
     options: SRPTOptions
 
     def schedule(self, step: Step) -> None:

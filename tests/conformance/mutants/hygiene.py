@@ -14,8 +14,8 @@ from tests.conformance.mutants.scheduler import Plain
 
 
 @mutant(caught_by="hygiene.capabilities")
-class ClaimsInADict(Plain):
-    claims: Any = {"order": "arrival"}  # noqa: RUF012
+class CapabilitiesInADict(Plain):
+    capabilities: Any = {"order": "arrival"}  # noqa: RUF012
 
 
 class LaxOptions(BaseModel):

@@ -11,7 +11,14 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
-from dovetail.api.scheduler import Claims, Refusal, Scheduler, SchedulerContext, Step, StepDone
+from dovetail.api.scheduler import (
+    Refusal,
+    Scheduler,
+    SchedulerCapabilities,
+    SchedulerContext,
+    Step,
+    StepDone,
+)
 from dovetail.request import Request
 from dovetail.testing import make_request
 from dovetail_schedulers.fcfs import FCFS
@@ -31,7 +38,7 @@ def serve(step: Step, order: Sequence[Request]) -> None:
 
 
 class Plain(Scheduler):
-    """Claims nothing, and keeps all promises."""
+    """Declares nothing, and keeps all promises."""
 
     def schedule(self, step: Step) -> None:
         serve(step, step.waiting)
@@ -115,8 +122,8 @@ class Overspends(Plain):
         super().schedule(step)
 
 
-@mutant(caught_by="scheduler.seats")
-class TakesMoreSeats(Plain):
+@mutant(caught_by="scheduler.seqs")
+class TakesMoreSequences(Plain):
     def schedule(self, step: Any) -> None:
         step._seqs_left += 2
         super().schedule(step)
@@ -188,7 +195,7 @@ class RemembersInItsClass(Plain):
 class NeverChunks(Plain):
     """A prompt longer than the budget waits for ever."""
 
-    claims = Claims(idles=True, starves=True)
+    capabilities = SchedulerCapabilities(idles=True, starves=True)
 
     def schedule(self, step: Step) -> None:
         step.grant_each(step.decoding)
@@ -222,7 +229,7 @@ class TakesBackWhatIsMoreThanItAllowed(Plain):
     def schedule(self, step: Step) -> None:
         step.grant_each(step.running)
         for request in step.waiting:
-            allowed = max(1, self.context.max_tokens // 2)
+            allowed = max(1, self.context.token_budget // 2)
             if step.grant(request, allowed).tokens > allowed:
                 step.preempt(request)
 
@@ -247,7 +254,7 @@ class SmallPassLarge(Plain):
 class PriorityForEver(Priority):
     def __init__(self, options: Any, context: SchedulerContext) -> None:
         super().__init__(options, context)
-        self.claims = Claims(order="priority")
+        self.capabilities = SchedulerCapabilities(order="priority")
 
 
 @mutant(caught_by="scheduler.no_starvation")
@@ -325,7 +332,13 @@ class DoesNotKnowTheRefusal(Plain):
     """Takes the reasons of its time for all that there are."""
 
     def schedule(self, step: Step) -> None:
-        known = (Refusal.BUDGET, Refusal.PACE, Refusal.SEATS, Refusal.MEMORY, Refusal.NOT_NOW)
+        known = (
+            Refusal.BUDGET,
+            Refusal.PREFILL_LIMIT,
+            Refusal.SEQS,
+            Refusal.MEMORY,
+            Refusal.NOT_NOW,
+        )
         for request in step.grant_each(step.running):
             step.grant(request, evict=reversed(step.running))
         for request in step.waiting:
@@ -348,12 +361,12 @@ class PromptsFirst(Plain):
             serve(step, ())
 
 
-@mutant(caught_by="scheduler.paced")
+@mutant(caught_by="scheduler.prefill_limit")
 class GrantsAPromptOnce(Plain):
-    """Counts on a prompt to be computed in the step that admits it, whatever it claims of the
+    """Counts on a prompt to be computed in the step that admits it, whatever it declares of the
     answers beside it."""
 
-    claims = Claims(stalls=True, paced=True)
+    capabilities = SchedulerCapabilities(stalls=True, prefill_limited=True)
 
     def schedule(self, step: Step) -> None:
         step.grant_each((*step.decoding, *step.waiting))
@@ -361,12 +374,12 @@ class GrantsAPromptOnce(Plain):
 
 @mutant(caught_by="scheduler.order")
 class ClaimsPriorityAndHasNone(FCFS):
-    claims = Claims(order="priority", starves=True)
+    capabilities = SchedulerCapabilities(order="priority", starves=True)
 
 
 @mutant(caught_by="scheduler.order")
 class ClaimsDeadlineAndHasNone(FCFS):
-    claims = Claims(order="deadline", starves=True)
+    capabilities = SchedulerCapabilities(order="deadline", starves=True)
 
 
 @mutant(caught_by="scheduler.order")
@@ -402,7 +415,7 @@ class AdmitsPastAPromptThatLacksMemory(FCFS):
 class EvictsForWhoWaits(Plain):
     """The waiting take memory from those that run, in turns."""
 
-    claims = Claims(starves=True)
+    capabilities = SchedulerCapabilities(starves=True)
 
     def schedule(self, step: Step) -> None:
         for request in step.waiting[::-1]:
@@ -520,7 +533,7 @@ class KeepsThePreemptedThatStopEarly(Plain):
 
 @mutant(caught_by="scheduler.forgets")
 class KeepsWhoIsRejectedFromACrowd(Plain):
-    claims = Claims(rejects=True)
+    capabilities = SchedulerCapabilities(rejects=True)
 
     def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
         super().__init__(options, context)
@@ -579,7 +592,7 @@ class ReadsAnotherClock(Plain):
 
 @mutant(caught_by="scheduler.order")
 class TakesADeadlineOfZeroForNone(Scheduler):
-    claims = Claims(order="deadline", starves=True)
+    capabilities = SchedulerCapabilities(order="deadline", starves=True)
 
     def key(self, request: Request) -> tuple[float, float]:
         return request.deadline or math.inf, request.arrival_time
@@ -591,7 +604,7 @@ class TakesADeadlineOfZeroForNone(Scheduler):
 
 @mutant(caught_by="scheduler.order")
 class HasNoNegativePriorities(TakesADeadlineOfZeroForNone):
-    claims = Claims(order="priority", starves=True)
+    capabilities = SchedulerCapabilities(order="priority", starves=True)
 
     def key(self, request: Request) -> tuple[float, float]:
         return max(0, request.priority), request.arrival_time

@@ -183,7 +183,7 @@ function showSteps({ decisions, front_end: frontEnd }) {
   shownSteps = { last, frontEnd };
   byId("scheduler").textContent = decisions.scheduler;
   byId("steps-note").textContent =
-    "How many requests got tokens, how many were held back for lack of tokens, seats or blocks: in a few steps each second.";
+    "How many requests got tokens, how many were refused for lack of budget, sequences or memory: in a few steps each second.";
   byId("steps").tBodies[0].replaceChildren(...steps.toReversed().map((step) => {
     const row = element("tr");
     row.append(...STEP_FIELDS.map((field) => element("td", step[field].toLocaleString("en"), step[field] || field === "index" ? "" : "none")));

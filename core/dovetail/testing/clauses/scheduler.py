@@ -14,19 +14,19 @@ CLAUSES: Marks = {
     "Step.grant": {
         "Raises `PolicyError`": held("sound"),
         "must not act on the step": held("sound"),
-        "Fewer than n": held("paced"),
+        "Fewer than n": held("prefill_limit"),
         "A prompt that can't be divided": held("indivisible"),
         "*": TOLD,
     },
     "Step.wake_at": held("sound", "finishes"),
-    "Claims": {
-        "checks `order`": held("order"),
-        "exemptions": held("no_idling", "no_starvation", "no_rejection", "no_stalls"),
-        "`paced`": held("paced"),
+    "SchedulerCapabilities": {
+        "`order`": held("order"),
+        "The next four exempt": held("no_idling", "no_starvation", "no_rejection", "no_stalls"),
+        "`prefill_limited`": held("prefill_limit"),
         "unless it stalls": TOLD,
         "*": held("hygiene.capabilities"),
     },
-    "SchedulerContext": {"token budget": held("budget", "seats"), "*": TOLD},
+    "SchedulerContext": {"computed in a step": held("budget", "seqs"), "*": TOLD},
     "Scheduler": {
         "may keep requests": held("forgets"),
         "may not read another": held(

@@ -36,7 +36,7 @@ from dovetail.api.observer import (
     ObserverContext,
     StepFinished,
 )
-from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step
+from dovetail.api.scheduler import Scheduler, SchedulerCapabilities, SchedulerContext, Step
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.stats import ObserverHub
 from dovetail.errors import describe
@@ -279,7 +279,7 @@ class ObserverSuite(Suite):
         """`decisions`: another observer requests them, so that every step's event has them; with
         `sometimes`, every other step's. `before`: state of the process to compare with after every
         call. `stopped`: calls `on_stopped` even if it is slow."""
-        observer = self.make(ObserverContext(SHAPE.max_seqs, SHAPE.num_pages))
+        observer = self.make(ObserverContext(SHAPE.max_num_seqs, SHAPE.num_pages))
         spy = Spy(
             observer, sometimes=sometimes, before=before, stops=stopped or not self._stops_slowly
         )
@@ -377,7 +377,7 @@ class _Other(Observer):
 class _Harsh(Scheduler):
     """First come, first served, preempting the last; rejects some requests."""
 
-    claims = Claims(rejects=True)
+    capabilities = SchedulerCapabilities(rejects=True)
 
     def schedule(self, step: Step) -> None:
         for request in [*step.running, *step.waiting]:

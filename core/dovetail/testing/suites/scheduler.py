@@ -15,7 +15,7 @@ from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
-from dovetail.api.scheduler import Claims, Refusal, SchedulerContext
+from dovetail.api.scheduler import Refusal, SchedulerCapabilities, SchedulerContext
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import PolicyError, SchedulerStalled
@@ -49,9 +49,11 @@ EXEMPTIONS = {
     "no_idling": "idles",
     "no_rejection": "rejects",
     "no_stalls": "stalls",
-}  # capability -> the claim that takes it away
+}  # what a check needs -> the capability that takes it away
 PASSED_OVER = 100  # maximum number of later arrivals that may end before a request
-ORDERS: dict[str, Callable[[Request], tuple[float, float]]] = {  # claim -> sort key
+ORDERS: dict[
+    str, Callable[[Request], tuple[float, float]]
+] = {  # `SchedulerCapabilities.order` -> sort key
     "arrival": lambda request: (0, request.arrival_time),
     "priority": lambda request: (request.priority, request.arrival_time),
     "deadline": lambda request: (
@@ -59,24 +61,26 @@ ORDERS: dict[str, Callable[[Request], tuple[float, float]]] = {  # claim -> sort
         request.arrival_time,
     ),
 }
-_ANY_CONTEXT = SchedulerContext(max_tokens=64, max_seqs=8, total_pages=64, block_size=4, seed=0)
+_ANY_CONTEXT = SchedulerContext(
+    token_budget=64, max_num_seqs=8, total_pages=64, block_size=4, seed=0
+)
 
 
 class SchedulerSuite(Suite):
-    """Suite of scheduling policies. Claims determine the checks: `Claims.order` adds one, each
-    exemption removes one."""
+    """Suite of scheduling policies. `SchedulerCapabilities` determine the checks: `order` adds one,
+    each exemption removes one."""
 
     kind = "scheduler"
 
     @property
-    def capabilities(self) -> Claims:
-        """Claims of a policy constructed with `options`, which may change them."""
-        claims: Claims = self.make(_ANY_CONTEXT).claims
-        return claims
+    def capabilities(self) -> SchedulerCapabilities:
+        """Those of a policy constructed with `options`, which may change them."""
+        capabilities: SchedulerCapabilities = self.make(_ANY_CONTEXT).capabilities
+        return capabilities
 
     def declares(self, capability: str) -> bool:
-        if capability == "paced":
-            return self.capabilities.is_paced
+        if capability == "prefill_limited":
+            return self.capabilities.is_prefill_limited
         if capability in EXEMPTIONS:
             return not getattr(self.capabilities, EXEMPTIONS[capability])
         return super().declares(capability)
@@ -98,24 +102,24 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.budget", since="0.1")
     def test_budget(self) -> None:
-        """A step computes more tokens than `SchedulerContext.max_tokens`. Use only the step's
+        """A step computes more tokens than `SchedulerContext.token_budget`. Use only the step's
         methods, and don't modify its fields."""
 
         def within(world: World) -> None:
             most = world.watch.most_tokens
-            limit = world.watch.context.max_tokens
+            limit = world.watch.context.token_budget
             require(most <= limit, f"a step of {most} tokens, where {limit} are allowed")
 
         self._in_all(scenarios(), 12, within)
 
-    @check("scheduler.seats", since="0.1")
-    def test_seats(self) -> None:
-        """More than `SchedulerContext.max_seqs` requests run in a step. Use only the step's
+    @check("scheduler.seqs", since="0.1")
+    def test_seqs(self) -> None:
+        """More than `SchedulerContext.max_num_seqs` requests run in a step. Use only the step's
         methods, and don't modify its fields."""
 
         def within(world: World) -> None:
             most = world.watch.most_seqs
-            limit = world.watch.context.max_seqs
+            limit = world.watch.context.max_num_seqs
             require(most <= limit, f"a step of {most} requests, where {limit} are allowed")
 
         self._in_all(scenarios(), 12, within)
@@ -186,7 +190,7 @@ class SchedulerSuite(Suite):
             forgotten(self._world(scenario.shape).play(scenario.acts))
         self._in_all(scenarios(aborts=True), 25, forgotten)
 
-    # Claims
+    # Capabilities
 
     @check("scheduler.finishes", since="0.1")
     def test_finishes(self) -> None:
@@ -238,8 +242,8 @@ class SchedulerSuite(Suite):
         next step again, where more tokens are left, and don't count with the tokens asked for, but
         with `Grant.tokens`."""
         for overlap in (True, False):
-            for pace in (None, 2.0):
-                scenario = indivisible(overlap, pace)
+            for prefill_limit in (None, 2.0):
+                scenario = indivisible(overlap, prefill_limit)
                 world = self._world(scenario.shape).play(scenario.acts)
                 require(world.dead is None, f"the engine ended: {world.dead}")
                 require(
@@ -260,7 +264,7 @@ class SchedulerSuite(Suite):
     def test_no_starvation(self) -> None:
         """A request starves while later arrivals are served. Let waiting count (age, a limit, order
         of arrival), don't let small requests overtake a large one that lacks memory forever, or
-        claim `starves`."""
+        declare `starves`."""
         for overlap in (True, False):
             for who, victim in VICTIMS.items():
                 self._require_patience(
@@ -272,9 +276,9 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.no_idling", since="0.1", capability="no_idling")
     def test_no_idling(self) -> None:
-        """The policy left tokens, a seat and memory of a step unused although a request could have
+        """The policy left tokens, sequences and memory of a step unused although a request could have
         run, no grant had been refused, and nothing was evicted. Keep granting, including prefills,
-        until a grant is refused, or claim `idles`."""
+        until a grant is refused, or declare `idles`."""
         scenario = crowd(scarce=False)
         _require_alive(
             self._world(scenario.shape, inspect=_try_to_grant_more, decisions=True).play(
@@ -287,8 +291,8 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.no_rejection", since="0.1", capability="no_rejection")
     def test_no_rejection(self) -> None:
-        """The policy rejected a request without claiming `rejects`. Claim it, so that users
-        know."""
+        """The policy rejected a request without declaring `rejects`. Declare it, so that
+        users know."""
 
         def none_rejected(world: World) -> None:
             rejected = [plan for plan in world.watch.planned if plan.rejected]
@@ -304,17 +308,18 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.no_stalls", since="0.3", capability="no_stalls")
     def test_no_stalls(self) -> None:
-        """Streamed answers stalled while a prompt was computed, although there were seats and
-        memory for all. Grant every decode in a step that computes prompts, decodes first; or claim
+        """Streamed answers stalled while a prompt was computed, although there were sequences and
+        memory for all. Grant every decode in a step that computes prompts, decodes first; or declare
         `stalls`."""
         for overlap in (True, False):
             scenario = streamed(overlap)
             _require_alive(self._world(scenario.shape, inspect=_see_stall).play(scenario.acts))
 
-    @check("scheduler.paced", since="0.3", capability="paced")
-    def test_paced(self) -> None:
-        """A prompt that the engine's pace cut into chunks never finished. Continue running requests
-        with `prefill_left`; or claim `paced=False`, and cap the prompts of a step yourself."""
+    @check("scheduler.prefill_limit", since="0.3", capability="prefill_limited")
+    def test_prefill_limit(self) -> None:
+        """A prompt that the engine's `prefill_limit` cut into chunks never finished. Continue running
+        requests with `prefill_left`; or declare `prefill_limited=False`, and cap the prompts of a
+        step yourself."""
         for overlap in (True, False):
             scenario = streamed(overlap)
             world = self._world(scenario.shape).play(scenario.acts)
@@ -326,9 +331,9 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.order", since="0.1", capability="order")
     def test_order(self) -> None:
-        """A request was admitted before one that precedes it in the claimed order, or kept running
-        at its expense. Sort by the claimed key, ties by arrival; stop admitting at the first
-        refusal; evict the last first. Or don't claim `order`."""
+        """A request was admitted before one that precedes it in the declared order, or kept running
+        at its expense. Sort by the declared key, ties by arrival; stop admitting at the first
+        refusal; evict the last first. Or don't declare `order`."""
         key = ORDERS[str(self.capabilities.order)]
         inspect = partial(_see_order, key)
         for scenario in (*begun_without_memory(), ranked()):
@@ -450,7 +455,7 @@ def _try_to_grant_more(shown: Shown) -> None:
     )
     if lacked or step.tokens_left < 1 or step.seqs_left < 1:
         return
-    left = f"{step.tokens_left} tokens, {step.seqs_left} seats and {step.free_pages} pages"
+    left = f"{step.tokens_left} tokens, {step.seqs_left} sequences and {step.free_pages} pages"
     for request in (*step.running, *step.waiting):
         if step.grant(request):
             fail(

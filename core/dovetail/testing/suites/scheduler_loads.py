@@ -32,7 +32,7 @@ def pressed(
         )
         for i in range(24)
     )
-    shape = Shape(max_tokens=12, max_seqs=8, overlap=overlap, reuse=reuse)
+    shape = Shape(token_budget=12, max_num_seqs=8, overlap=overlap, reuse=reuse)
     return Scenario(
         replace(shape, groups=groups, num_pages=2 * shape.num_pages) if groups else shape,
         tuple(arrives),
@@ -41,7 +41,7 @@ def pressed(
 
 def crowd(*, scarce: bool) -> Scenario:
     """Two dozen requests at once, of all kinds: samples, salts, arrays, early ends, first tokens
-    that are late already. There are seats, tokens and memory for all, or, if `scarce`, for few."""
+    that are late already. There are sequences, tokens and memory for all, or, if `scarce`, for few."""
     arrives = tuple(
         Arrive(
             tuple(range(9 - i % 5, 3 - i % 4, -1)),
@@ -59,15 +59,15 @@ def crowd(*, scarce: bool) -> Scenario:
         for i in range(24)
     )
     shape = (
-        Shape(max_tokens=24, max_seqs=12)
+        Shape(token_budget=24, max_num_seqs=12)
         if scarce
-        else Shape(num_pages=400, max_tokens=400, max_seqs=40)
+        else Shape(num_pages=400, token_budget=400, max_num_seqs=40)
     )
     return Scenario(shape, (*arrives, Run(4), Abort(7), Run(6), Abort(2), *arrives[:4]))
 
 
 def ranked() -> Scenario:
-    """One seat, and requests that wait for it with priorities and deadlines below, at and above 0,
+    """One sequence at a time, and requests that wait for it with priorities and deadlines below, at and above 0,
     each twice, and without a deadline."""
     ranks = (None, 3.0, 0.0, -2.0, 1.0, -1.0, None, 0.0, -2.0)
     first = Arrive((1, 2), max_tokens=3, priority=-9, deadline=-9.0)
@@ -75,7 +75,7 @@ def ranked() -> Scenario:
         Arrive((1, i), max_tokens=2, priority=int(rank or 0), deadline=rank)
         for i, rank in enumerate(ranks)
     )
-    return Scenario(Shape(max_seqs=1), (first, *rest))
+    return Scenario(Shape(max_num_seqs=1), (first, *rest))
 
 
 def adapted(overlap: bool) -> Scenario:
@@ -96,7 +96,7 @@ def adapted(overlap: bool) -> Scenario:
         for i in range(40)
     ]
     return Scenario(
-        Shape(num_pages=64, max_tokens=24, max_seqs=8, overlap=overlap, adapters=2),
+        Shape(num_pages=64, token_budget=24, max_num_seqs=8, overlap=overlap, adapters=2),
         (*arrives, Run(9), Abort(3), Run(5), Abort(12)),
     )
 
@@ -130,16 +130,16 @@ FLOOD_S = 400  # seconds with one arrival each, twice as many as can be served
 
 
 def streamed(overlap: bool) -> Scenario:
-    """Three streamed answers while prompts arrive that are longer than the pace allows in a step;
-    there are seats and memory for all."""
+    """Three streamed answers while prompts arrive that are longer than the prefill limit
+    allows in a step; there are sequences and memory for all."""
     shape = Shape(
         num_pages=800,
         block_size=16,
-        max_tokens=1024,
-        max_seqs=16,
+        token_budget=1024,
+        max_num_seqs=16,
         max_model_len=2048,
         overlap=overlap,
-        pace=2.0,
+        prefill_limit=2.0,
         seconds_per_step=0.1,
     )
     answers = [
@@ -160,10 +160,16 @@ def streamed(overlap: bool) -> Scenario:
     return Scenario(shape, (*answers, *prompts))
 
 
-def indivisible(overlap: bool, pace: float | None) -> Scenario:
+def indivisible(overlap: bool, prefill_limit: float | None) -> Scenario:
     """Prompts of up to a step's whole budget that can't be divided, as an encoder's, two dozen at
     once and some later; each holds a page."""
-    shape = Shape(groups=((32, None, 1),), num_pages=4, max_tokens=12, overlap=overlap, pace=pace)
+    shape = Shape(
+        groups=((32, None, 1),),
+        num_pages=4,
+        token_budget=12,
+        overlap=overlap,
+        prefill_limit=prefill_limit,
+    )
     prompts = [
         Arrive(
             tuple(range(i, i + (12, 3, 7, 1, 11)[i % 5])),
@@ -186,7 +192,7 @@ def begun_without_memory() -> tuple[Scenario, ...]:
     decode = Arrive((1,) * 8, max_tokens=20, priority=0, deadline=10.0)
     prompt = Arrive((2,) * 28, max_tokens=2, priority=1, delay=0.001, deadline=20.0)
     short = Arrive((3, 3), max_tokens=2, priority=2, delay=0.01, deadline=30.0)
-    shape = Shape(num_pages=16, max_tokens=8)
+    shape = Shape(num_pages=16, token_budget=8)
     return tuple(
         Scenario(replace(shape, overlap=overlap), (decode, prompt, short))
         for overlap in (True, False)
@@ -196,7 +202,9 @@ def begun_without_memory() -> tuple[Scenario, ...]:
 def held_back() -> tuple[Scenario, ...]:
     """Samples that are aborted while the first one computes their prompt in chunks."""
     acts = (Arrive((1,) * 24, n=3), Run(2), Abort(2), Run(1), Abort(1))
-    return tuple(Scenario(Shape(max_tokens=4, overlap=overlap), acts) for overlap in (True, False))
+    return tuple(
+        Scenario(Shape(token_budget=4, overlap=overlap), acts) for overlap in (True, False)
+    )
 
 
 BEFORE_VICTIM = 5  # requests
@@ -205,12 +213,12 @@ CROWD = Arrive((7, 7, 7, 7), max_tokens=8, client="crowd", deadline=1e5, predict
 
 
 def flooded(victim: Arrive, overlap: bool) -> Scenario:
-    """Steps of a second, two seats, and an endless stream of short requests; the `victim` arrives
+    """Steps of a second, two sequences at a time, and an endless stream of short requests; the `victim` arrives
     after the first few."""
     shape = Shape(
         num_pages=26,
-        max_tokens=16,
-        max_seqs=2,
+        token_budget=16,
+        max_num_seqs=2,
         max_model_len=48,
         overlap=overlap,
         reuse=True,
@@ -233,7 +241,7 @@ def crowded(overlap: bool) -> Scenario:
     end, so the last is likely to be preempted."""
     shape = Shape(
         num_pages=12,
-        max_seqs=6,
+        max_num_seqs=6,
         max_model_len=12,
         overlap=overlap,
         seconds_per_step=1.0,

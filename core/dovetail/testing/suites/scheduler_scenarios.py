@@ -28,8 +28,8 @@ def shapes(draw: st.DrawFn, *, reuse: bool | None = None) -> Shape:
     return Shape(
         num_pages=-(-max_model_len // block_size) + draw(st.sampled_from(SLACK_PAGES)),
         block_size=block_size,
-        max_tokens=draw(st.integers(1, 24)),
-        max_seqs=draw(st.integers(1, 5)),
+        token_budget=draw(st.integers(1, 24)),
+        max_num_seqs=draw(st.integers(1, 5)),
         max_model_len=max_model_len,
         overlap=draw(st.booleans()),
         max_in_flight=draw(st.integers(1, 3)),

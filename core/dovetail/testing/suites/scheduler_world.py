@@ -84,13 +84,13 @@ class Shape:
     block_size: int = 2
     groups: tuple[tuple[int, int | None, int], ...] = ()
     state_pages: int = 0
-    max_tokens: int = 12  # per step
-    max_seqs: int = 4
+    token_budget: int = 12  # of a step
+    max_num_seqs: int = 4
     max_model_len: int = 32
     overlap: bool = True
     max_in_flight: int = 2
     reuse: bool = False
-    pace: float | None = None
+    prefill_limit: float | None = None
     adapters: int = 0  # slots
     seed: int = 0
     seconds_per_step: float = 0.01
@@ -175,7 +175,7 @@ class Watch(Scheduler):
         super().__init__(NoOptions(), context)
         self.policy = policy
         self._inspect = inspect
-        self.claims = policy.claims
+        self.capabilities = policy.capabilities
         self.planned: list[Planned] = []
         self.most_tokens = self.most_seqs = 0  # in any step
         self.own_s = 0.0  # spent in the policy
@@ -292,8 +292,8 @@ class World:
         capacity = executor.start()
         self.kv = _kv_cache(shape, KVContext(capacity.layout, capacity.num_pages))
         context = SchedulerContext(
-            shape.max_tokens,
-            shape.max_seqs,
+            shape.token_budget,
+            shape.max_num_seqs,
             capacity.num_pages,
             capacity.layout.block_size,
             shape.seed,
@@ -306,11 +306,11 @@ class World:
         )
         name = type(self.watch.policy).__name__
         settings = CoreSettings(
-            shape.max_seqs,
-            shape.max_tokens,
+            shape.max_num_seqs,
+            shape.token_budget,
             shape.overlap,
             name,
-            shape.pace,
+            shape.prefill_limit,
             strict=True,
         )
         self.core = EngineCore(
@@ -473,7 +473,7 @@ def _executor(shape: Shape, clock: VirtualClock) -> FakeExecutor:
         seconds_per_token=shape.seconds_per_token,
         max_lines=0,
     )
-    limits = shape.max_seqs, shape.max_tokens
+    limits = shape.max_num_seqs, shape.token_budget
     config = ExecutorConfig(
         "",
         "auto",

@@ -5,7 +5,7 @@ from dovetail_lcfs.policy import LCFS
 
 def test_the_newest_goes_first() -> None:
     waiting = [make_request("old", 20, arrival_time=0.0), make_request("new", 20, arrival_time=0.5)]
-    done = plan(LCFS, waiting=waiting, max_tokens=30)
+    done = plan(LCFS, waiting=waiting, token_budget=30)
     assert list(done.granted.items()) == [("new", 20), ("old", 10)]
 
 

@@ -1,6 +1,6 @@
 """Last come, first served: the stack among the queueing disciplines."""
 
-from dovetail.api.scheduler import Claims, Scheduler, Step
+from dovetail.api.scheduler import Scheduler, SchedulerCapabilities, Step
 
 
 class LCFS(Scheduler):
@@ -11,7 +11,7 @@ class LCFS(Scheduler):
     waiting one: in the conformance suite, that recomputed more tokens than it computed.
     """
 
-    claims = Claims(starves=True)
+    capabilities = SchedulerCapabilities(starves=True)
 
     def schedule(self, step: Step) -> None:
         for request in step.grant_each(reversed(step.running)):

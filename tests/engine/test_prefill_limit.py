@@ -1,5 +1,5 @@
-"""The step pace: prompts that arrive during streaming lengthen a step only to a limit, with any
-policy; in simulation."""
+"""The prefill limit: prompts that arrive during streaming lengthen a step only to a limit, with
+any policy; in simulation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from dovetail.api.component import NoOptions
 from dovetail.api.observer import StepFinished
-from dovetail.api.scheduler import Claims, Grant, Refusal, Scheduler, Step
+from dovetail.api.scheduler import Grant, Refusal, Scheduler, SchedulerCapabilities, Step
 from dovetail.engine import step_times
 from dovetail.engine.step_times import LEAST_PROMPT_TOKENS, prompt_tokens_within
 from dovetail.request import Request
@@ -27,27 +27,27 @@ STEP_S, TOKEN_S = 0.6, 0.001  # of the fake device
 ALONE_S = STEP_S + DECODES * TOKEN_S
 
 
-def shape(pace: float | None) -> Shape:
+def shape(prefill_limit: float | None) -> Shape:
     sizes: dict[str, int] = {
         "num_pages": 2_000,
         "block_size": 16,
-        "max_tokens": 4096,
-        "max_seqs": 16,
+        "token_budget": 4096,
+        "max_num_seqs": 16,
         "max_model_len": 6000,
     }
-    return Shape(**sizes, pace=pace, seconds_per_step=STEP_S, events=True)
+    return Shape(**sizes, prefill_limit=prefill_limit, seconds_per_step=STEP_S, events=True)
 
 
 @cache
 def steps_beside_decodes(
-    pace: float | None,
+    prefill_limit: float | None,
     policy: type[Scheduler] = FCFS,
     output_kind: OutputKind = OutputKind.DELTA,
     options: type[BaseModel] = NoOptions,
 ) -> tuple[float, float]:
     """(the longest device time of a step while four answers go on and prompts of 4,000 tokens come,
     when the last prompt was through)."""
-    world = World(policy, shape(pace), options())
+    world = World(policy, shape(prefill_limit), options())
     specs = [Spec(f"d{i}", (i,) * 20, max_tokens=120) for i in range(DECODES)]
     specs += [
         Spec(
@@ -67,53 +67,59 @@ def steps_beside_decodes(
         for event in world.observer.events
         if isinstance(event, StepFinished) and event.decode_tokens
     ]
-    assert any(event.prefill_tokens for event in steps) or world.policy.claims.stalls
+    assert any(event.prefill_tokens for event in steps) or world.policy.capabilities.stalls
     return max(event.ended - event.started for event in steps), max(
         world.requests[f"p{i}"].first_token_time or 0.0 for i in range(3)
     )
 
 
-@pytest.mark.parametrize("pace", [1.5, 2.0, 4.0])
-def test_no_step_with_a_streamed_answer_is_longer_than_the_pace_lets_it(pace: float) -> None:
-    longest, _ = steps_beside_decodes(pace)
-    assert longest <= 1.05 * max(pace * ALONE_S, ALONE_S + LEAST_PROMPT_TOKENS * TOKEN_S)
+@pytest.mark.parametrize("prefill_limit", [1.5, 2.0, 4.0])
+def test_no_step_with_a_streamed_answer_is_longer_than_the_limit_lets_it(
+    prefill_limit: float,
+) -> None:
+    longest, _ = steps_beside_decodes(prefill_limit)
+    assert longest <= 1.05 * max(prefill_limit * ALONE_S, ALONE_S + LEAST_PROMPT_TOKENS * TOKEN_S)
 
 
 @pytest.mark.parametrize(
-    "policy", [policy for policy in POLICIES if policy.cls.claims.is_paced], ids=repr
+    "policy",
+    [policy for policy in POLICIES if policy.cls.capabilities.is_prefill_limited],
+    ids=repr,
 )
-def test_the_pace_is_no_difference_between_policies(policy: Policy) -> None:
+def test_the_limit_is_no_difference_between_policies(policy: Policy) -> None:
     longest, _ = steps_beside_decodes(2.0, policy.cls, options=policy.options)
     assert longest <= 1.05 * 2.0 * ALONE_S
 
 
-def test_without_a_pace_a_step_is_as_long_as_the_budget_lets_it() -> None:
+def test_without_a_limit_a_step_is_as_long_as_the_budget_lets_it() -> None:
     longest, _ = steps_beside_decodes(None)
     assert longest > 6 * ALONE_S
 
 
-def claiming(claims: Claims) -> type[FCFS]:
-    return type("Claiming", (FCFS,), {"claims": claims})
+def declaring(capabilities: SchedulerCapabilities) -> type[FCFS]:
+    return type("Declaring", (FCFS,), {"capabilities": capabilities})
 
 
 @pytest.mark.parametrize(
-    ("claims", "paced"),
+    ("capabilities", "prefill_limited"),
     [
-        (Claims(), True),
-        (Claims(stalls=True), False),
-        (Claims(stalls=True, paced=True), True),
-        (Claims(paced=False), False),
+        (SchedulerCapabilities(), True),
+        (SchedulerCapabilities(stalls=True), False),
+        (SchedulerCapabilities(stalls=True, prefill_limited=True), True),
+        (SchedulerCapabilities(prefill_limited=False), False),
     ],
 )
-def test_a_policy_that_claims_not_to_be_paced_is_left_alone(claims: Claims, paced: bool) -> None:
-    assert steps_beside_decodes(2.0, claiming(claims)) == steps_beside_decodes(
-        2.0 if paced else None
+def test_a_policy_that_declares_not_to_be_limited_is_left_alone(
+    capabilities: SchedulerCapabilities, prefill_limited: bool
+) -> None:
+    assert steps_beside_decodes(2.0, declaring(capabilities)) == steps_beside_decodes(
+        2.0 if prefill_limited else None
     )
 
 
 def test_prompts_are_through_about_as_soon() -> None:
-    (_, paced), (_, free) = steps_beside_decodes(2.0), steps_beside_decodes(None)
-    assert paced <= 1.15 * free
+    (_, limited), (_, free) = steps_beside_decodes(2.0), steps_beside_decodes(None)
+    assert limited <= 1.15 * free
 
 
 def test_who_wants_the_final_output_alone_does_not_hold_prompts_up() -> None:
@@ -165,7 +171,7 @@ def granted(
     indivisible: bool = False,
 ) -> list[Grant]:
     """Return the tokens granted by `act` for two prompts of 1,000 tokens that arrive during a
-    stream; the pace allows 100 tokens per step."""
+    stream; the limit allows 100 tokens per step."""
     monkeypatch.setattr(TwoPrompts, "act", staticmethod(act), raising=False)
     monkeypatch.setattr(TwoPrompts, "grants", [], raising=False)
     monkeypatch.setattr(step_times, "LEAST_PROMPT_TOKENS", 100)
@@ -174,10 +180,10 @@ def granted(
         Shape(
             num_pages=2_000,
             block_size=16,
-            max_tokens=4096,
-            max_seqs=4,
+            token_budget=4096,
+            max_num_seqs=4,
             max_model_len=2000,
-            pace=1.1,
+            prefill_limit=1.1,
         ),
     )
     world.add(Spec("stream", (1, 2, 3), max_tokens=60))
@@ -189,7 +195,7 @@ def granted(
     return TwoPrompts.grants
 
 
-def test_prompts_share_what_the_pace_allows_and_the_rest_is_told_why(
+def test_prompts_share_what_the_limit_allows_and_the_rest_is_told_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert granted(monkeypatch, lambda step, a, b: [step.grant(a, 30), step.grant(b)]) == [
@@ -198,18 +204,18 @@ def test_prompts_share_what_the_pace_allows_and_the_rest_is_told_why(
     ]
     assert granted(monkeypatch, lambda step, a, b: [step.grant(a), step.grant(b)]) == [
         Grant(100),
-        Grant(0, Refusal.PACE),
+        Grant(0, Refusal.PREFILL_LIMIT),
     ]
 
 
-def test_a_whole_prompt_beyond_the_pace_is_taken_if_it_is_the_first(
+def test_a_whole_prompt_beyond_the_limit_is_taken_if_it_is_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = granted(
         monkeypatch,
         lambda step, a, b: [step.grant(a, min_tokens=1000), step.grant(b, min_tokens=1000)],
     )
-    assert whole == [Grant(1000), Grant(0, Refusal.PACE)]
+    assert whole == [Grant(1000), Grant(0, Refusal.PREFILL_LIMIT)]
 
 
 def test_a_prompt_that_is_taken_back_gives_its_share_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,10 +227,10 @@ def test_a_prompt_that_is_taken_back_gives_its_share_back(monkeypatch: pytest.Mo
     assert granted(monkeypatch, act) == [Grant(100), Grant(100)]
 
 
-def test_what_cannot_be_divided_is_taken_whole_beyond_the_pace_if_it_is_the_first(
+def test_what_cannot_be_divided_is_taken_whole_beyond_the_limit_if_it_is_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = granted(
         monkeypatch, lambda step, a, b: [step.grant(a, 30), step.grant(b)], indivisible=True
     )
-    assert whole == [Grant(1000), Grant(0, Refusal.PACE)]
+    assert whole == [Grant(1000), Grant(0, Refusal.PREFILL_LIMIT)]
