@@ -47,7 +47,7 @@ MODULES = (
     "dovetail.front.llm",
     "dovetail_executors.local",
     "dovetail_grammars.llguidance_backend",
-    "dovetail_kv_cache.prefix",
+    "dovetail.api.prefix_cache",
     "dovetail_models.qwen3",
     "dovetail_samplers.default",
     "dovetail_schedulers.fcfs",

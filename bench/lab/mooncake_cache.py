@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from bench.lab.checks import Figure, arguments, print_figures
 from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout
+from dovetail.api.prefix_cache import PrefixCache, PrefixOptions
 from dovetail.engine.live_request import LiveRequest
 from dovetail.request.sampling_params import SamplingParams
-from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from dovetail_lab.token_ids import output_ids, prompt_ids
 from dovetail_lab.traces import Trace, load_trace
 

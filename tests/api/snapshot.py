@@ -34,6 +34,7 @@ def lines() -> Iterator[str]:
         *(
             import_module(info.name)
             for info in pkgutil.iter_modules(dovetail.api.__path__, "dovetail.api.")
+            if not info.ispkg  # internal
         ),
     ]:
         yield from _module(module, _public(module))

@@ -11,12 +11,14 @@ from functools import partial
 import numpy as np
 from pydantic import BaseModel
 
+from dovetail.api.blocks.hash_chain import HashName
 from dovetail.api.clock import Clock, VirtualClock
 from dovetail.api.component import NoOptions
 from dovetail.api.drafter import Drafter, DrafterContext
 from dovetail.api.executor import Batch, Capacity, ExecutorConfig, ExecutorContext
 from dovetail.api.kv_cache import KVContext
 from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContext, StepFinished
+from dovetail.api.prefix_cache import PrefixCache, PrefixOptions
 from dovetail.api.sampler import RowSampling
 from dovetail.api.scheduler import Scheduler, SchedulerContext, Step, StepDone
 from dovetail.end_reason import EndReason
@@ -35,8 +37,6 @@ from dovetail.request import Request
 from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_executor import expected_tokens
-from dovetail_kv_cache.hash_chain import HashName
-from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from tests.engine.drafters import DRAFTERS, Oracle
 from tests.engine.policies import FCFS
 from tests.engine.rules import constraint, expected_by_rule

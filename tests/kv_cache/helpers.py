@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import count
 
 from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout
+from dovetail.api.prefix_cache import PrefixCache, PrefixOptions
 from dovetail.engine.live_request import LiveRequest
 from dovetail.request.sampling_params import SamplingParams
-from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 
 _ids = count()
 

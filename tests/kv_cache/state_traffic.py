@@ -17,8 +17,8 @@ from random import Random
 
 from dovetail.api.kv_cache import KVContext, KVLayout
 from dovetail.api.kv_layout import CachedLayer, CachedState, plan_layout
+from dovetail.api.prefix_cache import PrefixCache, PrefixOptions
 from dovetail.engine.live_request import LiveRequest
-from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from tests.kv_cache.helpers import generate, request
 
 BLOCK = 16  # tokens; also how many a request generates in a step of these simulations

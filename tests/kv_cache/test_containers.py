@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
-from dovetail_kv_cache.pool import BlockIndex, BlockPool, BlockQueue
+from dovetail.api.blocks.pool import BlockIndex, BlockPool, BlockQueue
 
 BLOCKS = 12
 MANY = 40_000

@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from dovetail.api.kv_cache import HOLE, Allocation, CacheGroup, KVLayout, PageCopy, PageCounts
+from dovetail.api.prefix_cache import PrefixCache
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import DovetailError
-from dovetail_kv_cache.prefix import PrefixCache
 from tests.kv_cache.helpers import compute, generate, manager_of, request
 from tests.kv_cache.traffic import (
     ANSWER,

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from dovetail.api.blocks.hash_chain import HashChain, HashName, make_digest
 from dovetail.api.component import ComponentSpec
 from dovetail.api.kv_cache import (
     HOLE,
@@ -21,10 +22,9 @@ from dovetail.api.kv_cache import (
     PageCopy,
     PageCounts,
 )
+from dovetail.api.prefix_cache import PrefixCache, PrefixOptions
 from dovetail.errors import DovetailError
 from dovetail_kv_cache import dovetail_components
-from dovetail_kv_cache.hash_chain import HashChain, HashName, make_digest
-from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from tests.kv_cache.helpers import compute, generate, manager, request
 from tests.support import examples
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dovetail.api.blocks.hash_chain import HashName
 from dovetail.api.scheduler import Scheduler, Step
-from dovetail_kv_cache.hash_chain import HashName
 from tests.engine.world import Shape, Spec, World
 
 

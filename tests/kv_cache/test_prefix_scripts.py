@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
+from dovetail.api.prefix_cache import PrefixCache, PrefixOptions
 from dovetail.testing.suites.kv_cache import GROUP_SCRIPTS, SCRIPTS
 from dovetail.testing.suites.kv_model import KVWorld, Shape
 from dovetail.testing.suites.kv_scripts import draw_groups, draw_script, draw_shape, draw_states
-from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from tests.support import FULL
 
 FIRST = SCRIPTS + GROUP_SCRIPTS  # seed

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from dovetail.api.kv_cache import HOLE, Allocation, CacheGroup, Checkpoint, PageCopy, PageCounts
+from dovetail.api.prefix_cache import PrefixCache
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import DovetailError
-from dovetail_kv_cache.prefix import PrefixCache
 from tests.kv_cache.helpers import generate, manager_of, request
 from tests.kv_cache.state_traffic import Served, agents, conversation, qwen3_next, share
 from tests.support import FULL

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from random import Random
 
 from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout
+from dovetail.api.prefix_cache import PrefixCache, PrefixOptions
 from dovetail.engine.live_request import LiveRequest
-from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from tests.kv_cache.helpers import generate, request
 
 BLOCK = 16  # tokens

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout
+from dovetail.api.prefix_cache import PrefixCache, PrefixOptions
 from dovetail.engine.live_request import LiveRequest
 from dovetail.request.sampling_params import SamplingParams
-from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from dovetail_lab.token_ids import output_ids, prompt_ids
 from dovetail_lab.traces import Span, TraceRequest
 from dovetail_lab.traces.request import stream_of

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout
+from dovetail.api.prefix_cache import PrefixCache, PrefixOptions
 from dovetail.request import Request
 from dovetail.request.sampling_params import SamplingParams
-from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from dovetail_lab.token_ids import STOP_ID, output_ids, prompt_ids
 from dovetail_lab.traces import Span, TraceRequest
 from tests.support import examples

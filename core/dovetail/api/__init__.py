@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dovetail.api.model import ModelArch
     from dovetail.api.observer import Observer
     from dovetail.api.parser import Parser
+    from dovetail.api.prefix_cache import PrefixCache
     from dovetail.api.sampler import Sampler
     from dovetail.api.scheduler import Scheduler
     from dovetail.api.tokenizer import Tokenizer
@@ -46,6 +47,7 @@ _HOMES = {
     "ModelArch": "model",
     "Observer": "observer",
     "Parser": "parser",
+    "PrefixCache": "prefix_cache",
     "QuantizationSpec": "component",
     "RoutesSpec": "component",
     "Sampler": "sampler",
@@ -67,6 +69,7 @@ __all__ = [
     "ModelArch",
     "Observer",
     "Parser",
+    "PrefixCache",
     "QuantizationSpec",
     "RoutesSpec",
     "Sampler",

@@ -129,11 +129,20 @@ class Hygiene(Binding):
         module, _, path = self.target.partition(":")
         return pickle.dumps((module, path, pickle.dumps(self.make_options())))
 
+    @property
+    def _contract(self) -> type:
+        """The nearest class of `dovetail.api` that the component inherits: its kind's, or one that
+        adds callbacks, such as `PrefixCache`."""
+        for base in self.component_class.__mro__:
+            if base.__module__.startswith("dovetail.api."):
+                return base
+        return getattr(api, BASE_CLASSES[self.kind])  # type: ignore[no-any-return]
+
     @check("hygiene.signatures", since="0.1")
     def test_signatures(self) -> None:
         """A method can't be called as its kind's api calls it. Keep the names and the order of
         parameters in `dovetail.api`; additional ones need defaults."""
-        base = getattr(api, BASE_CLASSES[self.kind])
+        base = self._contract
         for name, method in inspect.getmembers(base, inspect.isfunction):
             if name.startswith("_") and name != "__init__":
                 continue
@@ -154,7 +163,7 @@ class Hygiene(Binding):
     def test_callbacks(self) -> None:
         """A method is named like a callback, `on_…`, but the kind has no such callback, so it will
         never be called. Fix the spelling; begin the names of helpers with `_`."""
-        base = getattr(api, BASE_CLASSES[self.kind])
+        base = self._contract
         for name in dir(self.component_class):
             if name.startswith("on_") and not hasattr(base, name):
                 near = difflib.get_close_matches(

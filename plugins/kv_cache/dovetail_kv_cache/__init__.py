@@ -12,8 +12,8 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="kv_cache",
             name="prefix",
             api="0.4",
-            target="dovetail_kv_cache.prefix:PrefixCache",
-            options="dovetail_kv_cache.prefix:PrefixOptions",
+            target="dovetail.api.prefix_cache:PrefixCache",
+            options="dovetail.api.prefix_cache:PrefixOptions",
             summary="Prefix caching by hash chains of tokens, with LRU eviction",
         )
     ]

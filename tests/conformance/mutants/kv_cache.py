@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from dovetail.api.blocks.hash_chain import Digest, HashChain
+from dovetail.api.blocks.pool import BlockPool
 from dovetail.api.kv_cache import (
     HOLE,
     Allocation,
@@ -16,12 +18,10 @@ from dovetail.api.kv_cache import (
     PageCounts,
     Pages,
 )
+from dovetail.api.prefix_cache import PrefixCache, PrefixOptions, _Group, _Hit, _Table
 from dovetail.errors import DovetailError
 from dovetail.request import Request
 from dovetail.request.sampling_params import SamplingParams
-from dovetail_kv_cache.hash_chain import Digest, HashChain
-from dovetail_kv_cache.pool import BlockPool
-from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions, _Group, _Hit, _Table
 from tests.conformance.mutants import mutant
 
 # Whose blocks

@@ -1,12 +1,19 @@
-"""KV-cache manager `prefix`: requests that begin with the same tokens share the blocks of this
-prefix.
+"""`PrefixCache`: a KV-cache manager to inherit from. Requests that begin with the same tokens share
+the blocks of this prefix.
+
+It is complete: the bundled manager `prefix` is this class. A subclass chooses which cached block is
+evicted first, by overriding `rank`:
+
+    class MostPopularStay(PrefixCache):
+        def rank(self, block: CachedBlock) -> float:
+            return block.hits  # the lowest rank is evicted first; of equal ones the least recent
 
 A full block is found by a hash of all tokens up to its end (`HashChain`). Blocks without holders
-stay findable until the space is needed; then the least recently used is evicted first, whatever its
-cache group, and within a request the last block, since a prefix is useful without its end, but not
-the end without its beginning. All groups share one chain of hashes; each finds its own blocks by
-it. Hashed blocks are the idea of vLLM's automatic prefix caching; reuse by longest prefix is that
-of RadixAttention (SGLang, arXiv:2312.07104).
+are cached until their space is needed. Without a rank, the least recently used is evicted first,
+whatever its cache group, and within a request the last block, since a prefix is useful without its
+end, but not the end without its beginning. All groups share one chain of hashes; each finds its own
+blocks by it. Hashed blocks are the idea of vLLM's automatic prefix caching; reuse by longest prefix
+is that of RadixAttention (SGLang, arXiv:2312.07104).
 
 If a layout says that K and V also depend on the next token (`reads_next`), hashes cover this too.
 
@@ -23,13 +30,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, cycle
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dovetail.api.blocks.hash_chain import Beginning, HashChain, HashName, make_digest
+from dovetail.api.blocks.pool import NO_HASH, BlockPool
 from dovetail.api.kv_cache import (
     HOLE,
     Allocation,
@@ -44,20 +53,46 @@ from dovetail.api.kv_cache import (
 )
 from dovetail.errors import DovetailError
 from dovetail.request import Request
-from dovetail_kv_cache.hash_chain import Beginning, HashChain, HashName, make_digest
-from dovetail_kv_cache.pool import NO_HASH, BlockPool
 
+HOOKS = ("rank", "on_hit", "on_evict")
 ENDLESS = 1 << 62  # tokens of a state, which is one block however many tokens
 
 
+Rank = float | tuple[Any, ...]  # values of one manager must be comparable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedBlock:
+    """A block in the cache, as `rank`, `on_hit` and `on_evict` get it. Times are those of a logical
+    clock, which advances by 1 when a request first allocates and when one is freed.
+
+    Further fields may be added in later versions. The cost of computing a block again isn't among
+    them, since it depends on the model; it grows with `tokens`, and with `end` where attention is
+    full."""
+
+    # Names the tokens up to the block's end, their `cache_keys` and the group. The same tokens have
+    # the same key after an eviction, too, in this manager only.
+    key: bytes
+    group: CacheGroup  # of a checkpoint, the recurrent one
+    pages: int  # that its eviction frees
+    # whose K and V it holds; of a checkpoint, all tokens before it
+    tokens: int
+    end: int  # tokens from the beginning of the prefix to the end of the block
+    hits: int  # requests that have found it since it was computed
+    created: int  # when it was computed
+    last_use: int  # when it was last released by a request, or its checkpoint was last copied
+
+
 class PrefixOptions(BaseModel):
-    """Options of the KV-cache manager `prefix`."""
+    """Options of a `PrefixCache`. A subclass with options of its own derives them from these."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    reuse: bool = Field(True, description="Reuse K and V across requests, and after a preemption.")
+    reuse: bool = Field(
+        default=True, description="Reuse K and V across requests, and after a preemption."
+    )
     hash: HashName = Field(
-        "xxh3",
+        default="xxh3",
         description="Hash function of blocks: xxh3 is fast; sha256 prevents collisions that an "
         "untrusted user might construct.",
     )
@@ -80,6 +115,32 @@ class _Group(NamedTuple):
     def key(self, hashes: list[bytes], tokens: int) -> bytes:
         """Return the key of the block, or the checkpoint, that ends after `tokens` tokens."""
         return hashes[tokens * self.hashes_per_block // self.spec.block_tokens - 1] + self.salt
+
+
+class _Facts:
+    """What is known of a committed block: see `CachedBlock`."""
+
+    __slots__ = ("created", "end", "group", "hits", "key", "last_use")
+
+    def __init__(self, key: bytes, group: _Group, end: int, now: int) -> None:
+        self.key = key
+        self.group = group
+        self.end = end
+        self.hits = 0
+        self.created = self.last_use = now
+
+    def as_cached(self) -> CachedBlock:
+        spec = self.group.spec
+        return CachedBlock(
+            key=self.key,
+            group=spec,
+            pages=spec.pages_per_block,
+            tokens=self.end if spec.recurrent else spec.block_tokens,
+            end=self.end,
+            hits=self.hits,
+            created=self.created,
+            last_use=self.last_use,
+        )
 
 
 class _Table:
@@ -170,17 +231,25 @@ class _Found(NamedTuple):
 
 
 class PrefixCache(KVCacheManager):
-    """The manager. Growing by one block, `counts` and `available_pages` are O(1); `lookup` is
-    O(blocks found), `free` O(blocks held). A request's tokens are hashed once: on its first lookup
-    or commit, then block by block as it generates; the hashes are kept until `free`. Hashes of a
-    beginning shared with the previous request aren't recomputed."""
+    """Manager that keeps the blocks of ended requests, and finds them by their tokens.
+
+    Subclasses override `rank`, `on_hit` and `on_evict`, and nothing else: all other rules of the
+    contract are kept here. Names with a leading underscore may change in any release. `options` are
+    `PrefixOptions`, or any others, which then choose neither `reuse` nor `hash`.
+
+    Growing by one block, `counts` and `available_pages` are O(1); `lookup` is O(blocks found),
+    `free` O(blocks held). With one of the hooks overridden, caching, holding and evicting a block
+    take O(log n) time for n cached blocks, and the hooks' own. A request's tokens are hashed once:
+    on its first lookup or commit, then block by block as it generates; the hashes are kept until
+    `free`. Hashes of a beginning shared with the previous request aren't recomputed."""
 
     capabilities = KVCapabilities(reuse=True, fork=True, trim=True, groups=True, states=True)
-    options: PrefixOptions
 
-    def __init__(self, options: PrefixOptions, context: KVContext) -> None:
+    def __init__(self, options: BaseModel, context: KVContext) -> None:
         super().__init__(options, context)
-        if not options.reuse:
+        chosen = options if isinstance(options, PrefixOptions) else PrefixOptions()
+        self._reuses = chosen.reuse
+        if not self._reuses:
             self.capabilities = replace(self.capabilities, reuse=False)
         specs = context.layout.groups
         self._hash_tokens = math.gcd(*(spec.block_tokens for spec in specs))  # tokens of a hash
@@ -196,8 +265,16 @@ class PrefixCache(KVCacheManager):
         self._widths = [spec.pages_per_block for spec in specs]
         self._is_plain = self._widths == [1] and not self._recurrent
         self._hit_tokens = context.layout.hit_tokens
-        self._digest = make_digest(options.hash)
-        self._pool = BlockPool(context.num_pages, self._widths)
+        # the group with full attention: what others keep is useless without its blocks
+        self._trunk = self._paged[0] if self._paged and self._paged[0].spec.window is None else None
+        self._digest = make_digest(chosen.hash)
+        ranked = any(getattr(type(self), name) is not getattr(PrefixCache, name) for name in HOOKS)
+        self._pool = BlockPool(
+            context.num_pages, self._widths, (self._rank, self._evicted) if ranked else None
+        )
+        # by block, once it is committed; empty without ranks
+        self._facts: list[_Facts | None] = [None] * (context.num_pages if ranked else 0)
+        self._clock = 0
         self._tables: dict[str, _Table] = {}  # request id -> its table
         self._chains: dict[str, HashChain] = {}
         # beginning of the newest chain, for reuse by the next request
@@ -211,6 +288,32 @@ class PrefixCache(KVCacheManager):
         self._doubling: list[_Table] = []
         # by block, its key if a request ended there and none went on from it
         self._ends = [NO_HASH] * (context.num_pages if self._recurrent else 0)
+
+    # Hooks
+
+    def rank(self, block: CachedBlock) -> Rank:
+        """Return the rank of a block that isn't held any more: cached blocks are evicted from the
+        lowest rank to the highest, of equal ranks the least recently used first. It stays until the
+        block is held again. Blocks of all groups, and checkpoints, are in one order.
+
+        Some blocks are evicted later than by rank, since others are useless without them: a block
+        of full attention after the cached blocks that continue it, in its group, in those with a
+        window, and checkpoints. A checkpoint that the next turn of a conversation has replaced goes
+        before all others.
+
+        Returns a number, which isn't NaN, or a tuple of numbers. May depend on what `on_hit` and
+        `on_evict` have noted; calls no method of the manager. The default is the order of use."""
+        return block.last_use
+
+    def on_hit(self, block: CachedBlock, request: Request) -> None:
+        """Note that `request` starts from this block, which `lookup` found: it is held now, or, if
+        it is a checkpoint, copied. `block.hits` counts this hit. Don't keep the request."""
+
+    def on_evict(self, block: CachedBlock, rank: Any) -> None:
+        """Note that a block is evicted, whose `rank` was this. Not called for blocks that `reset` or
+        `uncommit` drop."""
+
+    # The contract
 
     def lookup(self, request: Request) -> int:
         return self._hit(request).tokens
@@ -278,15 +381,17 @@ class PrefixCache(KVCacheManager):
                 request, f"commit({upto} tokens), {request.num_tokens} of them known,", table
             )
         full = min(upto, request.num_tokens - self._after) // self._hash_tokens
-        if full <= table.num_committed or not table.publishes or not self.options.reuse:
+        if full <= table.num_committed or not table.publishes or not self._reuses:
             return
         hashes = self._chain(request).extend(full)
         for index, group in enumerate(self._paged):
             start = max(table.num_committed // group.hashes_per_block, table.released[index])
             end = full // group.hashes_per_block
-            for block, key in zip(
-                table.blocks[index][start:end], group.keys(hashes, start, end), strict=True
-            ):
+            blocks = table.blocks[index][start:end]
+            if self._facts:
+                for number, block in enumerate(blocks, start + 1):
+                    self._describe(block, group, hashes, number * group.spec.block_tokens)
+            for block, key in zip(blocks, group.keys(hashes, start, end), strict=True):
                 self._pool.publish(block, key)
         if table.targets:
             self._request_checkpoint(table, hashes, full)
@@ -295,7 +400,7 @@ class PrefixCache(KVCacheManager):
     def uncommit(self, request: Request, upto: int) -> None:
         table = self._table(request, "uncommit")
         full = max(upto // self._hash_tokens, table.num_found)
-        if full < table.num_committed and table.publishes and self.options.reuse:
+        if full < table.num_committed and table.publishes and self._reuses:
             hashes = self._chain(request).hashes
             if table.targets:
                 self._drop_checkpoints(table, hashes, upto)
@@ -348,6 +453,9 @@ class PrefixCache(KVCacheManager):
     def take_checkpoints(self) -> Sequence[Checkpoint]:
         taken = list[Checkpoint]()
         for key, (table, tokens, block) in self._pending.items():
+            if self._facts:
+                hashes = self._chains[table.request.id].hashes
+                self._describe(block, self._groups[-1], hashes, tokens)
             self._pool.publish(block, key)
             self._pool.release([block], len(self._paged))
             table.pending, table.checkpoints[tokens] = None, block
@@ -366,6 +474,7 @@ class PrefixCache(KVCacheManager):
         return taken
 
     def free(self, request: Request) -> None:
+        self._clock += 1
         chain = self._chains.get(request.id)
         if chain is not None and chain.request is request:
             del self._chains[request.id]
@@ -440,6 +549,9 @@ class PrefixCache(KVCacheManager):
         for group, found in zip(self._paged, hit.blocks, strict=False):
             # of all groups first, so that `take` doesn't evict them
             self._pool.hold(found, group.number)
+        self._clock += 1
+        if self._facts:
+            self._note_hits(hit, request)
         # before K and V: see there
         live, is_first = self._take_state(request, hit) if self._recurrent else ([], False)
         tokens = max(num_tokens, hit.tokens)
@@ -460,12 +572,52 @@ class PrefixCache(KVCacheManager):
             request, tables, unseen, tokens, self._room(tokens), hit.tokens // self._hash_tokens
         )
         table.parted = hit.parted
-        if live and self.options.reuse:
+        if live and self._reuses:
             table.targets = self._targets(request, hit)
             table.replaces = is_first and bool(table.targets)
             if hit.parted > hit.tokens:
                 self._doubling.append(table)
         return Allocation(tuple(map(self._pages, range(len(tables)), tables)), hit.tokens)
+
+    # Ranks
+
+    def _describe(self, block: int, group: _Group, hashes: list[bytes], end: int) -> None:
+        """Note the facts of a block that is committed now and ends after `end` tokens, and which
+        block it is useless without."""
+        key = group.key(hashes, end)
+        if self._pool.block_of.get(key) == block:
+            return  # it was committed before
+        trunk = self._trunk
+        parent = NO_HASH
+        if trunk is not None:
+            size = trunk.spec.block_tokens
+            before = end - size if group is trunk else end - end % size
+            if before:
+                parent = trunk.key(hashes, before)
+        self._facts[block] = _Facts(key, group, end, self._clock)
+        if self._pool.ranked is not None:
+            self._pool.ranked.describe(block, key, parent)
+
+    def _note_hits(self, hit: _Hit, request: Request) -> None:
+        for block in chain.from_iterable(hit.blocks):
+            facts = self._facts[block]
+            if facts is not None:
+                facts.hits += 1
+                self.on_hit(facts.as_cached(), request)
+
+    def _rank(self, block: int) -> Rank:
+        facts = self._known(block)
+        facts.last_use = self._clock
+        return self.rank(facts.as_cached())
+
+    def _evicted(self, block: int, rank: Rank) -> None:
+        self.on_evict(self._known(block).as_cached(), rank)
+
+    def _known(self, block: int) -> _Facts:
+        facts = self._facts[block]
+        if facts is None:
+            raise DovetailError(f"KV cache: block {block} is cached, but was never committed")
+        return facts
 
     # States
 
@@ -485,8 +637,10 @@ class PrefixCache(KVCacheManager):
         key = self._groups[group].key(self._chain(request).hashes, hit.tokens)
         pages = pool.pages(checkpoint)
         is_first = self._goes_on(checkpoint, key)
-        pool.refresh([key])
+        pool.keep_longest(key)
         live = pool.take(1, group)
+        if pool.ranked is not None:
+            pool.refresh([key])  # by its rank again
         self._copies.extend(
             PageCopy(src, dst)
             for src, dst in zip(pages, pool.pages(live[0]), strict=True)
@@ -689,7 +843,7 @@ class PrefixCache(KVCacheManager):
     def _hit(self, request: Request) -> _Hit:
         """Return the longest cached prefix of `request`, without its last known token. It is kept,
         since a lookup is often followed by an admission, which searches again."""
-        if not self.options.reuse or request.params.prompt_logprobs is not None:
+        if not self._reuses or request.params.prompt_logprobs is not None:
             return self._no_hit
         limit = (request.num_tokens - 1) // self._hit_tokens * self._hit_tokens
         index = self._pool.block_of

@@ -11,24 +11,28 @@ cached       0     yes       `hold`: held; `take`, if too few pages are empty: i
 
 Every operation takes the same short time, independent of the number of pages. A dict moves all its
 items whenever it has grown, or has been written to often enough; with the 70,000 blocks of a large
-GPU that takes some 10 ms, which delays all requests. Hence `BlockIndex` and `BlockQueue`.
+GPU that takes some 10 ms, which delays all requests. Hence `BlockIndex` and `BlockQueue`. With
+ranks, an operation takes O(log n) time for n cached blocks.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+from dovetail.api.blocks.ranked_queue import RankedQueue
 from dovetail.api.kv_cache import PageCounts, Pages
 from dovetail.errors import DovetailError
 
 NO_HASH = b""
+Ranks = tuple[Callable[[int], Any], Callable[[int, Any], None]]
 PARTS = 256  # of a `BlockIndex`: one per value of a hash's first byte
 
 
 class BlockPool:
-    """Reference counts, the stack of empty pages, and the cached blocks of all groups, least
-    recently used first.
+    """Reference counts, the stack of empty pages, and the cached blocks of all groups in the order
+    in which they are evicted: least recently used first, or by `ranks`.
 
     Callers must take no more than `available`, and hold and release blocks by the group that they
     were taken for.
@@ -42,12 +46,14 @@ class BlockPool:
         "_size",
         "_widths",
         "block_of",
+        "ranked",
         "refs",
         "rest",
     )
 
-    def __init__(self, size: int, widths: Sequence[int] = (1,)) -> None:
-        """Create a pool of `size` empty pages. `widths`: pages of a block, by group."""
+    def __init__(self, size: int, widths: Sequence[int] = (1,), ranks: Ranks | None = None) -> None:
+        """Create a pool of `size` empty pages. `widths`: pages of a block, by group. `ranks`: two
+        functions, of a block that is cached now and of one that is evicted: see `RankedQueue`."""
         self._size = size
         self._widths = widths
         self.refs = [0] * size  # by block, the number of tables that hold it
@@ -56,7 +62,9 @@ class BlockPool:
         self._hash_of = [NO_HASH] * size
         # a stack: initially the lowest on top, later the most recently freed
         self._empty = list(range(size - 1, -1, -1))
-        self._cached = BlockQueue(size)
+        # None: the least recently used block is evicted first
+        self.ranked = None if ranks is None else RankedQueue(size, self.block_of.get, *ranks)
+        self._cached = BlockQueue(size) if self.ranked is None else self.ranked
         self._held = [0] * len(widths)  # pages, by group
 
     @property
@@ -75,7 +83,7 @@ class BlockPool:
 
     def take(self, count: int = 1, group: int = 0) -> list[int]:
         """Return `count` new blocks of `group` with one holder each, made of empty pages; if there
-        are too few, the least recently used blocks are evicted first."""
+        are too few, cached blocks are evicted first."""
         empty = self._empty
         width = self._widths[group]
         needed = count * width
@@ -138,6 +146,14 @@ class BlockPool:
                 self._cached.remove(block)
                 self._cached.append(block)
 
+    def keep_longest(self, digest: bytes) -> None:
+        """Let the block of `digest`, if it is cached, be evicted after all others, whatever their
+        ranks, until it is cached anew or `refresh`ed."""
+        block = self.block_of.get(digest)
+        if block is not None and self.refs[block] == 0:
+            self._cached.remove(block)
+            self._cached.append_last(block)
+
     def demote(self, digest: bytes) -> None:
         """Let the block of `digest`, if it is cached, be evicted first."""
         block = self.block_of.get(digest)
@@ -176,7 +192,7 @@ class BlockPool:
         self._cached.clear()
 
     def _evict(self) -> None:
-        """Make the pages of the least recently used cached block empty."""
+        """Make the pages of the first cached block empty."""
         block = self._cached.pop_oldest()
         del self.block_of[self._hash_of[block]]
         self._hash_of[block] = NO_HASH
@@ -239,6 +255,8 @@ class BlockPool:
             raise DovetailError(
                 f"KV pool: cached without a hash, or empty with one: blocks {sorted(wrong_state)}"
             )
+        if self.ranked is not None:
+            self.ranked.check()
 
     def pages(self, block: int) -> Pages:
         """Return all pages of `block`."""
@@ -319,6 +337,8 @@ class BlockQueue:
         after[block], before[block] = end, newest
         after[newest] = before[end] = block
         self.count += 1
+
+    append_last = append  # the newest is the last to be evicted
 
     def prepend(self, block: int) -> None:
         """Insert `block`, which must not be in the queue, as the oldest."""

@@ -1,0 +1,1 @@
+"""Bookkeeping of `dovetail.api.prefix_cache`: internal, so not a part of any interface."""
