@@ -31,6 +31,7 @@ from dovetail.api.scheduler import SchedulerContext
 from dovetail.config.engine import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.features import features_of
+from dovetail.front.answer_rules import AnswerRules
 from dovetail.front.assembly import Assembly
 from dovetail.front.async_engine import AsyncLLMEngine
 from dovetail.front.component_values import ComponentValues
@@ -95,8 +96,9 @@ def make_engine(num_seqs: int, context: int, hash: str = "xxh3") -> LLMEngine:
     model_dir = resolve_model("demo", registry)
     tokenizer = cache(partial(Tokenizer.load, model_dir))
     values = ComponentValues(capacity, tokenizer, {})
+    rules = AnswerRules(None, tokenizer, capacity.vocab_size, (), config.limits)
     assembly = Assembly(
-        config, core, capacity, model_dir, model_dir, GenerationDefaults(), values, tokenizer
+        config, core, capacity, model_dir, model_dir, GenerationDefaults(), values, tokenizer, rules
     )
     return LLMEngine(assembly)
 
