@@ -65,7 +65,7 @@ def examples() -> list[Text]:
 
 def test_the_examples_are_found() -> None:
     places = [text.place for text in examples()]
-    assert sum(place.startswith("core/dovetail/registry/hookspecs.py") for place in places) == 5
+    assert sum(place.startswith("core/dovetail/registry/hookspecs.py") for place in places) == 6
     assert any(place.startswith("core/dovetail/front/llm.py") for place in places)
 
 

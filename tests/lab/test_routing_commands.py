@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from dovetail.cli.app import app
-from dovetail.errors import ConfigError, DovetailError
-from dovetail_lab import routers
+from dovetail.errors import ConfigError, DovetailError, PluginError
 from dovetail_lab.records import RunResult, Timeline
 from dovetail_lab.routers import PrefixAware, RoundRobin, Routing, parse_router
 from tests.lab.runs import engine, request, trace
+from tests.registry.fakes import Site
+from tests.registry.site import site  # noqa: F401
 
 WORKLOAD = "arrivals=poisson(40) requests=12 prompt=uniform(8, 90) output=uniform(4, 12)"
 
@@ -133,7 +133,7 @@ def test_capacity_takes_replicas(config: str) -> None:
         ),
         (
             ("--replicas", "2", "--router", "nowhere:Router"),
-            "router nowhere:Router: nowhere:Router can't be imported: ModuleNotFoundError",
+            "router nowhere:Router: it can't be imported: ModuleNotFoundError",
         ),
         (
             ("--replicas", "2", "--router", "json:loads"),
@@ -167,20 +167,38 @@ def test_decisions_and_real_time_are_of_one_engine(config: str, tmp_path: Path) 
     )
 
 
-def test_a_package_names_its_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [
-        SimpleNamespace(name="last", value=f"{__name__}:Last"),
-        SimpleNamespace(name="broken", value="nowhere:X"),
-    ]
-    monkeypatch.setattr(
-        routers, "entry_points", lambda group: points if group == "dovetail_lab.routers" else []
-    )
-    assert type(parse_router("last")) is Last
+ROUTERS_OF_A_PACKAGE = f"""
+from dovetail.api import RouterSpec, hookimpl
+
+@hookimpl
+def dovetail_routers():
+    yield RouterSpec(name="last", target="{__name__}:Last")
+    yield RouterSpec(name="broken", target="nowhere:X")
+    yield RouterSpec(name="odd", target="{__name__}:Path")
+"""
+
+
+def test_a_package_names_its_router(site: Site) -> None:  # noqa: F811
+    site.install("dovetail-last", modules={"last_plugin": ROUTERS_OF_A_PACKAGE})
+    assert type(parse_router("last")) is type(parse_router("dovetail-last:last")) is Last
     assert Routing(2, "last").router == "last"
-    with pytest.raises(ConfigError, match="router broken: nowhere:X can't be imported"):
+    with pytest.raises(
+        PluginError, match=r"router 'broken' of plugin .*: importing nowhere failed"
+    ):
         parse_router("broken")
-    with pytest.raises(DovetailError, match=r"there are .*prefix_aware, vllm, last, broken"):
+    with pytest.raises(ConfigError, match="is no class that is made from"):
+        parse_router("odd")
+    with pytest.raises(DovetailError, match=r"there are .*prefix_aware, vllm, broken, last, odd"):
         parse_router("xyz")
+
+
+def test_a_router_that_two_packages_offer_is_named_in_full(site: Site) -> None:  # noqa: F811
+    for name in ("dovetail-a", "dovetail-b"):
+        module = name.replace("-", "_")
+        site.install(name, modules={module: ROUTERS_OF_A_PACKAGE})
+    with pytest.raises(ConfigError, match="dovetail-a:last and dovetail-b:last: write it in full"):
+        parse_router("last")
+    assert type(parse_router("dovetail-b:last")) is Last
 
 
 def test_each_run_has_a_new_router() -> None:

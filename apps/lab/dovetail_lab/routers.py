@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,10 +22,9 @@ import xxhash
 from pydantic import Field, PrivateAttr
 
 from dovetail.errors import ConfigError
+from dovetail.serving import Registry
 from dovetail_lab.calls import Value, parse_call
 from dovetail_lab.token_ids import TokenIds
-
-GROUP = "dovetail_lab.routers"  # entry-point group for routers of other packages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -285,34 +283,41 @@ class Routing:
 
 
 def parse_router(text: str) -> Router:
-    """Return a new router: `round_robin`, `prefix_aware(blocks=1500)`, an entry point of an
-    installed package in the group `dovetail_lab.routers`, or `module:Class`. Raises `ConfigError`
-    or `TraceError`."""
+    """Return a new router: `round_robin`, `prefix_aware(blocks=1500)`, a router of an installed
+    plugin by its short or full name, or `module:Class`. Raises `ConfigError`, `PluginError` or
+    `TraceError`."""
     name, bracket, arguments = text.strip().partition("(")
-    if ":" in name:
-        return parse_call(
-            f"router{bracket}{arguments}", {"router": _imported(name, name)}, f"router {name}"
+    if name in ROUTERS:
+        return parse_call(text, dict(ROUTERS), "router")
+    offers = Registry.discover(enforce_require=False).routers()
+    found = [one for one in offers if name in (one.spec.name, one.qualified_name)]
+    if len(found) > 1:
+        names = " and ".join(one.qualified_name for one in found)
+        raise ConfigError(
+            f"router {name!r} is offered more than once, by {names}: write it in full"
         )
-    kinds = dict(ROUTERS)
-    if name not in kinds:
-        kinds |= {
-            point.name: _imported(point.value, point.name)
-            for point in entry_points(group=GROUP)
-            if point.name == name
-        }
-        others = (point.name for point in entry_points(group=GROUP) if point.name not in kinds)
-        kinds |= dict.fromkeys(others, Router)  # type: ignore[type-abstract]  # to be listed
-    return parse_call(text, kinds, "router")
+    if found:
+        path = found[0].spec.target
+        kind = _checked(found[0].load(), path, name)
+    elif ":" in name:
+        kind = _checked(_imported(name), name, name)
+    else:
+        others: dict[str, type[Router]] = {one.spec.name: RoundRobin for one in offers}
+        return parse_call(text, ROUTERS | others, "router")  # raises, with all names
+    return parse_call(f"router{bracket}{arguments}", {"router": kind}, f"router {name}")
 
 
-def _imported(path: str, name: str) -> type[Router]:
+def _imported(path: str) -> Any:
     module, _, attribute = path.partition(":")
     try:
-        found: Any = getattr(import_module(module), attribute)
+        return getattr(import_module(module), attribute)
     except Exception as error:  # a module's code may raise any
         raise ConfigError(
-            f"router {name}: {path} can't be imported: {type(error).__name__}: {error}"
+            f"router {path}: it can't be imported: {type(error).__name__}: {error}"
         ) from error
+
+
+def _checked(found: Any, path: str, name: str) -> type[Router]:
     if not (isinstance(found, type) and issubclass(found, Router)):
         raise ConfigError(
             f"router {name}: {path} is no class that is made from dovetail_lab.routers.Router"

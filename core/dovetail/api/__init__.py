@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         CommandSpec,
         ComponentSpec,
         QuantizationSpec,
+        RouterSpec,
         RoutesSpec,
         hookimpl,
     )
@@ -49,6 +50,7 @@ _HOMES = {
     "Parser": "parser",
     "PrefixCache": "prefix_cache",
     "QuantizationSpec": "component",
+    "RouterSpec": "component",
     "RoutesSpec": "component",
     "Sampler": "sampler",
     "Scheduler": "scheduler",
@@ -71,6 +73,7 @@ __all__ = [
     "Parser",
     "PrefixCache",
     "QuantizationSpec",
+    "RouterSpec",
     "RoutesSpec",
     "Sampler",
     "Scheduler",

@@ -1,5 +1,5 @@
 """Declarations of what a plugin provides: `ComponentSpec`, `CommandSpec`, `RoutesSpec`,
-`BundledModel`, `QuantizationSpec`, the `hookimpl` marker and the kinds.
+`RouterSpec`, `BundledModel`, `QuantizationSpec`, the `hookimpl` marker and the kinds.
 
 A plugin is a module named by an entry point in the group `dovetail.plugins`; see
 `dovetail.registry.hookspecs` for its hooks. Declarations hold only strings and small values, so
@@ -170,6 +170,12 @@ class RoutesSpec(_Offer):
     """Routes and middleware that `dovetail serve --route NAME` adds to the server. `target` is a
     function, called once in each front end with a `dovetail.api.routes.RouteContext`. It returns
     Starlette's `Route`, `Mount`, `WebSocketRoute` and `Middleware` objects, in a list."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec(_Offer):
+    """Router of replicas, by which `dovetail lab --router NAME` distributes requests. `target` is a
+    subclass of `dovetail_lab.routers.Router`, imported when a run names it."""
 
 
 @dataclass(frozen=True, slots=True)

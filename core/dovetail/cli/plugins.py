@@ -37,8 +37,8 @@ def list_plugins(
         bool, typer.Option("--failed", help="Only plugins that failed, with traceback and output.")
     ] = False,
 ) -> None:
-    """List components, commands, routes and quantizations of all plugins, and the plugins that
-    failed or were denied."""
+    """List components, commands, routes, routers and quantizations of all plugins, and the plugins
+    that failed or were denied."""
     from dovetail.registry.registry import Registry
 
     registry = Registry.discover(enforce_require=False)
@@ -63,6 +63,10 @@ def list_plugins(
     rows += [
         ("routes", routes.qualified_name, str(routes.origin), routes.spec.summary)
         for routes in registry.routes()
+    ]
+    rows += [
+        ("router", router.qualified_name, str(router.origin), router.spec.summary)
+        for router in registry.routers()
     ]
     rows += [
         ("quantization", known.spec.name, str(known.origin), known.spec.summary)
@@ -236,6 +240,15 @@ def _as_json(registry: Registry, failed: bool) -> dict[str, Any]:
         }
         for r in registry.routes()
     ]
+    routers = [
+        {
+            **_origin(r.origin),
+            "name": r.spec.name,
+            "qualified_name": r.qualified_name,
+            "summary": r.spec.summary,
+        }
+        for r in registry.routers()
+    ]
     denied = [{**_origin(d.origin), "reason": d.reason} for d in registry.denied]
     return {
         "components": components,
@@ -243,6 +256,7 @@ def _as_json(registry: Registry, failed: bool) -> dict[str, Any]:
         "models": models,
         "quantizations": quantizations,
         "routes": routes,
+        "routers": routers,
         "failures": failures,
         "denied": denied,
     }

@@ -19,6 +19,7 @@ from dovetail.api.component import (
     CommandSpec,
     ComponentSpec,
     QuantizationSpec,
+    RouterSpec,
     RoutesSpec,
 )
 
@@ -109,6 +110,23 @@ def dovetail_routes() -> Iterable[RoutesSpec]:
         @hookimpl
         def dovetail_routes():
             yield RoutesSpec(name="haiku", target="dovetail_haiku.routes:make", summary="POST /haiku")
+        ```
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def dovetail_routers() -> Iterable[RouterSpec]:
+    """Return routers of replicas for the lab. `--router NAME` selects one; others are never
+    imported.
+
+    Example:
+        ```python
+        from dovetail.api import RouterSpec, hookimpl
+
+        @hookimpl
+        def dovetail_routers():
+            yield RouterSpec(name="by-client", target="dovetail_fair.router:ByClient", summary="A replica per client")
         ```
     """
     raise NotImplementedError

@@ -19,6 +19,7 @@ from dovetail.api.component import (
     CommandSpec,
     ComponentSpec,
     QuantizationSpec,
+    RouterSpec,
     RoutesSpec,
 )
 from dovetail.errors import DISTRIBUTION, PluginError
@@ -33,7 +34,7 @@ from dovetail.registry.plugin import (
 )
 
 KEPT = 2**16  # characters of a plugin's output
-T = TypeVar("T", ComponentSpec, CommandSpec, BundledModel, QuantizationSpec, RoutesSpec)
+T = TypeVar("T", ComponentSpec, CommandSpec, BundledModel, QuantizationSpec, RoutesSpec, RouterSpec)
 
 
 class Findings(NamedTuple):
@@ -157,12 +158,22 @@ def load_plugin(found: FoundPlugin) -> LoadedPlugin | PluginFailure:
             routes = _collect(
                 hooks.dovetail_routes, RoutesSpec, lambda spec: f"routes {spec.name!r}"
             )
+            routers = _collect(
+                hooks.dovetail_routers, RouterSpec, lambda spec: f"router {spec.name!r}"
+            )
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too
             return PluginFailure(found.origin, phase, error, "".join(output), found.package)
     return LoadedPlugin(
-        found.origin, components, commands, models, quantizations, routes, "".join(output)
+        found.origin,
+        components,
+        commands,
+        models,
+        quantizations,
+        routes,
+        routers,
+        "".join(output),
     )
 
 

@@ -14,6 +14,7 @@ from dovetail.api.component import (
     CommandSpec,
     ComponentSpec,
     QuantizationSpec,
+    RouterSpec,
     RoutesSpec,
 )
 from dovetail.errors import DISTRIBUTION, describe_raised
@@ -84,6 +85,7 @@ class LoadedPlugin:
     models: tuple[BundledModel, ...] = ()
     quantizations: tuple[QuantizationSpec, ...] = ()
     routes: tuple[RoutesSpec, ...] = ()
+    routers: tuple[RouterSpec, ...] = ()
     output: str = ""
 
     def offers(self) -> Iterator[tuple[str, str]]:
@@ -93,6 +95,7 @@ class LoadedPlugin:
         yield from (("bundled model", model.name) for model in self.models)
         yield from (("quantization", spec.name) for spec in self.quantizations)
         yield from (("routes", spec.name) for spec in self.routes)
+        yield from (("router", spec.name) for spec in self.routers)
 
 
 @dataclass(frozen=True, slots=True)

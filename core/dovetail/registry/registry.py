@@ -25,6 +25,7 @@ from dovetail.registry.resolved import (
     ResolvedCommand,
     ResolvedComponent,
     ResolvedQuantization,
+    ResolvedRouter,
     ResolvedRoutes,
 )
 from dovetail.registry.selection import PluginSelection
@@ -163,6 +164,16 @@ class Registry:
         """Return the routes that plugins offer to the server, sorted by name and distribution."""
         known = [
             ResolvedRoutes(spec, plugin.origin) for plugin in self.plugins for spec in plugin.routes
+        ]
+        return tuple(sorted(known, key=lambda r: (r.spec.name, r.origin)))
+
+    def routers(self) -> tuple[ResolvedRouter, ...]:
+        """Return the routers of replicas that plugins offer to the lab, sorted by name and
+        distribution."""
+        known = [
+            ResolvedRouter(spec, plugin.origin)
+            for plugin in self.plugins
+            for spec in plugin.routers
         ]
         return tuple(sorted(known, key=lambda r: (r.spec.name, r.origin)))
 

@@ -19,6 +19,7 @@ from dovetail.api.component import (
     Kind,
     NoOptions,
     QuantizationSpec,
+    RouterSpec,
     RoutesSpec,
 )
 from dovetail.api.targets import import_target, make_component
@@ -248,6 +249,21 @@ class ResolvedRoutes(_Resolved):
         return import_target(self.spec.target, lambda what: PluginError(f"{self}: {what}"))
 
 
+@dataclass(frozen=True, slots=True)
+class ResolvedRouter(_Resolved):
+    """A plugin's router of replicas."""
+
+    spec: RouterSpec
+
+    def load(self) -> Any:
+        """Import and return its class. Raises `PluginError` with the plugin's name if the import
+        fails."""
+        return import_target(
+            self.spec.target,
+            lambda what: PluginError(f"router {self.spec.name!r} of plugin {self.origin}: {what}"),
+        )
+
+
 def _description_problem(loaded: type[Any], base: type[Any]) -> str | None:
     """Return which attribute by which a component describes itself has a wrong type; None if none
     has."""
@@ -281,6 +297,16 @@ class ResolvedQuantization(_Resolved):
     """A plugin's quantization method."""
 
     spec: QuantizationSpec
+
+    def load(self) -> Any:
+        """Import and return its class, which needs torch. Raises `PluginError` with the plugin's
+        name if the import fails."""
+        return import_target(
+            self.spec.target,
+            lambda what: PluginError(
+                f"quantization {self.spec.name!r} of plugin {self.origin}: {what}"
+            ),
+        )
 
     def ref(self) -> QuantizationRef:
         """Return the reference that worker processes get. Nothing is imported."""

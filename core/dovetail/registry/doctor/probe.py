@@ -13,19 +13,26 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from dovetail.api.component import KINDS
 from dovetail.base.where import did_you_mean
-from dovetail.errors import DovetailError
+from dovetail.errors import DovetailError, PluginError
 from dovetail.registry import hookspecs
 from dovetail.registry.doctor.metadata import Problem
 from dovetail.registry.doctor.process import limit_files
 from dovetail.registry.loader import find_plugins, load_plugin
 from dovetail.registry.plugin import FoundPlugin, LoadedPlugin, PluginFailure
 from dovetail.registry.requirements import missing_requirements, pip_line
-from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent, ResolvedRoutes
+from dovetail.registry.resolved import (
+    ResolvedCommand,
+    ResolvedComponent,
+    ResolvedQuantization,
+    ResolvedRouter,
+    ResolvedRoutes,
+)
 from dovetail.registry.route_making import NotServing, make_routes
 
 # whether to import only the declarations, or also all that is declared
@@ -245,6 +252,7 @@ def _of_what_it_offers(plugin: LoadedPlugin, write: Callable[..., None]) -> Iter
         yield from _attempts(
             f"routes {routes.name!r}", [partial(make_routes, resolved, NotServing())]
         )
+    yield from _of_classes(plugin, write)
     for model in plugin.models:
         if not _has_model(model.package, model.path):
             yield (
@@ -252,6 +260,23 @@ def _of_what_it_offers(plugin: LoadedPlugin, write: Callable[..., None]) -> Iter
                 f"bundled model {model.name!r}: there is no {model.path} in {model.package}",
                 "ship it as package data",
             )
+
+
+def _of_classes(plugin: LoadedPlugin, write: Callable[..., None]) -> Iterator[Problem]:
+    """Yield the problems of weight formats, which need torch, and of routers."""
+    has_torch = find_spec("torch") is not None
+    formats = [ResolvedQuantization(spec, plugin.origin) for spec in plugin.quantizations]
+    routers = [ResolvedRouter(spec, plugin.origin) for spec in plugin.routers]
+    for offer in (*(formats if has_torch else ()), *routers):
+        named = f"{'router' if offer in routers else 'quantization'} {offer.spec.name!r}"
+        module = offer.spec.target.partition(":")[0]
+        write(phase=f"importing what {named} names", module=module)
+        yield from _attempts(named, [partial(_load_class, offer, named)])
+
+
+def _load_class(offer: ResolvedQuantization | ResolvedRouter, named: str) -> None:
+    if not isinstance(loaded := offer.load(), type):
+        raise PluginError(f"{named}: {offer.spec.target} is {loaded!r:.200}, expected a class")
 
 
 def _of_component(component: ResolvedComponent) -> Iterator[Problem]:
