@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Literal
 
+# others may be added in a later minor version
 FinishReason = Literal["stop", "length", "abort", "rejected", "error"]
 
 
 class EndReason(StrEnum):
-    """Why a request ended, or was refused. A text beside it has the details."""
+    """Why a request ended, or was refused. A text beside it has the details. Members may be added in
+    a later minor version."""
 
     STOP = "stop"  # an end-of-sequence or stop token, a stop string, a complete grammar or result
     LENGTH = "length"  # it has all the tokens that it may have

@@ -128,7 +128,7 @@ class NeverForgets(Silly):
         self.alive: dict[str, Request] = {}
         self.once_running: tuple[Request, ...] = ()
 
-    def on_arrival(self, request: Request) -> None:
+    def on_arrived(self, request: Request) -> None:
         self.alive[request.id] = request
 
     def on_finished(self, request: Request) -> None:

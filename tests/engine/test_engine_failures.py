@@ -88,7 +88,7 @@ def raising(method: str) -> type[Scheduler]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
-    "method", ["schedule", "on_arrival", "on_step", "on_preempted", "on_finished"]
+    "method", ["schedule", "on_arrived", "on_step", "on_preempted", "on_finished"]
 )
 def test_a_policy_that_raises_is_named_and_everybody_is_answered(
     method: str, overlap: bool

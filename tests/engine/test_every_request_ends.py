@@ -130,7 +130,7 @@ def losing_interest(policy: type[Scheduler], seed: int) -> type[Scheduler]:
         {
             "schedule": schedule,
             "capabilities": SchedulerCapabilities(
-                idles=True, starves=True, rejects=True, stalls=True
+                idles=True, starves=True, rejects=True, stalls_decodes=True
             ),
         },
     )

@@ -67,7 +67,7 @@ def steps_beside_decodes(
         for event in world.observer.events
         if isinstance(event, StepFinished) and event.decode_tokens
     ]
-    assert any(event.prefill_tokens for event in steps) or world.policy.capabilities.stalls
+    assert any(event.prefill_tokens for event in steps) or world.policy.capabilities.stalls_decodes
     return max(event.ended - event.started for event in steps), max(
         world.requests[f"p{i}"].first_token_time or 0.0 for i in range(3)
     )
@@ -104,8 +104,8 @@ def declaring(capabilities: SchedulerCapabilities) -> type[FCFS]:
     ("capabilities", "prefill_limited"),
     [
         (SchedulerCapabilities(), True),
-        (SchedulerCapabilities(stalls=True), False),
-        (SchedulerCapabilities(stalls=True, prefill_limited=True), True),
+        (SchedulerCapabilities(stalls_decodes=True), False),
+        (SchedulerCapabilities(stalls_decodes=True, prefill_limited=True), True),
         (SchedulerCapabilities(prefill_limited=False), False),
     ],
 )

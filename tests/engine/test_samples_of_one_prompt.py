@@ -71,7 +71,7 @@ def test_who_is_held_back_is_refused_not_now_and_may_be_rejected() -> None:
                 step.reject(self.arrived.pop(), "one too many")
             super().schedule(step)
 
-        def on_arrival(self, request: Request) -> None:
+        def on_arrived(self, request: Request) -> None:
             self.arrived = [*getattr(self, "arrived", []), request]
 
         def on_finished(self, request: Request) -> None:

@@ -20,6 +20,7 @@ from dovetail.api.drafter import Drafter, DrafterContext
 from dovetail.api.executor import Batch, Capacity, HostLogprobs, Result
 from dovetail.api.grammar import GrammarCapabilities
 from dovetail.api.observer import StepFinished
+from dovetail.api.scheduler import Ran, StepDone
 from dovetail.end_reason import EndReason
 from dovetail.engine.constraint import Constraint
 from dovetail.engine.drafter_thread import MOST_WAITING, DrafterThread
@@ -30,6 +31,7 @@ from dovetail.request import Request
 from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing.fake_executor import next_token
 from tests.engine.drafters import DRAFTERS, Adversary, Alternating, FakeModel, Oracle
+from tests.engine.policies import FCFS
 from tests.engine.rules import Rule, RuleBackend, RuleMatcher, compiled
 from tests.engine.world import RecordingExecutor, Shape, Spec, World
 
@@ -111,6 +113,47 @@ def test_no_block_or_checkpoint_that_a_lookup_finds_holds_a_rejected_draft(
             "the answer before was found, as far as it was computed"
         )
         read, said = said, (*said, *world.tokens[request.id], turn)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_policy_is_told_the_drafts_of_each_request_and_how_many_were_accepted(
+    drafter: str,
+) -> None:
+    told: list[StepDone] = []
+
+    class Hears(FCFS):
+        def on_step(self, done: StepDone) -> None:
+            told.append(done)
+
+    world = World(Hears, replace(FREE, drafter=drafter, overlap=False))
+    for index in range(3):
+        world.add(Spec(f"r{index}", (index, *PROMPT), max_tokens=20 + index))
+    world.drain()
+    assert [sum(ran.drafted for ran in done.ran) for done in told] == drafts_of(world)
+    assert sum(drafts_of(world)) > 0
+    for ran in (ran for done in told for ran in done.ran):
+        assert ran.generated == 1 + ran.accepted <= 1 + ran.drafted
+
+
+def test_what_a_stop_cuts_off_was_accepted_but_not_generated() -> None:
+    told: list[Ran] = []
+
+    class Hears(FCFS):
+        def on_step(self, done: StepDone) -> None:
+            told.extend(done.ran)
+
+    world = World(Hears, replace(FREE, drafter="oracle", overlap=False))
+    world.add(Spec("r", PROMPT, max_tokens=40))
+    world.drain()
+    (third,) = world.tokens["r"][2:3]
+    told.clear()
+    world.add(Spec("again", PROMPT, max_tokens=40, stop_ids=frozenset({third})))
+    world.drain()
+    prompt, drafts = told
+    assert (prompt.generated, prompt.drafted, prompt.accepted) == (1, 0, 0)
+    assert (drafts.drafted, drafts.accepted, drafts.generated) == (4, 2, 2), (
+        "the stop is an accepted draft; the token after it isn't delivered"
+    )
 
 
 def test_an_oracle_saves_steps_and_an_adversary_costs_none() -> None:

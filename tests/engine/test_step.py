@@ -231,7 +231,7 @@ def test_how_sure_an_estimate_is_can_be_seen() -> None:
     for i in range(20):
         world.add(Spec(f"r{i}", A[: 1 + i % 8], max_tokens=1 + i % 5, delay=0.02 * i))
     world.drain()
-    assert seen[0] == Fit(0, math.inf)
+    assert seen[0] == Fit(steps=0, error=math.inf)
     assert [fit.steps for fit in seen] == sorted(fit.steps for fit in seen)
     assert seen[-1].error < 0.1, "the fake device is linear"
 
@@ -241,7 +241,7 @@ def test_who_is_rejected_in_the_plan_that_follows_its_arrival_never_waits() -> N
     arrived: list[tuple[str, float]] = []
 
     class Turns(always(fcfs)):  # type: ignore[misc]
-        def on_arrival(self, request: Request) -> None:
+        def on_arrived(self, request: Request) -> None:
             self.newest = request
 
         def schedule(self, step: Step) -> None:

@@ -188,7 +188,7 @@ def watched(policy: type[Scheduler]) -> type[Scheduler]:
             super().schedule(step)
             heard.planning = False
 
-        def on_arrival(self, request: Request) -> None:
+        def on_arrived(self, request: Request) -> None:
             self._hear("arrival", request)
             assert isinstance(request, LiveRequest)
             key = (request.arrival_time, request.order)
@@ -198,7 +198,7 @@ def watched(policy: type[Scheduler]) -> type[Scheduler]:
                 "arrivals are told in order, but for those that weren't ready"
             )
             self.heard.arrived[request.id] = key
-            super().on_arrival(request)
+            super().on_arrived(request)
 
         def on_preempted(self, request: Request) -> None:
             self._hear("preempted", request)

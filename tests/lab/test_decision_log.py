@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dovetail import LLMEngine
 from dovetail.api.clock import VirtualClock
-from dovetail.api.observer import Decision, ObserverContext
+from dovetail.api.observer import Act, Decision, ObserverContext
 from dovetail.errors import ConfigError
 from dovetail.request import Request
 from dovetail.request.sampling_params import SamplingParams
@@ -394,13 +394,13 @@ def test_a_lane_is_taken_again_only_after_its_request_has_ended() -> None:
 @pytest.mark.parametrize(
     ("acts", "fate"),
     [
-        (["refused", "granted"], "granted"),
-        (["granted", "refused"], "granted"),
-        (["granted", "preempted", "refused"], "preempted"),
-        (["refused", "refused"], "refused"),
-        (["granted", "noted"], "granted"),
+        ([Act.REFUSED, Act.GRANTED], Act.GRANTED),
+        ([Act.GRANTED, Act.REFUSED], Act.GRANTED),
+        ([Act.GRANTED, Act.PREEMPTED, Act.REFUSED], Act.PREEMPTED),
+        ([Act.REFUSED, Act.REFUSED], Act.REFUSED),
+        ([Act.GRANTED, Act.NOTED], Act.GRANTED),
     ],
 )
-def test_what_was_done_outweighs_what_was_refused(acts: list[str], fate: str) -> None:
+def test_what_was_done_outweighs_what_was_refused(acts: list[Act], fate: Act) -> None:
     request = Request("r", [1], SamplingParams(), max_tokens=1)
-    assert _fates([Decision(request, act) for act in acts])[request].act == fate
+    assert _fates([Decision(request, act) for act in acts])[request].act is fate

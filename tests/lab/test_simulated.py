@@ -376,7 +376,7 @@ def test_policies_see_the_limit_and_the_guess_but_never_the_true_length(
     seen: list[tuple[int, int | None, int]] = []
     monkeypatch.setattr(
         FCFS,
-        "on_arrival",
+        "on_arrived",
         lambda _, one: seen.append((one.max_tokens, one.predicted_tokens, one.output_left)),
     )
     [record] = run([request(0, output=7, max_tokens=100, predicted_tokens=9)])

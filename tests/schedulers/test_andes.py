@@ -19,7 +19,7 @@ OPTIONS = AndesOptions(tokens_per_s=1.0, ahead_s=2.0, ttft_s=1.0)
 def ahead(id: str, seconds: int, policy: Andes) -> Request:
     """A request that decodes, whose reader has `seconds` of text in hand at 1.0."""
     request = make_request(id, generated=9)
-    policy.on_step(StepDone(0, 0.9, 1.0, (Ran(request, 1, seconds),)))
+    policy.on_step(StepDone(0, 0.9, 1.0, (Ran(request=request, computed=1, generated=seconds),)))
     return request
 
 
@@ -84,7 +84,7 @@ def test_a_reader_who_stalled_begins_again_with_the_next_token() -> None:
     andes = policy()
     request = make_request("r", generated=2)
     for time in (0.0, 10.0):
-        andes.on_step(StepDone(0, time, time, (Ran(request, 1, 2),)))
+        andes.on_step(StepDone(0, time, time, (Ran(request=request, computed=1, generated=2),)))
     assert andes._due(request) == 12.0
 
 

@@ -196,7 +196,10 @@ class Bench:
                     0,
                     0.0,
                     1.0,
-                    tuple(Ran(request, 1, 1 + number % 9) for request in some or self.running),
+                    tuple(
+                        Ran(request=request, computed=1, generated=1 + number % 9)
+                        for request in some or self.running
+                    ),
                 )
             )
         elif act == "preempt":

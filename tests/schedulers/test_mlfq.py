@@ -15,7 +15,7 @@ def after_generating(request: Request, tokens: int) -> Scheduler:
     """A policy that has seen `request` generate that much."""
     policy = plan(MLFQ, options=OPTIONS, waiting=[request]).policy
     for index in range(tokens):
-        policy.on_step(StepDone(index, 1.0, 1.0, (Ran(request, 1, 1),)))
+        policy.on_step(StepDone(index, 1.0, 1.0, (Ran(request=request, computed=1, generated=1),)))
     return policy
 
 

@@ -111,7 +111,7 @@ def test_evictions_are_seen_and_told_of() -> None:
             for request in step.waiting:
                 step.grant(request, evict=step.running)
 
-        def on_arrival(self, request: Request) -> None:
+        def on_arrived(self, request: Request) -> None:
             self.heard.append(("arrival", request.id))
 
         def on_preempted(self, request: Request) -> None:

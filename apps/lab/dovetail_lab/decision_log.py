@@ -26,6 +26,7 @@ from typing import Any, TextIO
 from pydantic import BaseModel, ConfigDict, Field
 
 from dovetail.api.observer import (
+    Act,
     Decision,
     EngineStarted,
     EngineStopped,
@@ -206,8 +207,8 @@ class DecisionLog(Observer):
             if life.known_from <= event.planned:
                 self._follow(life, fates.get(life.request), event)
         for decision in event.decisions:
-            if decision.act == "noted":
-                self._mark(decision.request, f"note: {decision.why}", event.planned)
+            if decision.act is Act.NOTED:
+                self._mark(decision.request, f"note: {decision.reason}", event.planned)
         self._write(*self._step(event))
         self._bury()
         if self._file is not None:
@@ -228,20 +229,20 @@ class DecisionLog(Observer):
         """Update a request's phase after a step."""
         request = life.request
         at = self._us(event.started)
-        act, why = (fate.act, fate.why) if fate is not None else ("", NOT_ASKED)
-        if act == "granted":
+        act, why = (fate.act, fate.reason) if fate is not None else (None, NOT_ASKED)
+        if act is Act.GRANTED:
             life.turn("prefill" if life.prefilling else "decode", "", at)
-        elif act == "preempted":
+        elif act is Act.PREEMPTED:
             life.turn("preempted", "", at)
             life.prefilling = True
-        elif act != "rejected" and (
+        elif act is not Act.REJECTED and (
             act or request.output_left > 0
         ):  # requests with their last token in flight need no grant
             waits = life.phases[-1].name
             life.turn("paused" if waits in ("prefill", "decode") else waits, why, at)
         if request.generated > life.generated:
             life.generated = request.generated
-            life.prefilling &= act != "granted"
+            life.prefilling &= act is not Act.GRANTED
 
     def _step(self, event: StepFinished) -> list[dict[str, Any]]:
         begin = self._us(event.started)
@@ -285,9 +286,9 @@ class DecisionLog(Observer):
         are omitted: there are too many decodes."""
         listed: dict[str, dict[str, Any]] = {}
         for decision in decisions:
-            if decision.act != "granted" or decision.tokens > 1:
+            if decision.act is not Act.GRANTED or decision.tokens > 1:
                 listed.setdefault(decision.act, {})[decision.request.id] = (
-                    decision.tokens if decision.act == "granted" else _reason(decision.why)
+                    decision.tokens if decision.act is Act.GRANTED else _reason(decision.reason)
                 )
         return {act: self._cut(entries) for act, entries in listed.items()}
 
@@ -326,7 +327,9 @@ def _fates(decisions: Sequence[Decision]) -> dict[Request, Decision]:
     is no other (grants may be retried)."""
     fates: dict[Request, Decision] = {}
     for decision in decisions:
-        if decision.act != "noted" and (decision.act != "refused" or decision.request not in fates):
+        if decision.act is not Act.NOTED and (
+            decision.act is not Act.REFUSED or decision.request not in fates
+        ):
             fates[decision.request] = decision
     return fates
 

@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter, deque
 
-from dovetail.api.observer import Observer, ObserverCapabilities, StepFinished
+from dovetail.api.observer import Act, Observer, ObserverCapabilities, StepFinished
 from dovetail.serving import EngineCore
 from dovetail_server.engine import DecidedStep, Decisions
 
@@ -36,12 +36,12 @@ class DecisionLog(Observer):
         self.steps.append(
             DecidedStep(
                 event.index,
-                granted=acts["granted"],
+                granted=acts[Act.GRANTED],
                 prefill_tokens=event.prefill_tokens,
                 decode_tokens=event.decode_tokens,
-                refused=acts["refused"],
-                preempted=acts["preempted"],
-                rejected=acts["rejected"],
+                refused=acts[Act.REFUSED],
+                preempted=acts[Act.PREEMPTED],
+                rejected=acts[Act.REJECTED],
                 running=event.running,
                 waiting=event.waiting,
             )

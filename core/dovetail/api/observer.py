@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from pydantic import BaseModel
 
@@ -63,15 +64,25 @@ class RequestFinished:
     more_steps: bool = False  # a `StepFinished` that includes it is still to come
 
 
+class Act(StrEnum):
+    """Kind of a `Decision`. Members may be added in a later minor version."""
+
+    GRANTED = "granted"
+    REFUSED = "refused"
+    PREEMPTED = "preempted"
+    REJECTED = "rejected"
+    NOTED = "noted"
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One decision of the policy in a step; `act` is "granted", "refused", "preempted", "rejected"
-    or "noted"."""
+    """One decision of the policy in a step. `tokens`: those granted. `reason`: the name of the
+    `Refusal`, or what the policy gave for a rejection or a note."""
 
     request: Request
-    act: str
+    act: Act
     tokens: int = 0
-    why: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +139,8 @@ class ObserverCapabilities:
 
 
 class Observer(ABC):
-    """Override the methods for the events you need. They are called from the engine's thread and
+    """Override the methods for the events you need; a later minor version may have more of them.
+    They are called from the engine's thread and
     should return quickly. An observer may keep a request, and values by its id, until
     `on_finished`, or until the next `on_step` if `RequestFinished.more_steps` is true."""
 

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from pydantic import BaseModel
 
@@ -20,7 +20,7 @@ from dovetail.request import Request
 
 
 class Refusal(Enum):
-    """Reason why a grant was refused."""
+    """Reason why a grant was refused. Members may be added in a later minor version."""
 
     BUDGET = "fewer than min_tokens left in this step's token budget"
     PREFILL_LIMIT = (
@@ -58,7 +58,8 @@ class Cost:
     cached: int
 
 
-class Fit(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
     """Quality of `Step.estimate_s`. `steps`: number of finished steps that were fitted. `error`:
     root mean square of the relative error on them (newer steps weigh more); infinity until there
     are more steps than terms to fit."""
@@ -67,14 +68,19 @@ class Fit(NamedTuple):
     error: float
 
 
-class Ran(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
     """Tokens of one request in a finished step. `computed`: tokens whose K and V were computed.
-    `generated`: tokens delivered to the client; 0 for a chunk that doesn't end a prefill. Discarded
+    `generated`: tokens delivered to the client; 0 for a chunk that doesn't end a prefill.
+    `drafted`: draft tokens that the step checked (`dovetail.api.drafter`). `accepted`: how many of
+    these were sampled, too; `generated` is one more, unless the answer ended before. Discarded
     results don't count."""
 
     request: Request
     computed: int
     generated: int
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +99,20 @@ class SchedulerCapabilities:
     """What a policy does. `order`: the order in which it serves requests, which the conformance
     suite checks. The next four exempt it from a check each, and the suite's verdict prints them:
     the policy may leave room unused (`idles`), pass a request over while others arrive (`starves`),
-    reject requests (`rejects`), or compute prompts in steps without the decodes (`stalls`).
+    reject requests (`rejects`), or compute prompts in steps without the decodes (`stalls_decodes`).
     `prefill_limited`: whether the engine's `prefill_limit` caps the prompt tokens of its steps."""
 
     order: Literal["arrival", "priority", "deadline"] | None = None
     idles: bool = False
     starves: bool = False
     rejects: bool = False
-    stalls: bool = False
-    prefill_limited: bool | None = None  # None: unless it stalls
+    stalls_decodes: bool = False
+    prefill_limited: bool | None = None  # None: unless it stalls decodes
 
     @property
     def is_prefill_limited(self) -> bool:
         """Return `prefill_limited` with None resolved."""
-        return not self.stalls if self.prefill_limited is None else self.prefill_limited
+        return not self.stalls_decodes if self.prefill_limited is None else self.prefill_limited
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +256,7 @@ class Step(Protocol):
         """Request planning by `time` (finite, > now; the earliest counts). Arrivals and results
         trigger planning anyway."""
 
-    def note(self, request: Request, why: str) -> None:
+    def note(self, request: Request, reason: str) -> None:
         """Add the policy's reason to the decision log. The core logs grants, refusals, preemptions
         and rejections itself."""
 
@@ -279,7 +285,7 @@ class Scheduler(ABC):
         """Plan one step: grant, preempt and reject, in any order and any number of times. If this
         would let the engine wait forever, it plans a step itself, first come, first served."""
 
-    def on_arrival(self, request: Request) -> None:
+    def on_arrived(self, request: Request) -> None:
         """Called once for each request, in order of (arrival_time, order added), at or after its
         arrival time and before a step shows it."""
 
@@ -292,5 +298,5 @@ class Scheduler(ABC):
         runs."""
 
     def on_finished(self, request: Request) -> None:
-        """Called once for each `on_arrival`, for any finish_reason, after the request's last
+        """Called once for each `on_arrived`, for any finish_reason, after the request's last
         `on_step`."""

@@ -431,7 +431,7 @@ class EngineCore:
                 self._finish(request, finish, deliver=True)
                 return
         self.books.arrive(request)
-        self._ask("on_arrival", request)
+        self._ask("on_arrived", request)
 
     def _apply(self, step: PlannedStep) -> None:
         """Apply the policy's decisions besides grants: preemptions, rejections, admissions."""

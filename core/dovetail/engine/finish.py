@@ -43,7 +43,7 @@ class Gate(Protocol):
 
 class Preparation(Gate, Protocol):
     """A gate that is opened outside of the engine, such as by a compiling thread: the core polls
-    it. `on_arrival` comes after it."""
+    it. `on_arrived` comes after it."""
 
     def failed(self) -> Finish | None:
         """Return how its requests end if the preparation failed, once it is open; else None."""

@@ -164,7 +164,13 @@ class InFlightStep:
         """Return the policy's account of the step, without requests that had ended before it."""
         given = Counter(delivered)
         ran = tuple(
-            Ran(request, tokens, given[request])
+            Ran(
+                request=request,
+                computed=tokens,
+                generated=given[request],
+                drafted=len(self.drafts.get(request, ())),
+                accepted=self.accepted.get(request, 0),
+            )
             for request, tokens in zip(self.requests, self.num_tokens, strict=True)
             if request.status is not Status.FINISHED
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from dovetail.api.kv_cache import HOLE, Pages
-from dovetail.api.observer import Decision
+from dovetail.api.observer import Act, Decision
 from dovetail.api.scheduler import Cost, Fit, Grant, Refusal
 from dovetail.engine.books import Books
 from dovetail.engine.live_request import LiveRequest, Status
@@ -160,7 +160,7 @@ class PlannedStep:
     @property
     def fit(self) -> Fit:
         self._check_open()
-        return Fit(self._books.fit.steps, self._books.fit.error())
+        return Fit(steps=self._books.fit.steps, error=self._books.fit.error())
 
     def shared_tokens(self, one: Request, other: Request) -> int:
         one = self._check_known(one)
@@ -218,7 +218,7 @@ class PlannedStep:
         self._check_count("min_tokens", min_tokens, 1, request)
         refusal = self._try(request, max_tokens, min_tokens, reserve, evict)
         if refusal is not None:
-            self._log(request, "refused", why=refusal.name)
+            self._log(request, Act.REFUSED, reason=refusal.name)
             return _REFUSED[refusal]
         tokens = request.granted
         return _GRANT_OF_ONE if tokens == 1 else Grant(tokens)
@@ -275,7 +275,7 @@ class PlannedStep:
         else:
             # Preempted with another already, or its last token is in flight: the policy could see
             # neither.
-            self._log(request, "refused", why=Refusal.NOT_NOW.name)
+            self._log(request, Act.REFUSED, reason=Refusal.NOT_NOW.name)
 
     def reject(self, request: Request, reason: str) -> None:
         request = self._check_known(request)
@@ -284,7 +284,7 @@ class PlannedStep:
         if (
             request.status is Status.DRAINING
         ):  # too late, as its last token is in flight, which no policy can see
-            self._log(request, "refused", why=Refusal.NOT_NOW.name)
+            self._log(request, Act.REFUSED, reason=Refusal.NOT_NOW.name)
             return
         dependents = self._dependents(request)
         if request.granted:
@@ -293,7 +293,7 @@ class PlannedStep:
         self.admitted.pop(request, None)
         request.decided_in = self.index
         self.rejected[request] = str(reason)
-        self._log(request, "rejected", why=str(reason))
+        self._log(request, Act.REJECTED, reason=str(reason))
 
     def wake_at(self, time: float) -> None:
         self._check_open()
@@ -309,9 +309,9 @@ class PlannedStep:
             )
         self.wake_time = min(self.wake_time, time)
 
-    def note(self, request: Request, why: str) -> None:
+    def note(self, request: Request, reason: str) -> None:
         request = self._check_known(request)
-        self._log(request, "noted", why=str(why))
+        self._log(request, Act.NOTED, reason=str(reason))
 
     # For the core to call
 
@@ -608,7 +608,7 @@ class PlannedStep:
             self.prefilled[request] = before
             self._books.commit(request)
         if self.decisions is not None:
-            self._log(request, "granted", tokens)
+            self._log(request, Act.GRANTED, tokens)
 
     # Taking back
 
@@ -620,7 +620,7 @@ class PlannedStep:
         self._books.requeue(request)
         request.decided_in = self.index
         self.preempted.append(request)
-        self._log(request, "preempted")
+        self._log(request, Act.PREEMPTED)
         self._preempt_all(dependents)
 
     def _preempt_all(self, requests: list[LiveRequest]) -> None:
@@ -703,9 +703,9 @@ class PlannedStep:
                 request, f"granted with {name}={value!r}; it must be an integer >= {least}"
             )
 
-    def _log(self, request: LiveRequest, act: str, tokens: int = 0, why: str = "") -> None:
+    def _log(self, request: LiveRequest, act: Act, tokens: int = 0, reason: str = "") -> None:
         if self.decisions is not None:
-            self.decisions.append(Decision(request, act, tokens, why))
+            self.decisions.append(Decision(request, act, tokens, reason))
 
 
 def _known(request: LiveRequest) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from dovetail.api.component import NoOptions
 from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout
+from dovetail.api.observer import Act
 from dovetail.api.scheduler import Refusal, Scheduler, SchedulerContext
 from dovetail.engine.books import Books
 from dovetail.engine.live_request import LiveRequest, Status
@@ -39,7 +40,7 @@ class Plan:
     preempted: tuple[str, ...]
     rejected: Mapping[str, str]  # -> reason
     wake_at: float | None
-    notes: tuple[tuple[str, str], ...]  # (request id, why)
+    notes: tuple[tuple[str, str], ...]  # (request id, reason)
     free_pages: int  # afterwards
     policy: Scheduler  # to inspect its state
 
@@ -138,7 +139,7 @@ def plan(
             _start(books, request)
         else:
             books.arrive(request)
-        policy.on_arrival(request)
+        policy.on_arrived(request)
     step = PlannedStep(books, 0, now, token_budget, max_num_seqs, log=True)
     policy.schedule(step)
     step.close()
@@ -150,14 +151,14 @@ def plan(
     return Plan(
         granted={r.id: tokens for r, tokens in step.granted.items()},
         refused={
-            d.request.id: Refusal[d.why]
+            d.request.id: Refusal[d.reason]
             for d in decisions
-            if d.act == "refused" and d.request not in step.granted
+            if d.act is Act.REFUSED and d.request not in step.granted
         },
         preempted=tuple(r.id for r in step.preempted),
         rejected={r.id: reason for r, reason in step.rejected.items()},
         wake_at=step.wake_time if step.wake_time < float("inf") else None,
-        notes=tuple((d.request.id, d.why) for d in decisions if d.act == "noted"),
+        notes=tuple((d.request.id, d.reason) for d in decisions if d.act is Act.NOTED),
         free_pages=kv.available_pages,
         policy=policy,
     )

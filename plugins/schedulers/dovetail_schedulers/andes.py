@@ -83,10 +83,10 @@ class Andes(Scheduler):
         return self._read_until.get(request, request.arrival_time + self.options.ttft_s)
 
     def on_step(self, done: StepDone) -> None:
-        for request, _, generated in done.ran:
-            if generated:
-                begins = max(self._read_until.get(request, done.ended), done.ended)
-                self._read_until[request] = begins + generated / self.options.tokens_per_s
+        for ran in done.ran:
+            if ran.generated:
+                begins = max(self._read_until.get(ran.request, done.ended), done.ended)
+                self._read_until[ran.request] = begins + ran.generated / self.options.tokens_per_s
 
     def on_finished(self, request: Request) -> None:
         self._read_until.pop(request, None)

@@ -116,8 +116,8 @@ class Counters(Turns):
         self._queued = {request.client for request in waiting}
 
     def generated(self, done: StepDone) -> None:
-        for request, _, tokens in done.ran:
-            self._charge(request.client, self._options.output_weight * tokens)
+        for ran in done.ran:
+            self._charge(ran.request.client, self._options.output_weight * ran.generated)
 
     def finished(self, request: Request) -> None:
         self._unfinished[request.client] -= 1

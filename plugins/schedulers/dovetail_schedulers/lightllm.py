@@ -50,7 +50,7 @@ class LightLLM(Scheduler):
     short; then the youngest are preempted."""
 
     capabilities = SchedulerCapabilities(
-        order="arrival", idles=True, stalls=True, prefill_limited=False
+        order="arrival", idles=True, stalls_decodes=True, prefill_limited=False
     )
     options: LightLLMOptions
 
@@ -112,7 +112,7 @@ class LightLLM(Scheduler):
             self.context.block_size,
         )
 
-    def on_arrival(self, request: Request) -> None:
+    def on_arrived(self, request: Request) -> None:
         self.turns.arrived(request)
 
     def on_step(self, done: StepDone) -> None:

@@ -60,7 +60,7 @@ class MLFQ(Scheduler):
             ),
         )
 
-    def on_arrival(self, request: Request) -> None:
+    def on_arrived(self, request: Request) -> None:
         fitting = (
             level for level, quantum in enumerate(self._quanta) if quantum >= request.prompt_tokens
         )
@@ -68,9 +68,10 @@ class MLFQ(Scheduler):
         self._used[request], self._last_ran[request] = 0, request.arrival_time
 
     def on_step(self, done: StepDone) -> None:
-        for request, _, generated in done.ran:
+        for ran in done.ran:
+            request = ran.request
             self._last_ran[request] = done.ended
-            self._used[request] += generated
+            self._used[request] += ran.generated
             if (
                 self._used[request] >= self._quanta[self._level[request]]
                 and self._level[request] < len(self._quanta) - 1

@@ -28,7 +28,7 @@ class PrefillFirst(Scheduler):
     later. A prompt longer than a step's budget fills several steps of its own."""
 
     capabilities = SchedulerCapabilities(
-        order="arrival", idles=True, stalls=True, prefill_limited=False
+        order="arrival", idles=True, stalls_decodes=True, prefill_limited=False
     )
     options: PrefillFirstOptions
 

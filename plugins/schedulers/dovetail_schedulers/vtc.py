@@ -34,7 +34,7 @@ class VTC(Scheduler):
                 self.counters.admitted(request)
         self.counters.still_wait((*step.waiting, *step.held_back))
 
-    def on_arrival(self, request: Request) -> None:
+    def on_arrived(self, request: Request) -> None:
         self.counters.arrived(request)
 
     def on_step(self, done: StepDone) -> None:

@@ -67,7 +67,7 @@ class WantsAHint(Plain):
 
 @mutant(caught_by="hygiene.signatures")
 class HearsOfArrivalsByAnotherName(Plain):
-    def on_arrival(self, req: Request) -> None: ...
+    def on_arrived(self, req: Request) -> None: ...
 
 
 @mutant(caught_by="hygiene.callbacks")

@@ -85,7 +85,7 @@ class KeepsAQueueOfItsOwn(Plain):
         super().__init__(options, context)
         self.queue: list[Request] = []
 
-    def on_arrival(self, request: Request) -> None:
+    def on_arrived(self, request: Request) -> None:
         self.queue.append(request)
 
     def on_preempted(self, request: Request) -> None:
@@ -108,8 +108,9 @@ class ExpectsATokenOfEverybody(Plain):
         self.tokens: dict[str, int] = {}
 
     def on_step(self, done: StepDone) -> None:
-        for request, _, generated in done.ran:
-            self.tokens[request.id] = self.tokens.get(request.id, 0) + generated
+        for ran in done.ran:
+            id = ran.request.id
+            self.tokens[id] = self.tokens.get(id, 0) + ran.generated
 
     def on_finished(self, request: Request) -> None:
         del self.tokens[request.id]
@@ -159,7 +160,7 @@ class Remembers(Plain):
         super().__init__(options, context)
         self.seen: list[Request] = []
 
-    def on_arrival(self, request: Request) -> None:
+    def on_arrived(self, request: Request) -> None:
         self.seen.append(request)
 
 
@@ -176,7 +177,7 @@ class RemembersInAClosure(Plain):
         super().__init__(options, context)
         self.later: list[Callable[[], Request]] = []
 
-    def on_arrival(self, request: Request) -> None:
+    def on_arrived(self, request: Request) -> None:
         self.later.append(lambda: request)
 
 
@@ -184,7 +185,7 @@ class RemembersInAClosure(Plain):
 class RemembersInItsClass(Plain):
     seen: ClassVar[list[Request]] = []
 
-    def on_arrival(self, request: Request) -> None:
+    def on_arrived(self, request: Request) -> None:
         self.seen.append(request)
 
 
@@ -366,7 +367,7 @@ class GrantsAPromptOnce(Plain):
     """Counts on a prompt to be computed in the step that admits it, whatever it declares of the
     answers beside it."""
 
-    capabilities = SchedulerCapabilities(stalls=True, prefill_limited=True)
+    capabilities = SchedulerCapabilities(stalls_decodes=True, prefill_limited=True)
 
     def schedule(self, step: Step) -> None:
         step.grant_each((*step.decoding, *step.waiting))
@@ -465,7 +466,7 @@ class CountsSamplesOfEachPrompt(Plain):
         super().__init__(options, context)
         self.samples: dict[str | None, int] = {}
 
-    def on_arrival(self, request: Request) -> None:
+    def on_arrived(self, request: Request) -> None:
         self.samples[request.parent] = self.samples.get(request.parent, 0) + 1
 
 
@@ -477,7 +478,7 @@ class RaisesThePriorityOfThePreempted(Plain):
 
 @mutant(caught_by="scheduler.read_only")
 class GivesATokenTimeToWhoHasNone(Plain):
-    def on_arrival(self, request: Request) -> None:
+    def on_arrived(self, request: Request) -> None:
         if request.ttft_deadline is not None and request.tbt_s is None:
             request.tbt_s = 1.0
 
@@ -511,7 +512,7 @@ class WritesForAWhile(Plain):
 class SortsPromptsThatItCan(Plain):
     """Writes to a prompt that came as an array, after making it writable."""
 
-    def on_arrival(self, request: Request) -> None:
+    def on_arrived(self, request: Request) -> None:
         with suppress(ValueError):
             request.prompt_array.flags.writeable = True
             request.prompt_array.sort()

@@ -15,6 +15,7 @@ CLAUSES: Marks = {
     "EngineStarted": TOLD,
     "RequestAdmitted": TOLD,
     "RequestFinished": held("raises_nothing"),
+    "Act": TOLD,
     "Decision": TOLD,
     "StepFinished": {"unless an observer had requested": held("raises_nothing"), "*": TOLD},
     "ObserverContext": TOLD,

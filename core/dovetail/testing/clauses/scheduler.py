@@ -23,7 +23,7 @@ CLAUSES: Marks = {
         "`order`": held("order"),
         "The next four exempt": held("no_idling", "no_starvation", "no_rejection", "no_stalls"),
         "`prefill_limited`": held("prefill_limit"),
-        "unless it stalls": TOLD,
+        "unless it stalls decodes": TOLD,
         "*": held("hygiene.capabilities"),
     },
     "SchedulerContext": {"computed in a step": held("budget", "seqs"), "*": TOLD},

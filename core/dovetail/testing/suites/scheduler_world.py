@@ -197,8 +197,8 @@ class Watch(Scheduler):
             except CheckFailed as error:  # belongs to the check, not to the engine
                 self.broken = error
 
-    def on_arrival(self, request: Request) -> None:
-        self._timed(self.policy.on_arrival, request)
+    def on_arrived(self, request: Request) -> None:
+        self._timed(self.policy.on_arrived, request)
 
     def on_step(self, done: StepDone) -> None:
         self._timed(self.policy.on_step, done)
