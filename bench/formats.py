@@ -32,7 +32,7 @@ import torch
 from bench.kernels import DEVICE, ON_GPU, seconds_in_graph
 from bench.limits import copy_bytes_per_s, require_gpu, seconds
 from bench.shapes import SHAPES, Shape
-from dovetail.api.model import BuildContext
+from dovetail.api.model import BuildContext, ModelInputs
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.format import DENSE, Quantization, WeightFormat, float8, int4
 from dovetail.nn.format.compressed_tensors import PackedInt4
@@ -362,8 +362,9 @@ def layer_table(shapes: Sequence[str], all_rows: Sequence[int], bandwidth: float
 def layer_seconds(model: Any, rows: int) -> float:
     from bench.products import REPLAYS, VOCAB
 
-    ids, positions = torch.arange(rows, device=DEVICE) % VOCAB, torch.arange(rows, device=DEVICE)
-    return seconds(record(lambda: model(ids, positions)).replay, REPLAYS) / len(model.blocks)
+    positions = torch.arange(rows, device=DEVICE)
+    inputs = ModelInputs(token_ids=positions % VOCAB, positions=positions)
+    return seconds(record(lambda: model(inputs)).replay, REPLAYS) / len(model.blocks)
 
 
 # ---- tilings

@@ -28,7 +28,7 @@ from triton.runtime.errors import OutOfResources
 from bench.limits import require_gpu, seconds
 from bench.shapes import SHAPES, Shape
 from dovetail.api.attention import AttentionLayer, LayerCache, LayerSpec
-from dovetail.api.model import BuildContext
+from dovetail.api.model import BuildContext, ModelInputs
 from dovetail.nn.attention import Attention
 from dovetail.nn.decoder import Block, Decoder
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
@@ -134,10 +134,10 @@ class Layers:
 
     def us(self, rows: int, choice: Choice) -> float:
         """Return the microseconds of one layer."""
-        ids = torch.arange(rows, device="cuda") % VOCAB
         positions = torch.arange(rows, device="cuda")
+        inputs = ModelInputs(token_ids=positions % VOCAB, positions=positions)
         with self.taking(choice):
-            recording = record(lambda: self.model(ids, positions))
+            recording = record(lambda: self.model(inputs))
         return seconds(recording.replay, REPLAYS) * 1e6 / len(self.model.blocks)
 
     @contextmanager

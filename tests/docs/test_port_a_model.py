@@ -97,7 +97,7 @@ MISTAKES = (
     Mistake(
         "`wanted` ignored: the states of all tokens are returned",
         "model.wanted",
-        "last(x, rotation, wanted)",
+        "last(x, rotation, inputs.wanted)",
         "last(x, rotation)",
     ),
 )

@@ -38,7 +38,7 @@ class Exaone4(ModelArch):
     """Serves `Exaone4ForCausalLM`."""
 
     architectures = ("Exaone4ForCausalLM",)
-    capabilities = ModelCapabilities(taps=True)
+    capabilities = ModelCapabilities(tensor_parallel=True, taps=True)
 
     def reasons_against(self, config: Any) -> list[str]:
         if config.model_type != "exaone4":

@@ -12,7 +12,7 @@ import torch
 from dovetail.api.attention import AttentionLayer, LayerCache, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import ComponentRef, ExecutorConfig
-from dovetail.api.model import BuildContext, ModelArch, ModelContext, ParallelGroup
+from dovetail.api.model import BuildContext, ModelArch, ModelContext, ModelInputs, ParallelGroup
 from dovetail.nn.parallel import SINGLE
 from dovetail.testing.suites.attention_oracle import Rules, plain
 from dovetail_models import dovetail_components
@@ -120,7 +120,7 @@ def run(
         *(torch.split(x, list(chunks or (len(token_ids),))) for x in (token_ids, positions)),
         strict=True,
     )
-    hidden = torch.cat([model(ids, at) for ids, at in steps])
+    hidden = torch.cat([model(ModelInputs(token_ids=ids, positions=at)) for ids, at in steps])
     return hidden, model.logits(hidden)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers.cache_utils import MtpCache
 
+from dovetail.api.draft_head import HeadInputs
 from dovetail.api.state import StateLayer, StateSteps
 from dovetail.errors import DovetailError, ModelLoadError, UnsupportedError
 from dovetail.nn.parallel import SINGLE
@@ -44,8 +45,12 @@ def outputs(
     """Return states and logits of the positions after the first `stored`, of which only K and V are
     stored."""
     positions = torch.arange(len(tokens))
-    head.store(tokens[:stored], positions[:stored], states[:stored])
-    out = head(tokens[stored:], positions[stored:], states[stored:])
+
+    def part(of: slice) -> HeadInputs:
+        return HeadInputs(token_ids=tokens[of], positions=positions[of], states=states[of])
+
+    head.store(part(slice(stored)))
+    out = head(part(slice(stored, None)))
     return out, head.logits(out)
 
 
@@ -118,7 +123,8 @@ def test_eagle3_heads_equal_the_plain_equations(
     )
     assert torch.equal(tapped, kept)
     # its own output, as the next state
-    again = head(tokens[:1], torch.tensor([LENGTH]), states[-1:])
+    place = torch.tensor([LENGTH])
+    again = head(HeadInputs(token_ids=tokens[:1], positions=place, states=states[-1:]))
     longer = (
         torch.cat((tapped @ tensors["fc.weight"].T, expected[-1:])),
         torch.cat((tokens, tokens[:1])),

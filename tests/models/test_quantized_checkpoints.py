@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from dovetail.api.executor import QuantizationRef
+from dovetail.api.model import ModelInputs
 from dovetail.nn.parallel import SINGLE
 from dovetail_executors.runtime.loading import ModelPlan, load_model
 from dovetail_models import dovetail_quantizations
@@ -44,7 +45,8 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     fresh = ids
     while len(ids) < len(prompt) + count:
         positions = torch.arange(len(ids) - len(fresh), len(ids))
-        fresh = [int(model.logits(model(torch.tensor(fresh), positions)[-1:]).argmax())]
+        inputs = ModelInputs(token_ids=torch.tensor(fresh), positions=positions)
+        fresh = [int(model.logits(model(inputs)[-1:]).argmax())]
         ids += fresh
     return ids[len(prompt) :]
 

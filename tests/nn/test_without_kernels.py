@@ -12,7 +12,7 @@ from transformers import LlamaConfig, Qwen3Config
 pytest.importorskip("triton")
 
 from dovetail.api.attention import AttentionLayer, LayerCache, LayerSpec
-from dovetail.api.model import BuildContext
+from dovetail.api.model import BuildContext, ModelInputs
 from dovetail.api.sampler import Capture, Lines, RowHistory, RowSampling
 from dovetail.errors import UnsupportedError
 from dovetail.nn.kernels import available, launch
@@ -103,7 +103,8 @@ def test_a_decoder_whose_kernels_cannot_be_had_computes_the_same(
 ) -> None:
     def computed() -> list[torch.Tensor]:
         model, layers = decoder(make)
-        hidden = model(torch.arange(tokens), torch.arange(tokens))
+        inputs = ModelInputs(token_ids=torch.arange(tokens), positions=torch.arange(tokens))
+        hidden = model(inputs)
         return [hidden, model.logits(hidden), *(part for layer in layers for part in layer.written)]
 
     expected = computed()

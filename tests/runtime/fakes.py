@@ -14,10 +14,10 @@ from torch import nn
 from dovetail.api.attention import AttentionBackend, AttentionContext, AttentionLayer, LayerSpec
 from dovetail.api.clock import WallClock
 from dovetail.api.component import NoOptions
-from dovetail.api.draft_head import HeadArch
+from dovetail.api.draft_head import HeadArch, HeadInputs
 from dovetail.api.executor import Batch, Drafts, Masks, NewRow, Result
 from dovetail.api.kv_cache import CacheGroup, KVLayout, PageCopy
-from dovetail.api.model import BuildContext, ParallelGroup, Tapped
+from dovetail.api.model import BuildContext, ModelInputs, ParallelGroup, Tapped
 from dovetail.api.sampler import (
     Capture,
     Lines,
@@ -90,28 +90,23 @@ class TinyModel(nn.Module):
                 )
             )
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return self.forward_tapped(token_ids, positions, wanted, (0,))[0]
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        return self.forward_tapped(inputs, (0,))[0]
 
     def forward_tapped(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        wanted: torch.Tensor | None,
-        taps: Sequence[int],
+        self, inputs: ModelInputs, taps: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        states = [self.embed[token_ids] + self.places[positions]]
+        states = [self.embed[inputs.token_ids] + self.places[inputs.positions]]
         for layer, q, k, v in self.layers:
             x = states[-1]
             layer.write((x @ k).view(-1, KV_HEADS, SIZE), (x @ v).view(-1, KV_HEADS, SIZE))
             states.append(
                 torch.tanh(x + layer.attend((x @ q).view(-1, HEADS, SIZE)).reshape(-1, HIDDEN))
             )
-        return states[-1] if wanted is None else states[-1].index_select(0, wanted), torch.cat(
-            [states[tap] for tap in taps], dim=1
-        )
+        hidden = states[-1]
+        if inputs.wanted is not None:
+            hidden = hidden.index_select(0, inputs.wanted)
+        return hidden, torch.cat([states[tap] for tap in taps], dim=1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return 4 * hidden @ self.head
@@ -143,22 +138,17 @@ class TinyHead(nn.Module):
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
         return tapped @ self.fused
 
-    def store(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
-    ) -> torch.Tensor:
-        x = torch.cat((self.embed[token_ids], states), dim=1)
+    def store(self, inputs: HeadInputs) -> torch.Tensor:
+        x = torch.cat((self.embed[inputs.token_ids], inputs.states), dim=1)
         self.layer.write(
             (x @ self.k).view(-1, KV_HEADS, SIZE), (x @ self.v).view(-1, KV_HEADS, SIZE)
         )
         return x
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
-    ) -> torch.Tensor:
-        x = self.store(token_ids, positions, states)
-        return torch.tanh(
-            states + self.layer.attend((x @ self.q).view(-1, HEADS, SIZE)).reshape(-1, HIDDEN)
-        )
+    def forward(self, inputs: HeadInputs) -> torch.Tensor:
+        x = self.store(inputs)
+        out = self.layer.attend((x @ self.q).view(-1, HEADS, SIZE)).reshape(-1, HIDDEN)
+        return torch.tanh(inputs.states + out)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return 4 * states @ self.head

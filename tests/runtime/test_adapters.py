@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dovetail.api.executor import AdapterLoad, AdapterRows
-from dovetail.api.model import WeightRule
+from dovetail.api.model import ModelInputs, WeightRule
 from dovetail.errors import DovetailError, UnsupportedError
 from dovetail.nn.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from dovetail_executors.runtime.adapters import AdapterBank, Adapters
@@ -36,10 +36,8 @@ class Shifting(TinyModel):
         self.shift = ReplicatedLinear(HIDDEN, HIDDEN, context())
         self.shift.weight.data.zero_()
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        hidden = super().forward(token_ids, positions, wanted)
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        hidden = super().forward(inputs)
         return hidden + self.shift(hidden)
 
     def weights(self) -> Iterator[WeightRule]:

@@ -10,6 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.api.draft_head import HeadInputs
+from dovetail.api.model import ModelInputs
 from dovetail_executors.runtime.graphs import (
     decode_builders,
     mixed_builders,
@@ -38,14 +40,18 @@ def drafted(known: tuple[int, ...], count: int) -> list[int]:
     of the engine's."""
     tokens = torch.tensor(known)
     positions = torch.arange(len(known) - 1)
-    _, tapped = TinyModel(DenseAttention).forward_tapped(tokens[:-1], positions, None, TAPS)
+    inputs = ModelInputs(token_ids=tokens[:-1], positions=positions)
+    _, tapped = TinyModel(DenseAttention).forward_tapped(inputs, TAPS)
     head, drafts = TinyHead(DenseAttention(spec_of(0))), list[int]()
-    states = head(tokens[1:], positions, head.fuse(tapped))[-1:]
+    of_head = HeadInputs(token_ids=tokens[1:], positions=positions, states=head.fuse(tapped))
+    states = head(of_head)[-1:]
     while True:
         drafts.append(int(head.logits(states).argmax()))
         if len(drafts) == count:
             return drafts
-        states = head(torch.tensor(drafts[-1:]), positions[-1:] + len(drafts), states)
+        latest = torch.tensor(drafts[-1:])
+        place = positions[-1:] + len(drafts)
+        states = head(HeadInputs(token_ids=latest, positions=place, states=states))
 
 
 class Drafting:
@@ -210,7 +216,7 @@ def test_a_rehearsal_runs_what_follows_a_recorded_step_and_changes_no_draft() ->
     graphs, head = rows.with_graphs(), rows.bench.proposer
     rows.begin(0, 1)
     stored, store = list[int](), head.model.store
-    head.model.store = lambda *args: (stored.append(len(args[0])), store(*args))[1]
+    head.model.store = lambda inputs: (stored.append(len(inputs.token_ids)), store(inputs))[1]
     graphs.rehearse()
     assert {4, 32} <= {*stored}, "as many tokens as a step of a recorded size"
     rows.step({0: 3, 1: 2})

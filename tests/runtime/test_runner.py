@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dovetail.api.executor import PromptLogprobs
 from dovetail.api.kv_cache import PageCopy
+from dovetail.api.model import ModelInputs
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
 from dovetail.nn.logprobs import top_logprobs
@@ -196,7 +197,8 @@ def test_prompt_logprobs_are_those_of_the_prompt_however_it_is_cut(
         added = []
     whole = Bench()
     whole.run({0: len(prompt)}, [whole.new(0, prompt)])
-    hidden = whole.model(torch.tensor(prompt), torch.arange(len(prompt)))
+    inputs = ModelInputs(token_ids=torch.tensor(prompt), positions=torch.arange(len(prompt)))
+    hidden = whole.model(inputs)
     expected = top_logprobs(whole.model.logits(hidden[:-1]), torch.tensor(prompt[1:]), 2)
     np.testing.assert_array_equal(
         np.concatenate([part.token_ids for part in parts]), expected.token_ids.numpy()
@@ -250,7 +252,7 @@ def test_a_step_that_samples_nothing_tells_the_sampler_too_and_the_model_does_no
     monkeypatch.setattr(
         bench.model,
         "forward",
-        lambda *inputs, **wanted: happened.append("model") or forward(*inputs, **wanted),
+        lambda inputs: happened.append("model") or forward(inputs),
     )
     monkeypatch.setattr(
         bench.sampler,

@@ -16,6 +16,7 @@ from dovetail.api.clock import WallClock
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import Batch
 from dovetail.api.kv_cache import PageCopy
+from dovetail.api.model import ModelInputs
 from dovetail.testing.recording import nothing_asked
 from dovetail_attention.flash import FlashAttention
 from dovetail_executors.runtime.kv_pool import KVPool, kv_layout
@@ -36,10 +37,9 @@ class Zeros(nn.Module):
         super().__init__()
         self.layers = [make_layer(spec) for spec in SPECS]
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return torch.zeros(len(token_ids if wanted is None else wanted), HIDDEN)
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        tokens = inputs.token_ids if inputs.wanted is None else inputs.wanted
+        return torch.zeros(len(tokens), HIDDEN)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(hidden), VOCAB)

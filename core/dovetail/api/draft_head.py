@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,25 +29,31 @@ if TYPE_CHECKING:
     import torch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadInputs:
+    """Tokens of one step, for a head to compute. Tensors are on the device, and only read. Later
+    minor versions add fields, whose defaults change nothing."""
+
+    token_ids: torch.Tensor  # [tokens] int64: of each position, the id of the token *after* it
+    positions: torch.Tensor  # [tokens] int64
+    # [tokens, hidden_size] of each position: of `fuse`, or what `forward` returned
+    states: torch.Tensor
+
+
 class DraftHead(Protocol):
     """Module that `HeadArch.build` returns: a `torch.nn.Module` with parameters like those of a
-    `CausalLM`, or one that `LoadsItself`.
-
-    `positions` [tokens] int64; token_ids [tokens] int64: of each position, the id of the token
-    *after* it. Inputs are only read; results belong to the caller, and are the same on every
-    rank.
+    `CausalLM`, or one that `LoadsItself`. Inputs are only read; results belong to the caller, and
+    are the same on every rank.
     """
 
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
         """Return states [tokens, hidden_size] of tapped [tokens, taps * the target's hidden size],
         the target's states at the taps, one after the other."""
 
-    def store(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:
-        """Store K and V of `states` [tokens, hidden_size], and of the tokens after them."""
+    def store(self, inputs: HeadInputs) -> None:
+        """Store K and V of the states, and of the tokens after them."""
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, inputs: HeadInputs) -> torch.Tensor:
         """As `store`; also attend, and return the states [tokens, hidden_size] that stand for those
         of the next positions."""
 

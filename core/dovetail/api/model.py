@@ -64,10 +64,11 @@ class ParallelGroup(Protocol):
 @dataclass(frozen=True, slots=True)
 class ModelCapabilities:
     """Features that a model supports. `tensor_parallel`: it can be split over ranks. `taps`: what
-    it builds is `Tapped`."""
+    it builds is `Tapped`. `types`: it reads `ModelInputs.types`."""
 
-    tensor_parallel: bool = True
+    tensor_parallel: bool = False
     taps: bool = False
+    types: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,29 +105,42 @@ class BuildContext:
     adapters: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInputs:
+    """Tokens of one step, a ragged batch, for a model to compute. Tensors are on the device, and
+    only read.
+
+    Later minor versions add fields. Their defaults change nothing: a model needs to read only those
+    that it knows.
+    """
+
+    token_ids: torch.Tensor  # [tokens] int64
+    # [tokens] int64: of each token in its sequence; any below the model's length, in any order of
+    # sequences
+    positions: torch.Tensor
+    # [n] int64, n at least 1: distinct indices of the tokens whose states `forward` returns, in
+    # this order; None: all
+    wanted: torch.Tensor | None = None
+    # [tokens] int64, only for a model with `ModelCapabilities.types`: the tokens' types, 1 from the
+    # second text of a pair on; None: all are 0
+    types: torch.Tensor | None = None
+
+
 class CausalLM(Protocol):
     """Module that `build` returns: a `torch.nn.Module` with parameters that have
     `load(source, shard_id, transform)`; see `dovetail.nn.parameter`."""
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the hidden states [tokens, hidden_size], after the last norm, for token_ids and
-        positions [tokens] int64 of a ragged batch.
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        """Return the hidden states [tokens, hidden_size], after the last norm, of all tokens, or
+        those of the `wanted` ones [n, hidden_size]. The result belongs to the caller.
 
-        `wanted` [n] int64, n at least 1: distinct indices of the tokens to return states of; the
-        result is then [n, hidden_size], in this order. None: all. A simple model computes all
-        states and ends with `return hidden if wanted is None else hidden[wanted]`. Dropping the
-        other tokens after the last attention saves nearly all of a prompt's last feed-forward. The
-        K and V of all tokens must be written in every layer. Each recurrent layer replaces the
-        states of all rows of `StateLayer.batch`, and writes its checkpoints.
+        A simple model computes all states and ends with
+        `return hidden if inputs.wanted is None else hidden[inputs.wanted]`. Dropping the other
+        tokens after the last attention saves nearly all of a prompt's last feed-forward. The K and
+        V of all tokens must be written in every layer. Each recurrent layer replaces the states of
+        all rows of `StateLayer.batch`, and writes its checkpoints.
 
-        An encoder, whose layers aren't causal, gets whole rows only, and has no `logits`. With the
-        class attribute `reads_types = True` it gets a fourth argument, `types` [tokens] int64, or
-        None if all are 0: the tokens' types, 1 from the second text of a pair on.
-
-        Inputs are only read; the result belongs to the caller. Positions may be any below the
-        model's length, in any order of sequences."""
+        An encoder, whose layers aren't causal, gets whole rows only, and has no `logits`."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [n, vocab_size], the same on every rank, for hidden [n, hidden_size], one
@@ -145,11 +159,7 @@ class Tapped(CausalLM, Protocol):
         [tokens] int64."""
 
     def forward_tapped(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        wanted: torch.Tensor | None,
-        taps: Sequence[int],
+        self, inputs: ModelInputs, taps: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the result of `forward`, and the states of *all* tokens at `taps`, which aren't
         empty, one after the other: [tokens, taps * hidden_size]. A tap t from 0 to the number of
@@ -231,7 +241,7 @@ class ModelPooling:
     method: PoolingMethod = "last"
     # of a classifier, from the pooled state to the scores of its labels; empty: it is none
     head: tuple[HeadLayer, ...] = ()
-    generates: bool = True  # it has `logits`
+    generates: bool = False  # it has `logits`
 
 
 class ModelArch(ABC):
@@ -261,11 +271,11 @@ class ModelArch(ABC):
         return []
 
     def pooling(self, config: Any) -> ModelPooling:
-        """Return how this model pools. A generator need not override it: checkpoints of its body
-        alone (`LlamaModel`), or with a classifier instead of its head
-        (`LlamaForSequenceClassification`), are given to it as if they were generators with tied
-        embeddings."""
-        return ModelPooling()
+        """Return how this model pools; by default as a generator does. A generator need not
+        override it: checkpoints of its body alone (`LlamaModel`), or with a classifier instead of
+        its head (`LlamaForSequenceClassification`), are given to it as if they were generators with
+        tied embeddings."""
+        return ModelPooling(generates=True)
 
     @abstractmethod
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
-from dovetail.api.model import WeightRule
+from dovetail.api.model import ModelInputs, WeightRule
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.layer import LayerList
 from dovetail.nn.norm import Norm
@@ -96,8 +96,8 @@ class AnyBlock(Protocol):
 
 
 class Decoder(nn.Module):
-    """The whole model, a `dovetail.api.model.Tapped`: token_ids [tokens] -> hidden states
-    [tokens, hidden]. Names of a checkpoint's tensors are those of most families in transformers."""
+    """The whole model, a `dovetail.api.model.Tapped`. Names of a checkpoint's tensors are those of
+    most families in transformers."""
 
     embedding_name = "model.embed_tokens"
     layers_name = "model.layers"
@@ -128,21 +128,16 @@ class Decoder(nn.Module):
         self._last_mixer = max(index for index, block in enumerate(self.blocks) if block.mixes)
         self._skipped = skipped
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return self.forward_tapped(token_ids, positions, wanted, ())[0]
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        return self.forward_tapped(inputs, ())[0]
 
     def forward_tapped(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        wanted: torch.Tensor | None,
-        taps: Sequence[int],
+        self, inputs: ModelInputs, taps: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.embed(token_ids)
-        rotations = [rotary(positions) for rotary in self.rotaries]
-        added = self.added(token_ids, x)
+        wanted = inputs.wanted
+        x = self.embed(inputs.token_ids)
+        rotations = [rotary(inputs.positions) for rotary in self.rotaries]
+        added = self.added(inputs, x)
         residual = Residual(x)  # changes x
         tapped = dict[int, torch.Tensor]()
         taps_see_all = not taps or max(taps) <= self._last_mixer
@@ -163,14 +158,16 @@ class Decoder(nn.Module):
         return hidden, states
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `Tapped.embed`: token_ids [tokens] -> [tokens, hidden]."""
         return self.embedding(token_ids)
 
-    def added(self, token_ids: torch.Tensor, x: torch.Tensor) -> Sequence[AddTo]:
+    def added(self, inputs: ModelInputs, x: torch.Tensor) -> Sequence[AddTo]:
         """Return `add_to` of each block, for tokens with the embeddings x [tokens, hidden]. Models
         whose blocks read more than the stream override it."""
         return [block.add_to for block in self.blocks]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `CausalLM.logits`: hidden [n, hidden] -> [n, vocabulary]."""
         return self.head(hidden)
 
     def weights(self) -> Iterator[WeightRule]:

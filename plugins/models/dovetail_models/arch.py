@@ -106,7 +106,7 @@ class ConfigArch(ModelArch):
     can remove it from config.json.
     """
 
-    capabilities = ModelCapabilities(taps=True)
+    capabilities = ModelCapabilities(tensor_parallel=True, taps=True)
     model_type: str  # of transformers' config
     handled: frozenset[str] = frozenset()
     activation_field = "hidden_act"

@@ -4,6 +4,7 @@ learned positions and token types."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dovetail.api.attention import LayerSpec
-from dovetail.api.model import BuildContext, HeadLayer, ModelPooling, WeightRule
+from dovetail.api.model import BuildContext, HeadLayer, ModelInputs, ModelPooling, WeightRule
 from dovetail.nn.embedding import Table, VocabParallelEmbedding
 from dovetail.nn.layer import LayerList
 from dovetail.nn.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -22,6 +23,7 @@ from dovetail_models.encoder import EncoderArch, kept, rules
 class Bert(EncoderArch):
     """BertModel, BertForSequenceClassification."""
 
+    capabilities = replace(EncoderArch.capabilities, types=True)
     model_type = "bert"
     prefix = "bert."
     handled = frozenset(
@@ -64,11 +66,8 @@ class Bert(EncoderArch):
         return reasons
 
     def classifier(self, config: Any) -> ModelPooling:
-        return ModelPooling(
-            "cls",
-            (HeadLayer("bert.pooler.dense", "tanh"), HeadLayer("classifier")),
-            generates=False,
-        )
+        head = (HeadLayer("bert.pooler.dense", "tanh"), HeadLayer("classifier"))
+        return ModelPooling("cls", head)
 
     def encoder(
         self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str
@@ -93,11 +92,8 @@ class Roberta(Bert):
         return reasons
 
     def classifier(self, config: Any) -> ModelPooling:
-        return ModelPooling(
-            "cls",
-            (HeadLayer("classifier.dense", "tanh"), HeadLayer("classifier.out_proj")),
-            generates=False,
-        )
+        head = (HeadLayer("classifier.dense", "tanh"), HeadLayer("classifier.out_proj"))
+        return ModelPooling("cls", head)
 
     def encoder(
         self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str
@@ -156,8 +152,6 @@ class BertEncoder(nn.Module):
     """The encoder. `padding`: id of padding in models whose positions begin after it, and leave
     padding out."""
 
-    reads_types = True
-
     def __init__(
         self,
         config: Any,
@@ -175,25 +169,20 @@ class BertEncoder(nn.Module):
         self.norm = LayerNorm(config.hidden_size, config.layer_norm_eps, context, bias=True)
         self.layers = LayerList(BertLayer(config, spec, context) for spec in specs)
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        wanted: torch.Tensor | None = None,
-        types: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `CausalLM.forward`. Each row is whole. `types` [tokens] int64: token types, clipped
-        to those that the model has; None: all 0."""
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        """See `CausalLM.forward`. Each row is whole. Types are clipped to those that the model
+        has."""
+        positions, types = inputs.positions, inputs.types
         if self.padding is not None:
-            positions = positions_after_padding(token_ids, positions, self.padding)
-        x = self.words(token_ids) + (
+            positions = positions_after_padding(inputs.token_ids, positions, self.padding)
+        x = self.words(inputs.token_ids) + (
             self.types.weight[0]
             if types is None
             else self.types(types.clamp(max=len(self.types.weight) - 1))
         )
         x = self.norm(x.add_(self.positions(positions)))
         for index, layer in enumerate(self.layers, 1):
-            x = layer(x, wanted if index == len(self.layers) else None)
+            x = layer(x, inputs.wanted if index == len(self.layers) else None)
         return x
 
     def weights(self) -> Iterator[WeightRule]:

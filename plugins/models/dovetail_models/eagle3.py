@@ -19,7 +19,7 @@ from torch import nn
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.component import NoOptions
-from dovetail.api.draft_head import HeadArch
+from dovetail.api.draft_head import HeadArch, HeadInputs
 from dovetail.api.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.api.json_files import read_json_object
 from dovetail.api.model import BuildContext, ModelContext, ParallelGroup, Tapped, WeightRule
@@ -238,23 +238,22 @@ class Eagle3Head(nn.Module):
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
         return self.fc(tapped)
 
-    def store(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:
-        embedded = self.embed(token_ids)
-        rotation = self.rotary(positions)
+    def store(self, inputs: HeadInputs) -> None:
+        embedded = self.embed(inputs.token_ids)
+        rotation = self.rotary(inputs.positions)
         if not self.blocks:
-            self.first.store(embedded, states, rotation)
+            self.first.store(embedded, inputs.states, rotation)
             return
-        residual = self.first(embedded, states, rotation)
+        residual = self.first(embedded, inputs.states, rotation)
         *earlier, last = self.blocks
         for block in earlier:
             block.add_to(residual, rotation)
         last.attention.store(residual, last.input_norm, rotation)
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
-    ) -> torch.Tensor:
-        rotation = self.rotary(positions)
-        residual: Residual = self.first(self.embed(token_ids), states, rotation)
+    def forward(self, inputs: HeadInputs) -> torch.Tensor:
+        rotation = self.rotary(inputs.positions)
+        embedded = self.embed(inputs.token_ids)
+        residual: Residual = self.first(embedded, inputs.states, rotation)
         for block in self.blocks:
             block.add_to(residual, rotation)
         return residual.summed()

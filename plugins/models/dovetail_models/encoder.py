@@ -35,7 +35,7 @@ _SIZES = (
 class EncoderArch(ConfigArch):
     """Architecture of an encoder, with or without a head for labels on top."""
 
-    capabilities = ModelCapabilities()  # no draft head reads an encoder
+    capabilities = ModelCapabilities(tensor_parallel=True)  # no draft head reads an encoder
     activations = ("gelu",)
     auto_classes = ("AutoModel", "AutoModelForSequenceClassification")
     prefix: str  # of the encoder's tensors in a checkpoint that has a head
@@ -80,9 +80,7 @@ class EncoderArch(ConfigArch):
     def pooling(self, config: Any) -> ModelPooling:
         """Return the pooling of the architecture's classifier, otherwise sentence-transformers'
         own."""
-        return (
-            self.classifier(config) if _has_head(config) else ModelPooling("mean", generates=False)
-        )
+        return self.classifier(config) if _has_head(config) else ModelPooling("mean")
 
     @abstractmethod
     def classifier(self, config: Any) -> ModelPooling:

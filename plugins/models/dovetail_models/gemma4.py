@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dovetail.api.attention import LayerSpec
-from dovetail.api.model import BuildContext, WeightRule
+from dovetail.api.model import BuildContext, ModelInputs, WeightRule
 from dovetail.nn.activation import ACTIVATIONS
 from dovetail.nn.attention import Attention
 from dovetail.nn.decoder import AddTo, Decoder
@@ -160,13 +160,13 @@ class Gemma4Decoder(Decoder):
     blocks: Sequence[Gemma4Block]
     inputs: LayerInputs | None
 
-    def added(self, token_ids: torch.Tensor, x: torch.Tensor) -> Sequence[AddTo]:
+    def added(self, inputs: ModelInputs, x: torch.Tensor) -> Sequence[AddTo]:
         if self.inputs is None:
-            return super().added(token_ids, x)
-        inputs = self.inputs(token_ids, x)
+            return super().added(inputs, x)
+        by_layer = self.inputs(inputs.token_ids, x)
         return [
             partial(block.add_to, inputs=own)
-            for block, own in zip(self.blocks, inputs, strict=True)
+            for block, own in zip(self.blocks, by_layer, strict=True)
         ]
 
     def weights(self) -> Iterator[WeightRule]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dovetail.api.attention import LayerSpec
-from dovetail.api.model import BuildContext, HeadLayer, ModelPooling, WeightRule
+from dovetail.api.model import BuildContext, HeadLayer, ModelInputs, ModelPooling, WeightRule
 from dovetail.nn.embedding import VocabParallelEmbedding
 from dovetail.nn.layer import LayerList
 from dovetail.nn.linear import (
@@ -96,7 +96,7 @@ class ModernBert(EncoderArch):
             HeadLayer("head.dense", "gelu", "head.norm", config.norm_eps),
             HeadLayer("classifier"),
         )
-        return ModelPooling(config.classifier_pooling, head, generates=False)
+        return ModelPooling(config.classifier_pooling, head)
 
     def encoder(
         self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str
@@ -194,13 +194,12 @@ class ModernBertEncoder(nn.Module):
             config.hidden_size, config.norm_eps, context, bias=config.norm_bias
         )
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        rotations = {kind: rotary(positions) for kind, rotary in self.rotaries.items()}
-        x = self.norm(self.words(token_ids))
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        rotations = {kind: rotary(inputs.positions) for kind, rotary in self.rotaries.items()}
+        x = self.norm(self.words(inputs.token_ids))
         for index, layer in enumerate(self.layers, 1):
-            x = layer(x, rotations[layer.kind], wanted if index == len(self.layers) else None)
+            wanted = inputs.wanted if index == len(self.layers) else None
+            x = layer(x, rotations[layer.kind], wanted)
         return self.last_norm(x)
 
     def weights(self) -> Iterator[WeightRule]:

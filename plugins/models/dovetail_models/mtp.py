@@ -21,7 +21,7 @@ from torch import nn
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.component import NoOptions
-from dovetail.api.draft_head import HeadArch
+from dovetail.api.draft_head import HeadArch, HeadInputs
 from dovetail.api.model import BuildContext, ModelContext, ParallelGroup, Tapped, WeightRule
 from dovetail.errors import UnsupportedError
 from dovetail.nn.attention import spec_of_rank
@@ -133,22 +133,19 @@ class MtpHead(nn.Module):
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
         return tapped
 
-    def store(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:
-        residual, rotation = self._inputs(token_ids, positions, states)
+    def store(self, inputs: HeadInputs) -> None:
+        residual, rotation = self._projected(inputs)
         self.block.attention.store(residual, self.block.input_norm, rotation)
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
-    ) -> torch.Tensor:
-        residual, rotation = self._inputs(token_ids, positions, states)
+    def forward(self, inputs: HeadInputs) -> torch.Tensor:
+        residual, rotation = self._projected(inputs)
         self.block.add_to(residual, rotation)
         return residual.normed(self.norm)
 
-    def _inputs(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor
-    ) -> tuple[Residual, Rotation]:
-        x = torch.cat((self.embedding_norm(self.embed(token_ids)), self.state_norm(states)), dim=1)
-        return Residual(self.projection(x)), self.rotary(positions)
+    def _projected(self, inputs: HeadInputs) -> tuple[Residual, Rotation]:
+        embedded = self.embedding_norm(self.embed(inputs.token_ids))
+        x = torch.cat((embedded, self.state_norm(inputs.states)), dim=1)
+        return Residual(self.projection(x)), self.rotary(inputs.positions)
 
     def weights(self) -> Iterator[WeightRule]:
         names = self.names

@@ -32,7 +32,9 @@ from dovetail.api.component import NoOptions
 from dovetail.api.model import (
     BuildContext,
     ModelArch,
+    ModelCapabilities,
     ModelContext,
+    ModelInputs,
     ParallelGroup,
     TrialRun,
     WeightRule,
@@ -104,6 +106,8 @@ _SWITCHING_ROPES = (
 
 class Transformers(ModelArch):
     """Serves all causal language models of transformers that pass the check."""
+
+    capabilities = ModelCapabilities(tensor_parallel=True)
 
     def __init__(self, options: NoOptions, context: ModelContext) -> None:
         super().__init__(options, context)
@@ -355,11 +359,9 @@ class TransformersModel(nn.Module):
         self._to_verify = False
         self._verdict.write(replaced=bool(self._layers.found))
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        hidden = _states(self._base, self._layers, token_ids, positions)
-        return hidden if wanted is None else hidden.index_select(0, wanted)
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        hidden = _states(self._base, self._layers, inputs.token_ids, inputs.positions)
+        return hidden if inputs.wanted is None else hidden.index_select(0, inputs.wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from dovetail.api.attention import LayerSpec
-from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
+from dovetail.api.model import BuildContext, ModelInputs, ParallelGroup, WeightRule
 from dovetail.api.state import StateBatch, StateLayer, StateSpec
 from dovetail.nn.attention import Attention
 from dovetail.nn.rotary import Rope
@@ -37,8 +37,8 @@ class Altered(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         forward, weights = model.forward, model.weights
-        model.forward = lambda token_ids, positions, wanted=None: forward(
-            token_ids, self.positions(model, positions), wanted
+        model.forward = lambda inputs: forward(
+            replace(inputs, positions=self.positions(model, inputs.positions))
         )
         model.weights = lambda: self.rules(model, list(weights()))
         return model  # type: ignore[no-any-return]
@@ -62,9 +62,7 @@ class CountsPaddingWithinAPrompt(XLMRoberta):
     ) -> torch.nn.Module:
         model: Any = super().encoder(config, specs, context, prefix)
         forward, first, model.padding = model.forward, config.pad_token_id + 1, None
-        model.forward = lambda token_ids, positions, wanted=None: forward(
-            token_ids, positions + first, wanted
-        )
+        model.forward = lambda inputs: forward(replace(inputs, positions=inputs.positions + first))
         return model  # type: ignore[no-any-return]
 
 
@@ -168,7 +166,46 @@ class PassesOverUnknownFields(Qwen3):
         return []
 
 
+@mutant(caught_by="model.types")
+class ReadsNoTypes(Bert):
+    """Takes all tokens of a pair for those of its first text."""
+
+    def encoder(
+        self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str
+    ) -> torch.nn.Module:
+        model: Any = super().encoder(config, specs, context, prefix)
+        forward = model.forward
+        model.forward = lambda inputs: forward(replace(inputs, types=None))
+        return model  # type: ignore[no-any-return]
+
+
+@mutant(caught_by="model.types")
+class TakesNoneForTheSecondText(Bert):
+    def encoder(
+        self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str
+    ) -> torch.nn.Module:
+        model: Any = super().encoder(config, specs, context, prefix)
+        forward = model.forward
+        model.forward = lambda inputs: forward(
+            replace(inputs, types=torch.ones_like(inputs.token_ids))
+            if inputs.types is None
+            else inputs
+        )
+        return model  # type: ignore[no-any-return]
+
+
 # ---- steps
+
+
+@mutant(caught_by="model.inputs")
+class TakesItsInputsOneByOne(Qwen3):
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        forward = model.forward
+        model.forward = lambda token_ids, positions, wanted=None: forward(
+            ModelInputs(token_ids=token_ids, positions=positions, wanted=wanted)
+        )
+        return model  # type: ignore[no-any-return]
 
 
 @mutant(caught_by="model.chunks")
@@ -204,7 +241,7 @@ class ReturnsAllStates(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         forward = model.forward
-        model.forward = lambda token_ids, positions, wanted=None: forward(token_ids, positions)
+        model.forward = lambda inputs: forward(replace(inputs, wanted=None))
         return model  # type: ignore[no-any-return]
 
 
@@ -213,8 +250,8 @@ class ReturnsTheFirstStates(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         forward = model.forward
-        model.forward = lambda token_ids, positions, wanted=None: forward(token_ids, positions)[
-            : None if wanted is None else len(wanted)
+        model.forward = lambda inputs: forward(replace(inputs, wanted=None))[
+            : None if inputs.wanted is None else len(inputs.wanted)
         ]
         return model  # type: ignore[no-any-return]
 
@@ -224,8 +261,8 @@ class SortsWhatIsWanted(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         forward = model.forward
-        model.forward = lambda token_ids, positions, wanted=None: forward(
-            token_ids, positions, None if wanted is None else wanted.sort().values
+        model.forward = lambda inputs: forward(
+            inputs if inputs.wanted is None else replace(inputs, wanted=inputs.wanted.sort().values)
         )
         return model  # type: ignore[no-any-return]
 
@@ -237,15 +274,13 @@ class WritesOfTheLastLayerWhatIsWanted(Qwen3):
         forward, layer = model.forward, model.blocks[-1].attention.attn
         write = layer.write
 
-        def write_wanted(
-            token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
-        ) -> torch.Tensor:
-            if wanted is None:
-                return forward(token_ids, positions)  # type: ignore[no-any-return]
-            kept = torch.zeros(len(token_ids), 1, 1).index_fill_(0, wanted, 1.0)
+        def write_wanted(inputs: ModelInputs) -> torch.Tensor:
+            if inputs.wanted is None:
+                return forward(inputs)  # type: ignore[no-any-return]
+            kept = torch.zeros(len(inputs.token_ids), 1, 1).index_fill_(0, inputs.wanted, 1.0)
             layer.write = lambda k, v: write(k * kept, v * kept)
             try:
-                return forward(token_ids, positions, wanted)  # type: ignore[no-any-return]
+                return forward(inputs)  # type: ignore[no-any-return]
             finally:
                 layer.write = write
 
@@ -259,51 +294,39 @@ class Taps(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         tapped = model.forward_tapped
-        model.forward = lambda token_ids, positions, wanted=None: tapped(
-            token_ids, positions, wanted, ()
-        )[0]
-        model.forward_tapped = lambda *args: self.altered(tapped, *args)
+        model.forward = lambda inputs: tapped(inputs, ())[0]
+        model.forward_tapped = lambda inputs, taps: self.altered(tapped, inputs, taps)
         return model  # type: ignore[no-any-return]
 
-    def altered(
-        self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any
-    ) -> Any:
+    def altered(self, tapped: Any, inputs: ModelInputs, taps: Any) -> Any:
         raise NotImplementedError
 
 
 @mutant(caught_by="model.taps")
 class TapsALayerLater(Taps):
-    def altered(
-        self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any
-    ) -> Any:
-        return tapped(token_ids, positions, wanted, [min(tap + 1, 2) for tap in taps])
+    def altered(self, tapped: Any, inputs: ModelInputs, taps: Any) -> Any:
+        return tapped(inputs, [min(tap + 1, 2) for tap in taps])
 
 
 @mutant(caught_by="model.taps")
 class TapsInAscendingOrder(Taps):
-    def altered(
-        self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any
-    ) -> Any:
-        return tapped(token_ids, positions, wanted, sorted(taps))
+    def altered(self, tapped: Any, inputs: ModelInputs, taps: Any) -> Any:
+        return tapped(inputs, sorted(taps))
 
 
 @mutant(caught_by="model.taps")
 class TapsWhatIsWanted(Taps):
-    def altered(
-        self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any
-    ) -> Any:
-        hidden, states = tapped(token_ids, positions, wanted, taps)
-        return hidden, states if wanted is None else states[wanted]
+    def altered(self, tapped: Any, inputs: ModelInputs, taps: Any) -> Any:
+        hidden, states = tapped(inputs, taps)
+        return hidden, states if inputs.wanted is None else states[inputs.wanted]
 
 
 @mutant(caught_by="model.taps")
 class TapsIntoTheSameMemory(Taps):
     memory = torch.empty(0)
 
-    def altered(
-        self, tapped: Any, token_ids: torch.Tensor, positions: torch.Tensor, wanted: Any, taps: Any
-    ) -> Any:
-        hidden, states = tapped(token_ids, positions, wanted, taps)
+    def altered(self, tapped: Any, inputs: ModelInputs, taps: Any) -> Any:
+        hidden, states = tapped(inputs, taps)
         if self.memory.numel() < states.numel():
             self.memory = torch.empty(1 << 14)
         kept = self.memory[: states.numel()].view(states.shape)
@@ -613,8 +636,10 @@ class TakesAllForNone(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         forward = model.forward
-        model.forward = lambda ids, positions, wanted=None: forward(
-            ids, positions, None if wanted is None or len(wanted) == len(ids) else wanted
+        model.forward = lambda inputs: forward(
+            replace(inputs, wanted=None)
+            if inputs.wanted is not None and len(inputs.wanted) == len(inputs.token_ids)
+            else inputs
         )
         return model  # type: ignore[no-any-return]
 
@@ -697,20 +722,12 @@ class Wrapped(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         forward, logits = model.forward, model.logits
-        model.forward = lambda token_ids, positions, wanted=None: self.states(
-            forward, token_ids, positions, wanted
-        )
+        model.forward = lambda inputs: self.states(forward, inputs)
         model.logits = lambda hidden: self.logits(logits, hidden)
         return model  # type: ignore[no-any-return]
 
-    def states(
-        self,
-        forward: Any,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        wanted: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return forward(token_ids, positions, wanted)  # type: ignore[no-any-return]
+    def states(self, forward: Any, inputs: ModelInputs) -> torch.Tensor:
+        return forward(inputs)  # type: ignore[no-any-return]
 
     def logits(self, logits: Any, hidden: torch.Tensor) -> torch.Tensor:
         return logits(hidden)  # type: ignore[no-any-return]
@@ -718,20 +735,10 @@ class Wrapped(Qwen3):
 
 @mutant(caught_by="model.wanted")
 class TakesOneWantedForTheLast(Wrapped):
-    def states(
-        self,
-        forward: Any,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        wanted: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return forward(
-            token_ids,
-            positions,
-            torch.tensor([len(token_ids) - 1])
-            if wanted is not None and len(wanted) == 1
-            else wanted,
-        )  # type: ignore[no-any-return]
+    def states(self, forward: Any, inputs: ModelInputs) -> torch.Tensor:
+        if inputs.wanted is not None and len(inputs.wanted) == 1:
+            inputs = replace(inputs, wanted=torch.tensor([len(inputs.token_ids) - 1]))
+        return forward(inputs)  # type: ignore[no-any-return]
 
 
 @mutant(caught_by="model.wanted")
@@ -743,15 +750,12 @@ class WritesUpToTheLastWanted(Qwen3):
         forward, layer = model.forward, model.blocks[-1].attention.attn
         write = layer.write
 
-        def write_some(
-            token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
-        ) -> torch.Tensor:
-            some = (
-                torch.arange(len(token_ids))
-                <= (wanted.max() if wanted is not None else len(token_ids))
-            )[:, None, None]
+        def write_some(inputs: ModelInputs) -> torch.Tensor:
+            count = len(inputs.token_ids)
+            last = count if inputs.wanted is None else inputs.wanted.max()
+            some = (torch.arange(count) <= last)[:, None, None]
             layer.write = lambda k, v: write(k * some, v * some)
-            return forward(token_ids, positions, wanted)  # type: ignore[no-any-return]
+            return forward(inputs)  # type: ignore[no-any-return]
 
         model.forward = write_some
         return model  # type: ignore[no-any-return]
@@ -759,16 +763,10 @@ class WritesUpToTheLastWanted(Qwen3):
 
 @mutant(caught_by="model.owns_nothing")
 class SortsManyWantedInPlace(Wrapped):
-    def states(
-        self,
-        forward: Any,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        wanted: torch.Tensor | None,
-    ) -> torch.Tensor:
-        states: torch.Tensor = forward(token_ids, positions, wanted)
-        if wanted is not None and len(wanted) > 2:
-            wanted.copy_(wanted.sort().values)
+    def states(self, forward: Any, inputs: ModelInputs) -> torch.Tensor:
+        states: torch.Tensor = forward(inputs)
+        if inputs.wanted is not None and len(inputs.wanted) > 2:
+            inputs.wanted.copy_(inputs.wanted.sort().values)
         return states
 
 

@@ -17,7 +17,7 @@ from dovetail.nn.residual import Residual
 from dovetail_executors.runtime.device_work import DeviceWork
 from dovetail_executors.runtime.features import FeaturePlan, Loaded, StepFeature
 from dovetail_executors.runtime.loading import ModelPlan
-from dovetail_executors.runtime.model_io import ModelInputs
+from dovetail_executors.runtime.model_io import StepTokens
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.step import Step
 from tests.features.steering.parts import SteeringCapacity, SteeringRows
@@ -49,8 +49,8 @@ class SteeringWork(DeviceWork):
         block.add_to = add_to
 
     @contextmanager
-    def around(self, inputs: ModelInputs) -> Iterator[None]:
-        slots = self._slots.index_select(0, inputs.rows)
+    def around(self, tokens: StepTokens) -> Iterator[None]:
+        slots = self._slots.index_select(0, tokens.rows)
         self._vectors = self._bank.index_select(0, slots)
         try:
             yield

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dovetail.api.attention import AttentionLayer
+from dovetail.api.model import ModelInputs
 from dovetail.errors import DovetailError
 from dovetail.nn.residual import Residual
 from dovetail_executors.runtime.graphs import with_axes_of_features
@@ -45,12 +46,10 @@ class Blocks(TinyModel):
         super().__init__(*args, **kwargs)
         self.blocks = [Block(*layer) for layer in self.layers]
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        residual = Residual(self.embed[token_ids] + self.places[positions])
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        residual = Residual(self.embed[inputs.token_ids] + self.places[inputs.positions])
         for block in self.blocks:
-            block.add_to(residual, (), wanted if block is self.blocks[-1] else None)
+            block.add_to(residual, (), inputs.wanted if block is self.blocks[-1] else None)
         return residual.summed()
 
 

@@ -17,7 +17,19 @@ CLAUSES: Marks = {
         "*": TOLD,
     },
     "ParallelGroup": TOLD,
-    "ModelCapabilities": {"`taps`": held("taps"), "*": held("hygiene.capabilities", "shards")},
+    "ModelCapabilities": {
+        "`taps`": held("taps"),
+        "`types`": held("types"),
+        "*": held("hygiene.capabilities", "shards"),
+    },
+    "ModelInputs": {
+        "Tokens of one step": held("inputs", "ragged"),
+        "only read": held("owns_nothing", "types"),
+        "*": TOLD,
+    },
+    "ModelInputs.positions": held("positions", "prefix", "ragged"),
+    "ModelInputs.wanted": held("wanted"),
+    "ModelInputs.types": held("types"),
     "ModelContext": TOLD,
     "BuildContext": {
         "longest sequence": held("max_len", but="a length beyond the model's own isn't tested"),
@@ -29,13 +41,11 @@ CLAUSES: Marks = {
     "CausalLM": held("checkpoint"),
     "CausalLM.forward": {
         "Return the hidden states": held(
-            "transformers", "chunks", "decode", "ragged", "prefix", "dtype"
+            "inputs", "transformers", "chunks", "decode", "ragged", "prefix", "dtype", "wanted"
         ),
-        "indices of the tokens": held("wanted"),
+        "belongs to the caller": held("owns_nothing"),
         "K and V of all tokens": held("wanted"),
         "recurrent layer replaces": held("states"),
-        "only read": held("owns_nothing"),
-        "Positions may be": held("positions", "prefix", "ragged"),
         "*": TOLD,
     },
     "CausalLM.logits": {

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import save_file
 
-from dovetail.api.model import ModelArch, ModelContext, ParallelGroup
+from dovetail.api.model import ModelArch, ModelContext, ModelInputs, ParallelGroup
 from dovetail.errors import describe
 from dovetail.nn.model_files import model_length, read_config
 from dovetail.nn.parallel import SINGLE
@@ -245,16 +245,19 @@ class ModelSuite(Suite):
         tokens = some_tokens(config, 12)
         expected = bench.run(tokens, sequence="first")
         for wanted in (torch.tensor([11, 3, 7, 0]), torch.tensor([5])):
-            given = tokens.clone(), torch.arange(12), wanted.clone()
+            given = ModelInputs(
+                token_ids=tokens.clone(), positions=torch.arange(12), wanted=wanted.clone()
+            )
             sequence = f"with {len(wanted)} wanted"
             bench.plan(Chunk(sequence, tokens, 0))
             with torch.no_grad():
-                hidden = bench.model(*given)
-                require(
-                    torch.equal(given[0], tokens) and torch.equal(given[1], torch.arange(12)),
-                    "forward() changed token_ids or positions",
-                )
-                require(torch.equal(given[2], wanted), "forward() changed wanted")
+                hidden = bench.model(given)
+                for name, value in (
+                    ("token_ids", tokens),
+                    ("positions", torch.arange(12)),
+                    ("wanted", wanted),
+                ):
+                    require(torch.equal(getattr(given, name), value), f"forward() changed {name}")
                 states = hidden.clone()
                 bench.logits(hidden).fill_(torch.nan)
                 require(
@@ -450,6 +453,34 @@ class ModelSuite(Suite):
                     f"states of {_told(config)} at places {places} of a step differ if only these "
                     f"are wanted",
                 )
+
+    @check("model.inputs", since="1.0")
+    def test_inputs(self) -> None:
+        """`forward` of what `build` returns takes one argument, a `ModelInputs`; `forward_tapped`
+        takes it and the taps. Read what you need from its fields. An unknown field may be added
+        later: its default changes nothing."""
+        for config in self.configs():
+            self.bench(config, None)
+
+    @check("model.types", since="1.0", capability="types")
+    def test_types(self) -> None:
+        """`ModelInputs.types` doesn't do what transformers' `token_type_ids` do; or None isn't the
+        same as zeros; or a type beyond those that the checkpoint has isn't taken for the last one;
+        or `forward` changed the types."""
+        for config, reference, bench in self.pairs():
+            tokens = some_tokens(config, 12)
+            types = (torch.arange(12) >= 7).long()
+            last = int(getattr(config, "type_vocab_size", 2)) - 1
+            expected = reference.encoded(tokens, types.clamp(max=last))
+            given = types.clone()
+            found = bench.step(Chunk("types", tokens, 0), types=given)
+            assert_close(
+                found, expected, f"hidden states of {_told(config)} with types 0 and then 1"
+            )
+            require(torch.equal(given, types), "forward() changed types")
+            zeros = bench.step(Chunk("zeros", tokens, 0), types=torch.zeros_like(types))
+            none = bench.step(Chunk("none", tokens, 0))
+            assert_close(none, zeros, f"hidden states of {_told(config)} with types None and all 0")
 
     @check("model.taps", since="0.4", capability="taps")
     def test_taps(self) -> None:

@@ -3,21 +3,23 @@ layers in a pool, ranks as threads, and transformers' own model as the reference
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from threading import Barrier
 from typing import Any, NamedTuple
 
 import torch
 
 from dovetail.api.attention import AttentionLayer, LayerCache, LayerSpec
-from dovetail.api.model import BuildContext, ModelArch, ParallelGroup
+from dovetail.api.model import BuildContext, ModelArch, ModelInputs, ParallelGroup
 from dovetail.api.state import StateLayer, StateSpec, StateSteps
 from dovetail.errors import DovetailError
 from dovetail.nn.format import Quantization
 from dovetail.nn.parallel import SINGLE
 from dovetail.nn.placed_weights import place_weights
+from dovetail.testing.checks import fail
 from dovetail.testing.memory import bind_states
 from dovetail.testing.suites import model_configs as configs
 from dovetail.testing.suites.attention_oracle import Rules, plain
@@ -139,6 +141,7 @@ class Bench:
             make_state=self._make_state,
         )
         self.model: Any = arch.build(config, context)
+        _require_inputs(self.model)
         if quantization is not None:
             place_weights(self.model, quantization, CPU)
         if before is not None:
@@ -160,15 +163,21 @@ class Bench:
                 rule.parameter.load(tensors[rule.source], rule.shard_id, rule.transform)
 
     @torch.no_grad()
-    def step(self, *parts: Chunk, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def step(
+        self,
+        *parts: Chunk,
+        wanted: torch.Tensor | None = None,
+        types: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Hidden states [tokens, hidden] of a step that computes these parts; of those `wanted`
-        alone [n, hidden]."""
+        alone [n, hidden]. `types`: as of `ModelInputs`."""
         self.plan(*parts)
         positions = torch.cat(
             [torch.arange(part.start, part.start + len(part.token_ids)) for part in parts]
         )
+        token_ids = torch.cat([part.token_ids for part in parts])
         hidden: torch.Tensor = self.model(
-            torch.cat([part.token_ids for part in parts]), positions, wanted
+            ModelInputs(token_ids=token_ids, positions=positions, wanted=wanted, types=types)
         )
         if self.states is not None:
             for index, part in enumerate(parts):
@@ -189,7 +198,8 @@ class Bench:
         """Result of `forward_tapped` of a step that computes this part."""
         self.plan(part)
         positions = torch.arange(part.start, part.start + len(part.token_ids))
-        hidden, states = self.model.forward_tapped(part.token_ids, positions, wanted, taps)
+        inputs = ModelInputs(token_ids=part.token_ids, positions=positions, wanted=wanted)
+        hidden, states = self.model.forward_tapped(inputs, taps)
         return hidden, states
 
     def plan(self, *parts: Chunk) -> None:
@@ -266,6 +276,23 @@ class Bench:
             self.model.logits(hidden) if hasattr(self.model, "logits") else hidden.clone()
         )
         return logits
+
+
+def _require_inputs(model: Any) -> None:
+    """Raise `CheckFailed` unless the model's forward methods can be called as the contract does."""
+    for name, arguments in (("forward", "inputs"), ("forward_tapped", "inputs, taps")):
+        method = getattr(model, name, None)
+        if method is None:
+            continue
+        signature = inspect.signature(method)
+        try:
+            signature.bind(*arguments.split(", "))
+        except TypeError as error:
+            fail(
+                f"{type(model).__name__}.{name}{signature} is called as {name}({arguments}), where "
+                f"inputs is a dovetail.api.model.ModelInputs with the fields "
+                f"{', '.join(field.name for field in fields(ModelInputs))}: {error}"
+            )
 
 
 class ThreadGroup:
@@ -397,13 +424,20 @@ class Reference:
         }
 
     @torch.no_grad()
+    def encoded(self, token_ids: torch.Tensor, types: torch.Tensor | None = None) -> torch.Tensor:
+        """Return an encoder's hidden states. `types` [tokens] int64: of its tokens."""
+        of_types = {} if types is None else {"token_type_ids": types[None]}
+        hidden: torch.Tensor = self.model(
+            token_ids[None], attention_mask=torch.ones_like(token_ids[None]), **of_types
+        ).last_hidden_state[0]
+        return hidden
+
+    @torch.no_grad()
     def run(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return hidden states after the last norm, and logits; of an encoder the hidden states
         twice."""
         if self.encodes:
-            hidden: torch.Tensor = self.model(
-                token_ids[None], attention_mask=torch.ones_like(token_ids[None])
-            ).last_hidden_state[0]
+            hidden = self.encoded(token_ids)
             return hidden, hidden
         out = self.model(token_ids[None], output_hidden_states=True)
         return out.hidden_states[-1][0], out.logits[0]

@@ -32,7 +32,7 @@ from dovetail.nn.parameter import Part
 from dovetail_executors.runtime.device_work import DeviceWork
 from dovetail_executors.runtime.features import FeaturePlan, Loaded, StepFeature
 from dovetail_executors.runtime.memory import readable_bytes
-from dovetail_executors.runtime.model_io import ModelInputs
+from dovetail_executors.runtime.model_io import StepTokens
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.step import Step
 
@@ -183,8 +183,9 @@ class AdapterWork(DeviceWork):
         self._step = step
         self._slots = slots
 
-    def around(self, inputs: ModelInputs) -> AbstractContextManager[None]:
-        return self._step.of_tokens(self._slots.index_select(0, inputs.rows), inputs.wanted)
+    def around(self, tokens: StepTokens) -> AbstractContextManager[None]:
+        slots = self._slots.index_select(0, tokens.rows)
+        return self._step.of_tokens(slots, tokens.inputs.wanted)
 
 
 class Adapters(StepFeature[Literal[True]]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from dovetail_executors.runtime.model_io import MODEL_PARTS, ModelInputs, ModelOutputs, PartOfStep
+from dovetail_executors.runtime.model_io import MODEL_PARTS, ModelOutputs, PartOfStep, StepTokens
 
 
 class DeviceWork:
@@ -15,11 +15,11 @@ class DeviceWork:
     axis: str | None = None  # as the feature's
     taps: Sequence[int] = ()  # layers after which it reads states: `CausalLM.forward_tapped`
 
-    def around(self, inputs: ModelInputs) -> AbstractContextManager[None] | None:
+    def around(self, tokens: StepTokens) -> AbstractContextManager[None] | None:
         """Return a context in which the model, or its output layer, runs on these tokens."""
         return None
 
-    def after_model(self, inputs: ModelInputs, outputs: ModelOutputs) -> None:
+    def after_model(self, tokens: StepTokens, outputs: ModelOutputs) -> None:
         """Run after the model, on the same tokens."""
 
     def after_growth(self, outputs: ModelOutputs) -> None:

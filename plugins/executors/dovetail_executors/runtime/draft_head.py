@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend, LayerSpec
-from dovetail.api.draft_head import HeadArch
+from dovetail.api.draft_head import HeadArch, HeadInputs
 from dovetail.api.executor import Drafts, ExecutorConfig
 from dovetail.api.model import BuildContext, ParallelGroup
 from dovetail.api.sampler import Lines
@@ -223,7 +223,8 @@ class RunningHead(Proposer):
         is still valid."""
         token_indices, positions, states, count = tapped
         states = self.model.fuse(states)
-        self.model.store(self._tokens_after(token_indices), positions, states)
+        after = self._tokens_after(token_indices)
+        self.model.store(HeadInputs(token_ids=after, positions=positions, states=states))
         rows = token_indices[:count] // self._rows.row_width
         states = states[:count]
         is_last = positions[:count] + 2 == self._rows.num_tokens[rows]
@@ -254,7 +255,8 @@ class RunningHead(Proposer):
         `positions` [n] int64. `sample`: draws an id for each line from logits. Returns the drafts
         [n] int64."""
         after = self._tokens_after(lines.rows * self._rows.row_width + positions)
-        states = self.model(after, positions, self._states.index_select(0, lines.rows))
+        known = self._states.index_select(0, lines.rows)
+        states = self.model(HeadInputs(token_ids=after, positions=positions, states=known))
         self._states[lines.rows] = states
         drafts = sample(self.model.logits(states), lines)
         put_drafts(self._rows, lines, positions + 1, drafts, self._sampling.vocab_size)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend, AttentionLayer, LayerSpec
 from dovetail.api.executor import Batch, ComponentRef, Drafts, ExecutorConfig, QuantizationRef
-from dovetail.api.model import ParallelGroup
+from dovetail.api.model import ModelInputs, ParallelGroup
 from dovetail.api.sampler import Capture, Lines, Sampler
 from dovetail.api.token_sizes import half_of, row_sizes
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
@@ -34,7 +34,7 @@ from dovetail_executors.runtime.features import FeaturePlan, FinalStates, Loaded
 from dovetail_executors.runtime.graphs import NO_LINES, Builder, Graphs, StepParts
 from dovetail_executors.runtime.kv_scales import CacheScales
 from dovetail_executors.runtime.loading import ModelPlan, load_model
-from dovetail_executors.runtime.model_io import GraphKey, ModelInputs, ModelOutputs
+from dovetail_executors.runtime.model_io import GraphKey, ModelOutputs, StepTokens
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.sampling import Sampling, last_tokens, put_drafts, settled
 from dovetail_executors.runtime.step import Step
@@ -140,8 +140,8 @@ class DraftWork(DeviceWork):
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def after_model(self, inputs: ModelInputs, outputs: ModelOutputs) -> None:
-        self._model(inputs.token_ids, inputs.positions, inputs.wanted)
+    def after_model(self, tokens: StepTokens, outputs: ModelOutputs) -> None:
+        self._model(tokens.inputs)
 
 
 class DraftSteps(Builder):
@@ -164,7 +164,8 @@ class DraftSteps(Builder):
         rows = self.parts.rows
         sampling = self.parts.sampling
         token_ids, positions = map(settled, last_tokens(rows, inputs.lines))
-        hidden = settled(self._model(token_ids, positions))
+        of_model = ModelInputs(token_ids=token_ids, positions=positions)
+        hidden = settled(self._model(of_model))
         last = slice(self._lines_per_row - 1, None, self._lines_per_row)
         lines = Lines(*(values[last].contiguous() for values in inputs.lines))
         assert self.key.capture is not None
@@ -287,7 +288,8 @@ class DraftModel(Proposer):
         self._backend.plan(host.attention_batch(self._rows, inputs))
         token_ids = self._rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
         ends = to_device(host.line_ends, self._rows.device)
-        hidden = self.model(token_ids, inputs.positions, ends)
+        of_model = ModelInputs(token_ids=token_ids, positions=inputs.positions, wanted=ends)
+        hidden = self.model(of_model)
         if ahead is None:
             return
         lines = Lines(inputs.rows, torch.full_like(inputs.kv_lens, ahead))

@@ -41,8 +41,9 @@ class Wanted(NamedTuple):
 
     tokens: Int64  # ascending indices among the step's tokens
     every: bool = False  # better compute the states of all tokens
-    # Further inputs of the model, [tokens] each. Steps that have any aren't replayed.
-    extra: Mapping[str, NDArray[Any]] | None = None
+    # [tokens] `ModelInputs.types` of the step's tokens. Steps that have any aren't replayed. At most
+    # one feature gives them.
+    types: Int64 | None = None
 
 
 class FinalStates(NamedTuple):

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch
 from dovetail.api.graphs import GraphSupport
+from dovetail.api.model import ModelInputs
 from dovetail.api.sampler import Capture
 from dovetail.api.token_sizes import (
     half_of,
@@ -46,9 +47,9 @@ from dovetail_executors.runtime.model_io import (
     PROCESSED,
     SHARED,
     GraphKey,
-    ModelInputs,
     ModelOutputs,
     PartOfStep,
+    StepTokens,
 )
 from dovetail_executors.runtime.recording import LayerSplitter, Recording, record
 from dovetail_executors.runtime.row_state import RowState
@@ -175,10 +176,9 @@ class MixedSteps(Builder):
         rows = self.parts.rows
         token_ids = rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
         wanted = None if inputs.all_states else inputs.wanted
-        of_model = ModelInputs(
-            token_ids, inputs.positions, rows.row_width, inputs.token_indices, wanted=wanted
-        )
-        return self.parts.model.run(of_model, self.key)
+        of_model = ModelInputs(token_ids=token_ids, positions=inputs.positions, wanted=wanted)
+        tokens = StepTokens(of_model, rows.row_width, inputs.token_indices)
+        return self.parts.model.run(tokens, self.key)
 
     def rehearse(self, inputs: MixedInputs) -> None:
         # What follows the sampling isn't recorded with it.
@@ -203,8 +203,9 @@ class DecodeSteps(Builder):
         parts = self.parts
         lines = inputs.lines
         token_ids, positions = map(settled, last_tokens(parts.rows, lines, inputs.drafts))
-        of_model = ModelInputs(token_ids, positions, parts.rows.row_width, line_rows=lines.rows)
-        outputs = parts.model.run(of_model, self.key)
+        of_model = ModelInputs(token_ids=token_ids, positions=positions)
+        tokens = StepTokens(of_model, parts.rows.row_width, line_rows=lines.rows)
+        outputs = parts.model.run(tokens, self.key)
         hidden = settled(outputs.hidden)
         if self.key.capture is None:
             return outputs

@@ -1,14 +1,14 @@
-"""Inputs and outputs of the model in a step, and the key of a step's recording."""
+"""Tokens and outputs of the model in a step, and the key of a step's recording."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
 
+from dovetail.api.model import ModelInputs
 from dovetail.api.sampler import Capture
 
 PartOfStep = Literal["mixed", "model", "decode", "sampling", "draft"]
@@ -45,17 +45,14 @@ PROCESSED: frozenset[str] = frozenset({"processed"})
 
 
 @dataclass(frozen=True)
-class ModelInputs:
-    """Inputs of the model for [tokens] tokens, on the device. What only some device work reads is
-    computed when it is first read."""
+class StepTokens:
+    """Tokens that the model, or its output layer, computes, on the device: its inputs, and where
+    they are in the rows. What only some device work reads is computed when it is first read."""
 
-    token_ids: torch.Tensor  # [tokens] int64
-    positions: torch.Tensor  # [tokens] int64
+    inputs: ModelInputs
     row_width: int  # see `RowState`
     indices: torch.Tensor | None = None  # [tokens] int64: see `HostInputs.token_indices`
     line_rows: torch.Tensor | None = None  # [tokens] int64, if `indices` is None
-    wanted: torch.Tensor | None = None  # as of `CausalLM.forward`
-    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)  # other inputs of the model
 
     @cached_property
     def token_indices(self) -> torch.Tensor:
@@ -63,7 +60,7 @@ class ModelInputs:
         if self.indices is not None:
             return self.indices
         assert self.line_rows is not None
-        return self.line_rows * self.row_width + self.positions
+        return self.line_rows * self.row_width + self.inputs.positions
 
     @cached_property
     def rows(self) -> torch.Tensor:

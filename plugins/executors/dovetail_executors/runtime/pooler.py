@@ -139,8 +139,8 @@ class Pooler(StepFeature[PooledStep]):
         *,
         reads_types: bool = False,
     ) -> None:
-        """`layers`: from pooled states to embeddings; `head`: to scores. `reads_types`: as of the
-        model."""
+        """`layers`: from pooled states to embeddings; `head`: to scores. `reads_types`: the
+        model does."""
         self.plan = plan
         self._layers = layers
         self._head = head
@@ -233,7 +233,7 @@ class Pooler(StepFeature[PooledStep]):
         counts = np.array([member.count for member in note.members])
         tokens = ranges(np.array(firsts, np.int64), counts)
         types = self._types(step, host) if self._reads_types else None
-        return Wanted(tokens, every, None if types is None else {"types": types})
+        return Wanted(tokens, every, types)
 
     def _types(self, step: Step, host: HostInputs) -> Int64 | None:
         """Return the tokens' types [tokens]: 1 from the second text of a pair on; None if all are
@@ -392,7 +392,7 @@ class PoolerPlan(FeaturePlan):
             head = _loaded(plan.head, hidden_size, device, seed)
         else:
             head = [_token_scores(plan, vocab_size, hidden_size, device, seed)]
-        reads_types = bool(getattr(loaded.model, "reads_types", False))
+        reads_types = loaded.plan.arch.capabilities.types
         return Pooler(plan, layers, head, loaded.rows, reads_types=reads_types)
 
 

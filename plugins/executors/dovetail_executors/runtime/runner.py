@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from dovetail.api.attention import AttentionBackend
 from dovetail.api.clock import Clock
 from dovetail.api.executor import Batch, Masks, Result
+from dovetail.api.model import ModelInputs
 from dovetail.api.sampler import Lines
 from dovetail.errors import DovetailError
 from dovetail.nn.transfer import all_to_device, to_device
@@ -29,7 +30,7 @@ from dovetail_executors.runtime.device_work import DeviceWork
 from dovetail_executors.runtime.features import FinalStates, Proposer, StepFeature
 from dovetail_executors.runtime.graphs import Graph, Graphs, StepParts
 from dovetail_executors.runtime.kv_pool import KVPool
-from dovetail_executors.runtime.model_io import GraphKey, ModelInputs, ModelOutputs
+from dovetail_executors.runtime.model_io import GraphKey, ModelOutputs, StepTokens
 from dovetail_executors.runtime.sampling import Sampling
 from dovetail_executors.runtime.state_plan import StatePlan
 from dovetail_executors.runtime.step import DeviceSpan, Step, Yielded
@@ -47,7 +48,7 @@ class WantedStates:
     lines: Int64  # [n] the lines' last tokens
     tokens: Int64  # of all, lines first
     every: bool = False
-    extra: dict[str, NDArray[Any]] = field(default_factory=dict)
+    types: Int64 | None = None  # of all tokens: see `Wanted`
     of: dict[Any, slice] = field(default_factory=dict)  # feature -> its part of `tokens`
 
     def ask(self, step: Step, host: HostInputs, most: int) -> None:
@@ -61,7 +62,8 @@ class WantedStates:
                 self.of[feature] = slice(count, count + len(wanted.tokens))
                 count += len(wanted.tokens)
                 self.every |= wanted.every
-                self.extra.update(wanted.extra or {})
+                if wanted.types is not None:
+                    self.types = wanted.types
         self.tokens = np.concatenate(tokens)
         self.every |= bool(self.of) and count > most
 
@@ -250,7 +252,7 @@ class Runner:
         shared = step.shared_blocks
         graph = None
         num_tokens = len(host.token_indices)
-        if self.graphs is not None and not wanted.extra:
+        if self.graphs is not None and wanted.types is None:
             graph = self.graphs.for_model(num_tokens, step.graph_axes, all_states=wanted.every)
         if self.graphs is not None and graph is not None:
             inputs = graph.inputs.fill(host, wanted.tokens)
@@ -285,18 +287,14 @@ class Runner:
         elif not len(wanted.tokens):  # models require at least one token
             tokens = np.array([len(ids) - 1])
         device_tokens = None if tokens is None else to_device(tokens, self.device)
-        extra: dict[str, torch.Tensor] = {}
-        for name, values in wanted.extra.items():
-            extra[name] = to_device(values, self.device)
         of_model = ModelInputs(
-            ids,
-            inputs.positions,
-            self.rows.row_width,
-            inputs.token_indices,
+            token_ids=ids,
+            positions=inputs.positions,
             wanted=device_tokens,
-            extra=extra,
+            types=None if wanted.types is None else to_device(wanted.types, self.device),
         )
-        return self.parts.model.run(of_model, key)
+        step_tokens = StepTokens(of_model, self.rows.row_width, inputs.token_indices)
+        return self.parts.model.run(step_tokens, key)
 
     def _finish(self, step: Step) -> None:
         """Sample the step, unless it was replayed as a whole, and enqueue what follows."""

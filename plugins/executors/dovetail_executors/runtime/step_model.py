@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import torch
 
+from dovetail.api.model import ModelInputs
 from dovetail_executors.runtime.device_work import DeviceWork
-from dovetail_executors.runtime.model_io import GraphKey, ModelInputs, ModelOutputs, TappedStates
+from dovetail_executors.runtime.model_io import GraphKey, ModelOutputs, StepTokens, TappedStates
 from dovetail_executors.runtime.row_state import RowState
 
 
@@ -22,23 +23,23 @@ class StepModel:
         self.axes = tuple(dict.fromkeys(work.axis for work in works if work.axis is not None))
         self._taps = next((work.taps for work in works if work.taps), ())
 
-    def run(self, inputs: ModelInputs, key: GraphKey) -> ModelOutputs:
+    def run(self, tokens: StepTokens, key: GraphKey) -> ModelOutputs:
         """Run the model on a step's tokens. `key`: of the step, which says what work runs."""
         if not self.works:
-            return self._outputs(inputs)
+            return self._outputs(tokens)
         works = self._of(key)
-        with _around(works, inputs):
-            outputs = self._outputs(inputs)
+        with _around(works, tokens):
+            outputs = self._outputs(tokens)
         for work in works:
-            work.after_model(inputs, outputs)
+            work.after_model(tokens, outputs)
         return outputs
 
-    def _outputs(self, inputs: ModelInputs) -> ModelOutputs:
-        arguments = inputs.token_ids, inputs.positions, inputs.wanted
+    def _outputs(self, tokens: StepTokens) -> ModelOutputs:
+        inputs = tokens.inputs
         if not self._taps:
-            return ModelOutputs(self.model(*arguments, **inputs.extra))
-        hidden, states = self.model.forward_tapped(*arguments, self._taps)
-        return ModelOutputs(hidden, TappedStates(inputs.token_indices, inputs.positions, states))
+            return ModelOutputs(self.model(inputs))
+        hidden, states = self.model.forward_tapped(inputs, self._taps)
+        return ModelOutputs(hidden, TappedStates(tokens.token_indices, inputs.positions, states))
 
     def logits(
         self, hidden: torch.Tensor, rows: torch.Tensor, works: Sequence[DeviceWork] = ()
@@ -47,8 +48,8 @@ class StepModel:
         the output layer."""
         if not works:
             return cast(torch.Tensor, self.model.logits(hidden))
-        inputs = ModelInputs(rows, rows, self._rows.row_width, line_rows=rows)
-        with _around(works, inputs):
+        no_inputs = ModelInputs(token_ids=rows, positions=rows)  # the output layer has none
+        with _around(works, StepTokens(no_inputs, self._rows.row_width, line_rows=rows)):
             return cast(torch.Tensor, self.model.logits(hidden))
 
     def works_with_axes(self, key: GraphKey) -> list[DeviceWork]:
@@ -66,10 +67,10 @@ class StepModel:
         return [work for work in self.works if key.part in work.parts and work.axis in axes]
 
 
-def _around(works: Sequence[DeviceWork], inputs: ModelInputs) -> ExitStack:
+def _around(works: Sequence[DeviceWork], tokens: StepTokens) -> ExitStack:
     """Enter the contexts of `works`. Returns the stack that leaves them."""
     with ExitStack() as entered:
         for work in works:
-            if (context := work.around(inputs)) is not None:
+            if (context := work.around(tokens)) is not None:
                 entered.enter_context(context)
         return entered.pop_all()

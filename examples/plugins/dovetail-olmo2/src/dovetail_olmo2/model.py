@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from dovetail.api.attention import LayerSpec
-from dovetail.api.model import BuildContext, ModelArch, ParallelGroup, WeightRule
+from dovetail.api.model import BuildContext, ModelArch, ModelCapabilities, ModelInputs, ParallelGroup, WeightRule
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.layer import Layer, LayerList
 from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -28,6 +28,8 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size")
 
 class Olmo2(ModelArch):
     """Serves `Olmo2ForCausalLM`."""
+
+    capabilities = ModelCapabilities(tensor_parallel=True)
 
     def reasons_against(self, config: Any) -> list[str]:
         if config.model_type != "olmo2":
@@ -189,14 +191,14 @@ class Olmo2Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
         self.head = LMHead(config.vocab_size, config.hidden_size, context, tied=self.embedding if config.tie_word_embeddings else None)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
         # x [tokens, hidden]
-        x = self.embedding(token_ids)
-        rotation = self.rotary(positions)
+        x = self.embedding(inputs.token_ids)
+        rotation = self.rotary(inputs.positions)
         *earlier, last = self.blocks
         for block in earlier:
             x = block(x, rotation)
-        return self.norm(last(x, rotation, wanted))
+        return self.norm(last(x, rotation, inputs.wanted))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from dovetail.api.attention import LayerSpec
-from dovetail.api.model import BuildContext, ModelArch, ParallelGroup, WeightRule
+from dovetail.api.model import BuildContext, ModelArch, ModelCapabilities, ModelInputs, ParallelGroup, WeightRule
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.layer import Layer, LayerList
 from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -23,6 +23,8 @@ PLAIN = {"hidden_act": "silu", "quantization_config": None}  # the values of the
 
 class AcmeModelArch(ModelArch):
     """The architecture `GraniteForCausalLM`."""
+
+    capabilities = ModelCapabilities(tensor_parallel=True)
 
     def reasons_against(self, config: Any) -> list[str]:
         if config.model_type != "granite":
@@ -129,13 +131,13 @@ class Granite(nn.Module):
         tied = self.embedding if config.tie_word_embeddings else None
         self.head = LMHead(config.vocab_size, config.hidden_size, context, tied=tied)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.embedding(token_ids) * self.embedding_multiplier  # [tokens, hidden]
-        rotation = self.rotary(positions)
+    def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        x = self.embedding(inputs.token_ids) * self.embedding_multiplier  # [tokens, hidden]
+        rotation = self.rotary(inputs.positions)
         for block in self.blocks:
             x = block(x, rotation)
         hidden = self.norm(x)
-        return hidden if wanted is None else hidden[wanted]
+        return hidden if inputs.wanted is None else hidden[inputs.wanted]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden) / self.logits_scaling
