@@ -28,7 +28,15 @@ from bench.compiling import GPUS, Compiled, compiling_for
 from dovetail.api.attention import AttentionBatch, AttentionContext, KVScales, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.kv_cache import CacheGroup, KVLayout
-from dovetail.api.sampler import Capture, Lines, RowHistory, RowSampling, SamplerContext
+from dovetail.api.sampler import (
+    Capture,
+    Lines,
+    RowHistory,
+    RowSampling,
+    SampledRow,
+    SampleInputs,
+    SamplerContext,
+)
 from dovetail.nn.format import dense
 from dovetail.nn.kernels import (
     adapters,
@@ -229,7 +237,7 @@ def launch_layers(dtype: torch.dtype) -> None:
         gate.silu_mul(torch.zeros(5, 2 * INTERMEDIATE, dtype=dtype))
         state = RowState(4, 64, KVLayout((CacheGroup((0,), 16),), 1, "none"), torch.device("cpu"))
         rows = torch.arange(4)
-        lines = Lines(rows, torch.zeros(4, dtype=torch.int32))
+        lines = Lines(rows=rows, ahead=torch.zeros(4, dtype=torch.int32))
         decode_rows_kernels.append(
             state, lines, *decode_rows_kernels.last_tokens(state, lines)[::-1], x[:4]
         )
@@ -449,13 +457,16 @@ def launch_sampling(dtype: torch.dtype) -> None:
     )
     sampler = DefaultSampler(NoOptions(), SamplerContext("cpu", VOCAB, history))
     sampler.prepare(len(rows))
-    sampler.update([], list(enumerate(rows)))
+    sampler.update(
+        [], [SampledRow(row=row, sampling=sampling) for row, sampling in enumerate(rows)]
+    )
     host_rows = np.arange(len(rows))
     logits = torch.zeros(len(rows), VOCAB, dtype=dtype)
-    lines = Lines(torch.from_numpy(host_rows), torch.zeros(len(rows), dtype=torch.int32))
+    ahead = torch.zeros(len(rows), dtype=torch.int32)
+    lines = Lines(rows=torch.from_numpy(host_rows), ahead=ahead)
     for capture in Capture:
-        sampler.sample(logits, lines, capture=capture)
-    sampler.sample(logits, lines, host_rows)
+        sampler.sample(SampleInputs(logits=logits, lines=lines, capture=capture))
+    sampler.sample(SampleInputs(logits=logits, lines=lines, host_rows=host_rows))
 
 
 def entry_points() -> set[str]:

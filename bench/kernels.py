@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,15 @@ import torch
 from dovetail.api.attention import AttentionLayer, FusedCache, LayerCache, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.model import BuildContext
-from dovetail.api.sampler import Capture, Lines, RowHistory, RowSampling, SamplerContext
+from dovetail.api.sampler import (
+    Capture,
+    Lines,
+    RowHistory,
+    RowSampling,
+    SampledRow,
+    SampleInputs,
+    SamplerContext,
+)
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.norm import QKNorm, rms_norm
@@ -345,16 +354,19 @@ def make_sampler(rows: int, samplings: Sequence[RowSampling]) -> DefaultSampler:
     )
     sampler = DefaultSampler(NoOptions(), SamplerContext(str(DEVICE), VOCAB, history))
     sampler.prepare(rows)
-    sampler.update(
-        [], [(row, replace(samplings[row % len(samplings)], seed=row)) for row in range(rows)]
-    )
+    added = [
+        SampledRow(row=row, sampling=replace(samplings[row % len(samplings)], seed=row))
+        for row in range(rows)
+    ]
+    sampler.update([], added)
     return sampler
 
 
 def lines_of(rows: int) -> Lines:
     """A line of each row, without drafts."""
     return Lines(
-        torch.arange(rows, device=DEVICE), torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+        rows=torch.arange(rows, device=DEVICE),
+        ahead=torch.zeros(rows, dtype=torch.int32, device=DEVICE),
     )
 
 
@@ -379,7 +391,8 @@ def different(rows: int, logits: torch.Tensor) -> list[int]:
     device_rows = sampler._device_rows
     history = sampler.context.history
     with dispatching(to_kernels=True):
-        ours = sampler.sample(logits, lines, capture=Capture.TOKENS).token_ids
+        inputs = SampleInputs(logits=logits, lines=lines, capture=Capture.TOKENS)
+        ours = sampler.sample(inputs).token_ids
     twins = draw_plain(
         logits, lines, device_rows.parameters(lines.rows), history, device_rows.hashes
     )
@@ -482,12 +495,12 @@ def sampler_seconds(
 ) -> tuple[float, float]:
     """Return the seconds of the twin (plain torch) and of the kernel."""
     sampler, lines, host_rows = make_sampler(rows, [sampling]), lines_of(rows), np.arange(rows)
+    recorded = [SampleInputs(logits=x, lines=lines, capture=Capture.TOKENS) for x in logits]
+    launched = SampleInputs(logits=logits[0], lines=lines, host_rows=host_rows)
     with dispatching(to_kernels=True):
-        kernel = seconds_in_graph(
-            [lambda x=x: sampler.sample(x, lines, capture=Capture.TOKENS) for x in logits]
-        )
+        kernel = seconds_in_graph([partial(sampler.sample, inputs) for inputs in recorded])
     with dispatching(to_kernels=False):
-        return median_seconds(lambda: sampler.sample(logits[0], lines, host_rows)), kernel
+        return median_seconds(lambda: sampler.sample(launched)), kernel
 
 
 def print_times(name: str, n: int, twin: float, kernel: float, size: int) -> None:

@@ -36,7 +36,7 @@ from bench.limits import require_gpu
 from bench.shapes import SHAPES, Shape, write_checkpoint
 from dovetail.api.component import ComponentSpec, hookimpl
 from dovetail.api.drafter import Drafter
-from dovetail.api.sampler import Capture, Lines, Process, SampledTokens
+from dovetail.api.sampler import Lines, SampledTokens, SampleInputs
 from dovetail.request import Request
 from dovetail_samplers.default import DefaultSampler
 
@@ -68,18 +68,11 @@ def answer_id(prompt: Any, prompt_len: Any, position: Any, edits: bool) -> Any:
 class ForcedSampler(DefaultSampler):
     """Draws as the default sampler does, then returns the answers' ids."""
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        lines: Lines,
-        host_rows: np.ndarray | None = None,
-        *,
-        process: Process | None = None,
-        capture: Capture | None = None,
-    ) -> SampledTokens:
-        is_draft = logits[:, NOT_DRAFTED].isneginf()
-        sampled = super().sample(logits, lines, host_rows, process=process, capture=capture)
-        return SampledTokens(self._forced(lines, sampled.token_ids, is_draft), sampled.logprobs)
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        is_draft = inputs.logits[:, NOT_DRAFTED].isneginf()
+        sampled = super().sample(inputs)
+        forced = self._forced(inputs.lines, sampled.token_ids, is_draft)
+        return SampledTokens(forced, sampled.logprobs)
 
     def _forced(self, lines: Lines, drawn: torch.Tensor, is_draft: torch.Tensor) -> torch.Tensor:
         history = self.context.history

@@ -28,7 +28,7 @@ from dovetail.api.executor import (
     Result,
 )
 from dovetail.api.kv_cache import CacheGroup, KVLayout
-from dovetail.api.sampler import RowSampling, SampledTokens, Sampler
+from dovetail.api.sampler import SampledRow, SampledTokens, SampleInputs, Sampler
 from dovetail.errors import DovetailError
 
 LETTERS = 94  # token ids 1 to 94 are the characters from "!" on
@@ -138,9 +138,9 @@ class ToySampler(Sampler):
 
     def prepare(self, max_rows: int) -> None: ...
 
-    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None: ...
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None: ...
 
-    def sample(self, *args: object, **kwargs: object) -> SampledTokens:
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
         raise NotImplementedError
 
 

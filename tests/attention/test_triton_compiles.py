@@ -337,7 +337,7 @@ def test_the_kernels_around_attention_compile() -> None:
     history = RowHistory(ints[:, None], ints, ints)
     changes, lines = (
         DeviceChanges(4, SamplerContext("cpu", 5000, history)),
-        Lines(torch.arange(3), torch.zeros(3, dtype=torch.int32)),
+        Lines(rows=torch.arange(3), ahead=torch.zeros(3, dtype=torch.int32)),
     )
     with compiling_for_hopper() as kernels:
         embedding.embed(torch.zeros(5, dtype=torch.int64), zeros(100, 1024))

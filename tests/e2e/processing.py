@@ -9,7 +9,13 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from dovetail.api.logits_processor import LogitsProcessor, LogitsProcessorCapabilities, ProcessedRow
+from dovetail.api.graphs import GraphSupport
+from dovetail.api.logits_processor import (
+    ArgumentContext,
+    LogitsProcessor,
+    LogitsProcessorCapabilities,
+    ProcessedRow,
+)
 from dovetail.api.sampler import Lines
 from tests.registry.fakes import Site, components
 
@@ -25,7 +31,7 @@ class ShunArguments(BaseModel):
     @field_validator("spare", mode="before")
     @classmethod
     def _ids(cls, given: Any, info: ValidationInfo) -> Any:
-        encode = (info.context or {}).get("encode")
+        encode = ArgumentContext.of(info).encode
         return (
             [token for one in given for token in (encode(one) if isinstance(one, str) else [one])]
             if isinstance(given, list)
@@ -37,7 +43,7 @@ class Shun(LogitsProcessor):
     """Subtracts `amount` from the logits of the last `window` tokens."""
 
     Arguments = ShunArguments
-    capabilities = LogitsProcessorCapabilities(cuda_graph=True)
+    capabilities = LogitsProcessorCapabilities(cuda_graph=GraphSupport.ALL)
 
     def prepare(self, max_rows: int) -> None:
         device = self.context.device
@@ -51,7 +57,8 @@ class Shun(LogitsProcessor):
     def update(self, removed: Sequence[int], added: Sequence[ProcessedRow]) -> None:
         for row in removed:
             self.amounts[row] = 0.0
-        for row, arguments, _ in added:
+        for one in added:
+            row, arguments = one.row, one.arguments
             assert isinstance(arguments, ShunArguments)
             self.amounts[row], self.windows[row] = arguments.amount, arguments.window
             self.spared[row] = False
@@ -76,7 +83,7 @@ class Clip(LogitsProcessor):
     """Forbids tokens whose logits are more than `width` below the largest."""
 
     Arguments = ClipArguments
-    capabilities = LogitsProcessorCapabilities(cuda_graph=True)
+    capabilities = LogitsProcessorCapabilities(cuda_graph=GraphSupport.ALL)
 
     def prepare(self, max_rows: int) -> None:
         self.widths = torch.full((max_rows + 1,), torch.inf, device=self.context.device)
@@ -84,7 +91,8 @@ class Clip(LogitsProcessor):
     def update(self, removed: Sequence[int], added: Sequence[ProcessedRow]) -> None:
         for row in removed:
             self.widths[row] = torch.inf
-        for row, arguments, _ in added:
+        for one in added:
+            row, arguments = one.row, one.arguments
             assert isinstance(arguments, ClipArguments)
             self.widths[row] = arguments.width
 
@@ -120,7 +128,8 @@ class Faulty(LogitsProcessor):
         for row in removed:
             if row in self.asked and self.asked.pop(row).at == "removal":
                 raise KeyError("never forgets")
-        for row, arguments, _ in added:
+        for one in added:
+            row, arguments = one.row, one.arguments
             assert isinstance(arguments, FaultyArguments)
             if arguments.at == "update":
                 raise RuntimeError("no such row")

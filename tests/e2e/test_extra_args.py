@@ -46,7 +46,8 @@ class Strict(DefaultSampler):
     def update(self, removed, added):
         for row in removed:
             del self.known[row]
-        for row, sampling in added:
+        for one in added:
+            row, sampling = one.row, one.sampling
             assert row not in self.known
             self.known[row] = self.read(sampling)
         super().update(removed, added)
@@ -117,6 +118,14 @@ def test_a_value_that_the_samplers_model_refuses_is_refused_at_arrival_by_its_na
         assert not one.has_unfinished_requests()
         [output] = generate(one, [[1, 2]], giving(rank=3, words=["a", "b"]))
         assert output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.usefixtures("samplers")
+def test_a_sampler_without_logprobs_has_requests_for_them_refused_on_arrival() -> None:
+    with engine("unchecked") as one:
+        wanted = SamplingParams(max_tokens=1, detokenize=False, logprobs=1)
+        with pytest.raises(RequestError, match="logprobs: sampler unchecked can't return them"):
+            one.add_request("a", [1, 2], wanted)
 
 
 @pytest.mark.usefixtures("samplers")

@@ -53,7 +53,7 @@ class Told(DefaultSampler):
     capabilities = SamplerCapabilities(logprobs=True, extra_args_model=Args, processors=True)
 
     def update(self, removed, added):
-        DRAWN.extend(sampling.extra_args.get("strength") for _, sampling in added)
+        DRAWN.extend(one.sampling.extra_args.get("strength") for one in added)
         super().update(removed, added)
 
 class Gains(BaseModel):

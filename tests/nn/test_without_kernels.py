@@ -134,7 +134,7 @@ def test_rows_are_drawn_and_grow_without_kernels(request: pytest.FixtureRequest)
     def computed() -> list[torch.Tensor]:
         state, lines = (
             RowState(3, 8, layout(4), CPU),
-            Lines(torch.arange(3), torch.zeros(3, dtype=torch.int32)),
+            Lines(rows=torch.arange(3), ahead=torch.zeros(3, dtype=torch.int32)),
         )
         state.num_tokens[:3] = torch.tensor([2, 3, 1])
         state.token_ids[:3, :4] = torch.arange(12).view(3, 4)
@@ -202,4 +202,4 @@ def test_rows_that_ask_for_more_than_a_draw_are_sampled_without_kernels(
     with pytest.raises(
         UnsupportedError, match="unavailable"
     ):  # the runtime then records no such steps
-        r.sampler.sample(r.logits, r.lines, capture=Capture.FULL)
+        r.captured(Capture.FULL)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from dovetail.api.attention import AttentionBackend, AttentionContext, AttentionLayer, LayerSpec
@@ -19,11 +18,10 @@ from dovetail.api.executor import Batch, Drafts, Masks, NewRow, Result
 from dovetail.api.kv_cache import CacheGroup, KVLayout, PageCopy
 from dovetail.api.model import BuildContext, ModelInputs, ParallelGroup, Tapped
 from dovetail.api.sampler import (
-    Capture,
-    Lines,
-    Process,
     RowSampling,
+    SampledRow,
     SampledTokens,
+    SampleInputs,
     Sampler,
     SamplerContext,
 )
@@ -174,24 +172,17 @@ class Greedy(Sampler):
         self.rows: dict[int, RowSampling] = {}
         self.last_logits = torch.empty(0)
 
-    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
         for row in removed:
             del self.rows[row]
-        self.rows.update(added)
+        self.rows.update({one.row: one.sampling for one in added})
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        lines: Lines,
-        host_rows: NDArray[np.int64] | None = None,
-        *,
-        process: Process | None = None,
-        capture: Capture | None = None,
-    ) -> SampledTokens:
-        assert process is None, "it declares no processors"
-        assert capture is None, "it declares no cuda_graph"
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        logits, host_rows = inputs.logits, inputs.host_rows
+        assert inputs.process is None, "it declares no processors"
+        assert inputs.capture is None, "it declares no cuda_graph"
         assert host_rows is not None
-        assert lines.rows.tolist() == host_rows.tolist()
+        assert inputs.lines.rows.tolist() == host_rows.tolist()
         self.last_logits = logits.clone()
         token_ids = logits.argmax(dim=1)
         asked = [self.rows[row].logprobs for row in host_rows.tolist()]

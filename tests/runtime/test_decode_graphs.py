@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import Capture, Lines, Process, SampledTokens, SamplerCapabilities
+from dovetail.api.graphs import GraphSupport
+from dovetail.api.sampler import (
+    Capture,
+    SampledTokens,
+    SampleInputs,
+    SamplerCapabilities,
+)
 from dovetail.api.token_sizes import (
     ALWAYS_TOKENS,
     most_recorded,
@@ -36,25 +42,17 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5], [8]]
 
 
 class CapturableGreedy(Greedy):
-    capabilities = SamplerCapabilities(cuda_graph=True)
+    capabilities = SamplerCapabilities(cuda_graph=GraphSupport.DECODE)
 
     def capture_for(self, host_rows: NDArray[np.int64]) -> Capture | None:
         return Capture.TOKENS
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        lines: Lines,
-        host_rows: NDArray[np.int64] | None = None,
-        *,
-        process: Process | None = None,
-        capture: Capture | None = None,
-    ) -> SampledTokens:
-        if capture is None:
-            return super().sample(logits, lines, host_rows)
-        if capture is Capture.FULL:
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        if inputs.capture is None:
+            return super().sample(inputs)
+        if inputs.capture is Capture.FULL:
             raise UnsupportedError("it only returns tokens")
-        return SampledTokens(logits.argmax(dim=1))
+        return SampledTokens(inputs.logits.argmax(dim=1))
 
 
 def with_graphs(bench: Bench, max_rows: int | None = None) -> WatchedGraphs:

@@ -62,7 +62,9 @@ class Step:
         hidden = torch.randn(len(self.rows), self.size).to(self.dtype)
         for index, place, value in self.oddities:
             hidden[index, place] = value
-        lines = Lines(torch.tensor(self.rows), torch.tensor(self.ahead, dtype=torch.int32))
+        lines = Lines(
+            rows=torch.tensor(self.rows), ahead=torch.tensor(self.ahead, dtype=torch.int32)
+        )
         return on(device, lines), torch.tensor(self.sampled, device=device), hidden.to(device)
 
     def take_drafts(self, state: RowState) -> torch.Tensor:
@@ -77,7 +79,7 @@ class Step:
 
 
 def on(device: torch.device, lines: Lines) -> Lines:
-    return Lines(*(each.to(device) for each in lines))
+    return Lines(rows=lines.rows.to(device), ahead=lines.ahead.to(device))
 
 
 ids = st.integers(0, 2**31 - 1)
@@ -152,7 +154,7 @@ def test_the_kernels_compile_for_a_hopper() -> None:
 
     state, lines = (
         RowState(8, 100, layout(16), CPU),
-        Lines(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)),
+        Lines(rows=torch.zeros(3, dtype=torch.int64), ahead=torch.zeros(3, dtype=torch.int32)),
     )
     with compiling_for_hopper() as compiled:
         token_ids, positions = kernels.last_tokens(state, lines)

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import Drafts, Masks, Result
-from dovetail.api.sampler import Lines, RowHistory, RowSampling, SamplerContext
+from dovetail.api.sampler import (
+    Lines,
+    RowHistory,
+    RowSampling,
+    SampledRow,
+    SampledTokens,
+    SampleInputs,
+    SamplerContext,
+)
 from dovetail.errors import DovetailError
 from dovetail_executors.runtime.graphs import decode_builders
 from dovetail_samplers.default import DefaultSampler
@@ -187,7 +195,9 @@ WAYS = [
 def default_sampler(history: RowHistory, samplings: list[RowSampling]) -> DefaultSampler:
     sampler = DefaultSampler(NoOptions(), SamplerContext("cpu", VOCAB, history, 2))
     sampler.prepare(len(samplings))
-    sampler.update([], list(enumerate(samplings)))
+    sampler.update(
+        [], [SampledRow(row=row, sampling=sampling) for row, sampling in enumerate(samplings)]
+    )
     return sampler
 
 
@@ -208,10 +218,12 @@ def test_each_token_is_what_the_sampler_draws_from_the_logits_of_its_line_alone(
     bench.make_runner(sampler=sampler)
     drawn: list[torch.Tensor] = []
     draw = sampler.sample
-    sampler.sample = lambda logits, *rest, **more: (
-        drawn.append(logits.clone()),
-        draw(logits, *rest, **more),
-    )[1]  # type: ignore[method-assign]
+
+    def sample(inputs: SampleInputs) -> SampledTokens:
+        drawn.append(inputs.logits.clone())
+        return draw(inputs)
+
+    sampler.sample = sample  # type: ignore[method-assign]
     tokens = [list(prompt) for prompt in PROMPTS]
     result = bench.run(
         {row: len(prompt) for row, prompt in enumerate(PROMPTS)},
@@ -231,11 +243,12 @@ def test_each_token_is_what_the_sampler_draws_from_the_logits_of_its_line_alone(
                     [[len(tokens[row])] * 2, [len(PROMPTS[row])] * 2], dtype=torch.int32
                 )
                 alone = default_sampler(RowHistory(before, *lens), [ways[row]])
-                one = Lines(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
+                one = Lines(
+                    rows=torch.zeros(1, dtype=torch.int64), ahead=torch.zeros(1, dtype=torch.int32)
+                )
+                inputs = SampleInputs(logits=line[None], lines=one, host_rows=np.zeros(1, np.int64))
                 token = next(yielded)
-                assert alone.sample(line[None], one, np.zeros(1, np.int64)).token_ids.tolist() == [
-                    token
-                ]
+                assert alone.sample(inputs).token_ids.tolist() == [token]
                 assert ahead == 0 or tokens[row][-1] == own[ahead - 1]
                 tokens[row].append(token)
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import Result
+from dovetail.api.graphs import GraphSupport
 from dovetail.api.sampler import Capture, RowSampling, SamplerCapabilities, SamplerContext
 from dovetail.api.token_sizes import half_of, row_sizes
 from dovetail.nn import logprobs
@@ -248,7 +249,7 @@ def test_each_step_replays_the_plainest_graph_that_serves_it(
 class AsksForWhatTheDeviceLacks(GreedyWithoutLogprobs):
     """Its `sample` raises for `FULL`."""
 
-    capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True)
+    capabilities = SamplerCapabilities(cuda_graph=GraphSupport.ALL)
 
     def capture_for(self, host_rows: NDArray[np.int64]) -> Capture:
         return super().capture_for(host_rows) or Capture.FULL

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from dovetail.api.graphs import GraphSupport
+
 pytest.importorskip("triton")
 
 from bench.compiling import GPUS
@@ -189,7 +191,7 @@ def test_without_triton_nothing_is_done_ahead(
 
 
 class FullyCapturable(CapturableGreedy):
-    capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True, processors=True)
+    capabilities = SamplerCapabilities(cuda_graph=GraphSupport.ALL, processors=True)
 
 
 class Axis(StepFeature[None]):

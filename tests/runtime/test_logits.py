@@ -13,12 +13,13 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.api.executor import ComponentRef, NewRow
+from dovetail.api.graphs import GraphSupport
 from dovetail.api.sampler import (
     Capture,
     Lines,
-    Process,
     RowSampling,
     SampledTokens,
+    SampleInputs,
     SamplerCapabilities,
 )
 from dovetail.errors import PluginError
@@ -48,23 +49,16 @@ def drawn(logits: torch.Tensor) -> torch.Tensor:
 
 
 class Processing(Greedy):
-    capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True, processors=True)
+    capabilities = SamplerCapabilities(cuda_graph=GraphSupport.ALL, processors=True)
 
     def capture_for(self, host_rows: NDArray[np.int64]) -> Capture | None:
         return Capture.TOKENS
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        lines: Lines,
-        host_rows: NDArray[np.int64] | None = None,
-        *,
-        process: Process | None = None,
-        capture: Capture | None = None,
-    ) -> SampledTokens:
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        logits, process, host_rows = inputs.logits, inputs.process, inputs.host_rows
         if process is None:
             tokens = SampledTokens(logits.argmax(dim=1))
-            return super().sample(logits, lines, host_rows) if capture is None else tokens
+            return super().sample(inputs) if inputs.capture is None else tokens
         if host_rows is None:
             process(logits, 0)
             return SampledTokens(drawn(logits))
@@ -214,7 +208,7 @@ def test_one_that_says_it_can_be_captured_and_cannot_is_named() -> None:
         patch.setattr(processing, "Clip", Liar)
         with pytest.raises(
             PluginError,
-            match=r"logits processor t:clip declares cuda_graph, but can't be recorded: "
+            match=r"logits processor t:clip declares GraphSupport.ALL, but can't be recorded: "
             r"RuntimeError: operation not",
         ):
             bench_with("Shun", "Clip", graphs=True)

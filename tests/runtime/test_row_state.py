@@ -64,7 +64,9 @@ def new(row: int, tokens: list[int], blocks: list[int]) -> NewRow:
 
 def grow(state: RowState, rows: list[int], tokens: list[int]) -> None:
     """Append a token to each of these rows, as a step does."""
-    lines = Lines(torch.tensor(rows, dtype=torch.int64), torch.zeros(len(rows), dtype=torch.int32))
+    lines = Lines(
+        rows=torch.tensor(rows, dtype=torch.int64), ahead=torch.zeros(len(rows), dtype=torch.int32)
+    )
     append(
         state,
         lines,

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import Capture, Lines, Process, RowSampling, SampledTokens
+from dovetail.api.sampler import Capture, RowSampling, SampledTokens, SampleInputs
 from dovetail_executors.runtime.graphs import SamplingSteps, decode_builders
 from tests.runtime.fakes import NAN_TOKEN, Bench, generate
 from tests.runtime.recorded import give_graphs
@@ -36,17 +35,9 @@ class GreedyWithoutLogprobs(CapturableGreedy):
             else None
         )
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        lines: Lines,
-        host_rows: NDArray[np.int64] | None = None,
-        *,
-        process: Process | None = None,
-        capture: Capture | None = None,
-    ) -> SampledTokens:
-        self.launched += 0 if host_rows is None else len(host_rows)
-        return super().sample(logits, lines, host_rows, process=process, capture=capture)
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        self.launched += 0 if inputs.host_rows is None else len(inputs.host_rows)
+        return super().sample(inputs)
 
 
 def with_sampling_graphs(

@@ -9,7 +9,17 @@ import numpy as np
 import torch
 
 from dovetail.api.component import NoOptions
-from dovetail.api.sampler import Lines, RowHistory, SampledTokens, SamplerContext
+from dovetail.api.sampler import (
+    Capture,
+    Lines,
+    Process,
+    RowHistory,
+    RowSampling,
+    SampledRow,
+    SampledTokens,
+    SampleInputs,
+    SamplerContext,
+)
 from dovetail.testing.suites.sampler_bench import STALE, Row
 from dovetail_samplers.default import DefaultSampler
 
@@ -23,15 +33,31 @@ class Ready:
     lines: Lines
     host_rows: np.ndarray
 
-    def sample(self) -> SampledTokens:
-        return self.sampler.sample(self.logits, self.lines, self.host_rows)
+    def sample(self, process: Process | None = None) -> SampledTokens:
+        return self.sampler.sample(
+            SampleInputs(
+                logits=self.logits, lines=self.lines, host_rows=self.host_rows, process=process
+            )
+        )
+
+    def captured(self, capture: Capture, process: Process | None = None) -> SampledTokens:
+        return self.sampler.sample(
+            SampleInputs(logits=self.logits, lines=self.lines, process=process, capture=capture)
+        )
+
+    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+        self.sampler.update(removed, sampled_rows(added))
+
+
+def sampled_rows(samplings: Sequence[tuple[int, RowSampling]]) -> list[SampledRow]:
+    return [SampledRow(row=row, sampling=sampling) for row, sampling in samplings]
 
 
 def plain(rows: Sequence[int], device: str = "cpu") -> Lines:
     """A line of each of these rows, without drafts."""
     return Lines(
-        torch.tensor(rows, dtype=torch.int64, device=device),
-        torch.zeros(len(rows), dtype=torch.int32, device=device),
+        rows=torch.tensor(rows, dtype=torch.int64, device=device),
+        ahead=torch.zeros(len(rows), dtype=torch.int32, device=device),
     )
 
 
@@ -82,13 +108,14 @@ def ready(
         NoOptions(), SamplerContext(device, vocab, history, max(len(r.drafts) for r in rows))
     )
     sampler.prepare(max_rows)
-    sampler.update([], [(place, row.sampling) for place, row in zip(places, rows, strict=True)])
+    samplings = [row.sampling for row in rows]
+    sampler.update([], sampled_rows(list(zip(places, samplings, strict=True))))
     logits = torch.tensor(np.array([row.logits for row in rows]), dtype=dtype, device=device)
     ahead = torch.tensor([len(row.drafts) for row in rows], dtype=torch.int32, device=device)
     return Ready(
         sampler,
         logits,
-        Lines(torch.tensor(places, device=device), ahead),
+        Lines(rows=torch.tensor(places, device=device), ahead=ahead),
         np.array(places, dtype=np.int32),
     )
 

@@ -125,7 +125,7 @@ def test_what_is_captured_in_full_is_what_is_sampled(
 ) -> None:
     r = ready(rows, places[: len(rows)], dtype=dtype, device=str(DEVICE))
     assert r.sampler.capture_for(r.host_rows) is not None
-    assert_same(r, r.sampler.sample(r.logits, r.lines, capture=Capture.FULL), r.sample())
+    assert_same(r, r.captured(Capture.FULL), r.sample())
 
 
 def assert_same(r: Ready, captured: SampledTokens, sampled: SampledTokens) -> None:
@@ -174,8 +174,8 @@ def test_what_processors_change_is_drawn_and_other_rows_stay_to_the_bit(
         [index for index, row in enumerate(rows) if index and row.sampling.logprobs is not None],
     )
     for drawn in (
-        r.sampler.sample(r.logits, r.lines, process=process, capture=Capture.FULL),
-        r.sampler.sample(r.logits, r.lines, r.host_rows, process=process),
+        r.captured(Capture.FULL, process),
+        r.sample(process),
     ):
         assert bits(seen) == twin
         assert drawn.token_ids[0] == chosen
@@ -198,9 +198,7 @@ def test_a_line_after_drafts_is_changed_and_drawn_as_a_row_that_has_them(
     lines, places, own = with_drafts(rows, [data.draw(st.lists(token, max_size=3)) for _ in rows])
     ours, theirs = ready(lines, places, device=str(DEVICE)), ready(own, device=str(DEVICE))
     assert bits(changed(ours)) == bits(twin_of(ours)) == bits(changed(theirs))
-    assert_same(
-        ours, ours.sampler.sample(ours.logits, ours.lines, capture=Capture.FULL), theirs.sample()
-    )
+    assert_same(ours, ours.captured(Capture.FULL), theirs.sample())
 
 
 @runs_kernels
@@ -208,13 +206,13 @@ def test_a_line_after_drafts_is_changed_and_drawn_as_a_row_that_has_them(
 @few
 def test_how_many_rows_there_is_room_for_changes_nothing(rows: list[Row], most: int) -> None:
     r = ready(rows, device=str(DEVICE))
-    expected = r.sampler.sample(r.logits, r.lines, capture=Capture.FULL)
+    expected = r.captured(Capture.FULL)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_changes, "AT_ONCE", most * r.logits.shape[1])
         narrow = ready(rows, device=str(DEVICE))
     assert narrow.sampler._changes is not None
     assert narrow.sampler._changes.most == min(most, len(rows))
-    assert_same(r, narrow.sampler.sample(r.logits, r.lines, capture=Capture.FULL), expected)
+    assert_same(r, replace(r, sampler=narrow.sampler).captured(Capture.FULL), expected)
 
 
 @runs_kernels
@@ -239,7 +237,7 @@ def test_log_probabilities_are_captured_without_their_kernel_too(
     )
     expected = r.sample()
     monkeypatch.setattr("dovetail.nn.kernels.logprobs.top_logprobs", fail)
-    captured = r.sampler.sample(r.logits, r.lines, capture=Capture.FULL)
+    captured = r.captured(Capture.FULL)
     assert captured.logprobs is not None
     assert expected.logprobs is not None
     assert captured.token_ids.tolist() == expected.token_ids.tolist()
@@ -258,7 +256,7 @@ def test_padding_changes_nothing() -> None:
     ]
     r = ready(rows, device=str(DEVICE))
     logits, index = torch.cat((r.logits, r.logits * torch.nan)), plain([0, 1, 2, 2], str(DEVICE))
-    padded = r.sampler.sample(logits, index, capture=Capture.FULL)
+    padded = replace(r, logits=logits, lines=index).captured(Capture.FULL)
     assert padded.token_ids[2:].tolist() == [0, 0]
     assert_same(r, replace(padded, token_ids=padded.token_ids[:2]), r.sample())
 
@@ -275,9 +273,9 @@ def test_a_row_is_forgotten_with_its_request() -> None:
     ]
     r = ready(rows, device=str(DEVICE))
     assert r.sample().token_ids.tolist() == [0]
-    r.sampler.update([0], [(0, RowSampling(temperature=0.0))])
+    r.update([0], [(0, RowSampling(temperature=0.0))])
     assert changed(r).tolist() == r.logits.tolist()
-    r.sampler.update([0], [(0, replace(rows[0].sampling, allowed_token_ids=(1,)))])
+    r.update([0], [(0, replace(rows[0].sampling, allowed_token_ids=(1,)))])
     assert changed(r).tolist() == [[-np.inf, 1.0, -np.inf]]
 
 
@@ -315,4 +313,4 @@ def test_without_kernels_nothing_is_captured_in_full(monkeypatch: pytest.MonkeyP
     r = ready([Row([0.0, 1.0], RowSampling(repetition_penalty=2.0))])
     assert r.sampler.capture_for(r.host_rows) is None
     with pytest.raises(UnsupportedError, match="can't record FULL without Triton"):
-        r.sampler.sample(r.logits, r.lines, capture=Capture.FULL)
+        r.captured(Capture.FULL)

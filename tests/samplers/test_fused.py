@@ -318,8 +318,8 @@ def test_logits_may_be_a_part_of_wider_rows() -> None:
 def test_what_is_captured_gives_the_tokens_that_are_sampled(rows: list[Row]) -> None:
     r = ready(rows)
     assert r.sampler.capture_for(r.host_rows) is Capture.TOKENS
-    captured = r.sampler.sample(r.logits, r.lines, capture=Capture.TOKENS).token_ids.tolist()
-    sampled = r.sampler.sample(r.logits.clone(), r.lines, r.host_rows).token_ids.tolist()
+    captured = r.captured(Capture.TOKENS).token_ids.tolist()
+    sampled = replace(r, logits=r.logits.clone()).sample().token_ids.tolist()
     assert all(
         mine in choices and theirs in choices
         for mine, theirs, choices in zip(captured, sampled, plain_draws(r), strict=True)
@@ -353,7 +353,7 @@ def test_what_needs_more_than_temperature_and_filters_is_not_captured(
 
 def padded(r: Ready, rows: Sequence[int]) -> list[int]:
     logits = r.logits[[min(row, len(r.logits) - 1) for row in rows]]
-    return r.sampler.sample(logits, plain(rows), capture=Capture.TOKENS).token_ids.tolist()
+    return replace(r, logits=logits, lines=plain(rows)).captured(Capture.TOKENS).token_ids.tolist()
 
 
 def testparameters_lie_where_they_lay_and_are_those_of_the_latest_request() -> None:
@@ -365,7 +365,7 @@ def testparameters_lie_where_they_lay_and_are_those_of_the_latest_request() -> N
     )
     records = r.sampler._device_rows.records
     before = records.clone()
-    r.sampler.update([0], [(0, RowSampling(seed=3)), (0, RowSampling(seed=5, top_p=0.5))])
+    r.update([0], [(0, RowSampling(seed=3)), (0, RowSampling(seed=5, top_p=0.5))])
     assert r.sampler._device_rows.records.data_ptr() == records.data_ptr()
     assert torch.equal(records[1:], before[1:])
     of = DeviceRows.parameters(r.sampler._device_rows, torch.tensor([0]))

@@ -11,14 +11,16 @@ allows none of them. Log-probabilities are those of the unmodified logits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationInfo
 
 from dovetail.api.component import NoOptions
+from dovetail.api.graphs import GraphSupport
 from dovetail.api.sampler import Lines, RowHistory, RowSampling
+from dovetail.base.members import require_member
 
 if TYPE_CHECKING:
     import torch
@@ -34,23 +36,45 @@ class LogitsProcessorContext:
     max_drafts: int = 0  # most that `Lines.ahead` can be
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsProcessorCapabilities:
-    """Features that a processor supports. `cuda_graph`: `apply` uses only operations that a CUDA
-    graph can record and replay for other lines, with no synchronization with the host. Without it,
-    steps in which a row asks for the processor are sampled outside of graphs."""
+    """Features that a processor supports. `cuda_graph`: with `ALL`, `apply` uses only operations
+    that a CUDA graph can record and replay for other lines, with no synchronization with the host.
+    Otherwise steps in which a row asks for the processor are sampled outside of graphs; `DECODE`
+    adds none, since no processor is applied in its steps."""
 
-    cuda_graph: bool = False
+    cuda_graph: GraphSupport = GraphSupport.NONE
+
+    def __post_init__(self) -> None:
+        require_member(self, "cuda_graph", GraphSupport)
 
 
-class ProcessedRow(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessedRow:
     """A row whose request asks for the processor."""
 
     row: int
     arguments: BaseModel  # of the processor's class `Arguments`
-    sampling: (
-        RowSampling  # the request's other parameters: a processor that draws noise takes its `seed`
-    )
+    # the request's other parameters: a processor that draws noise takes its `seed`
+    sampling: RowSampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentContext:
+    """What validators of `LogitsProcessor.Arguments` get as `info.context`, so that they may turn
+    texts into ids and compare ids with the vocabulary."""
+
+    # a text -> its token ids, without special tokens; None: there is no tokenizer
+    encode: Callable[[str], list[int]] | None
+    vocab_size: int
+
+    @classmethod
+    def of(cls, info: ValidationInfo) -> ArgumentContext:
+        """Return the context of a validator. Raises `ValueError` if there is none, which the engine
+        never does."""
+        if not isinstance(info.context, cls):
+            raise ValueError("arguments are validated with context=ArgumentContext(...)")
+        return info.context
 
 
 class LogitsProcessor(ABC):
@@ -58,11 +82,10 @@ class LogitsProcessor(ABC):
     if rows change, and `apply` if any row of the step asks for this processor."""
 
     Arguments: ClassVar[type[BaseModel]] = NoOptions
-    """Model of a request's arguments. They are validated when the request arrives, with the
-    pydantic context {"encode": Callable[[str], list[int]]}, the tokenizer (None without one); an
-    error fails that request. Validators may turn texts into ids with it. The result is sent to the
-    ranks as plain values (`model_dump`) and validated there again, without context: a model must
-    accept its own values."""
+    """Model of a request's arguments. They are validated when the request arrives, with an
+    `ArgumentContext` as the pydantic context; an error fails that request. The result is sent to
+    the ranks as plain values (`model_dump`) and validated there again, without a tokenizer: a model
+    must accept its own values."""
 
     capabilities: ClassVar[LogitsProcessorCapabilities] = LogitsProcessorCapabilities()
     options: BaseModel

@@ -11,16 +11,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
+
+from dovetail.api.graphs import GraphSupport
+from dovetail.base.members import require_member
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowSampling:
     """Sampling parameters of one request, with all defaults filled in.
     `dovetail.request.sampling_params.SamplingParams` documents each.
@@ -56,13 +59,26 @@ class RowSampling:
     logits_processors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-class Lines(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRow:
+    """A row to sample from, with the parameters of its request."""
+
+    row: int
+    sampling: RowSampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lines:
     """Positions at which a sampler samples one token each: line i is a row, after `ahead` drafts,
     which count as its tokens. Without drafts a row has one line, with `ahead` 0; with d drafts it
     has 1 + d neighbouring ones, with `ahead` 0, 1, ... d (see `dovetail.api.executor.Batch`)."""
 
     rows: torch.Tensor  # [n] int64; `max_rows`, an index beyond all rows, is padding
     ahead: torch.Tensor  # [n] int32
+
+    def take(self, index: torch.Tensor | slice) -> Lines:
+        """Return the lines at `index`, which selects from tensors [n]."""
+        return Lines(rows=self.rows[index], ahead=self.ahead[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,27 +107,28 @@ class SamplerContext:
     max_drafts: int = 0  # most that `Lines.ahead` is
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerCapabilities:
-    """Features that a sampler supports. `cuda_graph`: `sample` takes `Capture.TOKENS`; otherwise no
-    sampling is replayed as a CUDA graph. `cuda_graph_full`: it takes `Capture.FULL` as well.
-    `drafts`: lines with `ahead` above 0; without it, speculation is refused at load.
-    `extra_args_model`: a pydantic model that validates a request's `extra_args` on arrival, so that
-    an invalid value fails that request. It is used only for requests that set some. `processors`:
-    `sample` takes a `process`, and with `cuda_graph_full` also one with `Capture.FULL`; without it,
-    an engine with logits processors is refused at load."""
+    """Features that a sampler supports. `cuda_graph`: with `DECODE`, `sample` takes
+    `Capture.TOKENS`; with `ALL`, `Capture.FULL` as well; otherwise no sampling is replayed as a
+    CUDA graph. `logprobs`: `sample` returns the log-probabilities that rows request; without it,
+    such requests are refused. `drafts`: lines with `ahead` above 0; without it, speculation is
+    refused at load. `extra_args_model`: a pydantic model that validates a request's `extra_args` on
+    arrival, so that an invalid value fails that request. It is used only for requests that set
+    some. `processors`: `sample` takes a `process`, and with `GraphSupport.ALL` also one with
+    `Capture.FULL`; without it, an engine with logits processors is refused at load."""
 
-    cuda_graph: bool = False
-    logprobs: bool = True
+    cuda_graph: GraphSupport = GraphSupport.NONE
+    logprobs: bool = False
     # supported keys of `SamplingParams.extra_args`; default: the fields of `extra_args_model`
     extra_args: tuple[str, ...] = ()
-    cuda_graph_full: bool = False
     drafts: bool = False
     # None: any plain value of a declared key reaches the sampler
     extra_args_model: type[BaseModel] | None = None
     processors: bool = False
 
     def __post_init__(self) -> None:
+        require_member(self, "cuda_graph", GraphSupport)
         if self.extra_args_model is not None and not self.extra_args:
             keys = tuple(
                 field.alias or name for name, field in self.extra_args_model.model_fields.items()
@@ -138,7 +155,8 @@ class SampledTokens:
 
 class Capture(Enum):
     """Features that a CUDA graph of sampling supports. The executor records separate graphs for
-    each, so that no step pays for features that its rows don't need."""
+    each, so that no step pays for features that its rows don't need. Later minor versions may add
+    members, which a sampler gets only if its capabilities declare them."""
 
     TOKENS = "tokens"  # token ids only, e.g. with temperature and filters
     FULL = "full"  # everything that a graph can do, e.g. penalties, rules and log-probabilities too
@@ -148,6 +166,17 @@ Process = Callable[["torch.Tensor", int], None]
 """The logits processors and grammar masks of a step, as a function that changes logits in place.
 Its arguments are contiguous float32 logits [m, vocab_size] and the index of the first of their m
 neighbouring lines, so that a sampler may pass all lines at once or in parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleInputs:
+    """Inputs of `Sampler.sample`. Only the logits may be overwritten."""
+
+    logits: torch.Tensor  # [n, vocab_size], of any float dtype
+    lines: Lines  # [n]
+    host_rows: np.ndarray | None = None  # [n], the values of `lines.rows`; None with a `capture`
+    process: Process | None = None  # None: no logits are processed
+    capture: Capture | None = None  # None: the work is launched
 
 
 class Sampler(ABC):
@@ -166,7 +195,7 @@ class Sampler(ABC):
         """Allocate all buffers, for `max_rows` rows."""
 
     @abstractmethod
-    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
         """Forget the rows `removed`, then start each row in `added` with its parameters (a row may
         be in both).
 
@@ -176,26 +205,14 @@ class Sampler(ABC):
         """
 
     @abstractmethod
-    def sample(
-        self,
-        logits: torch.Tensor,
-        lines: Lines,
-        host_rows: np.ndarray | None = None,
-        *,
-        process: Process | None = None,
-        capture: Capture | None = None,
-    ) -> SampledTokens:
-        """Sample one token for each of `lines` [n] from logits [n, vocab_size] of any float dtype,
-        which it may overwrite; other arguments are only read. The result is valid until the sampler
-        is called again.
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        """Sample one token for each of `inputs.lines` [n]. The result is valid until the sampler is
+        called again.
 
         The history of a line is `context.history.token_ids[row, :length]`, with its
         `context.history.lengths(lines)`; what follows isn't known yet. The output position, which
         noise depends on, is length - prompt_lens. A line's result is a function of its logits, its
         row's parameters and this history: no other line, of its row or another, changes it.
-
-        Without a `capture`, the work is launched, and `host_rows` [n] has the values of
-        `lines.rows`.
 
         With a `capture`, which `capabilities` declares, a CUDA graph may record the work and replay
         it for other lines: it consists of device operations only, with no synchronization with the

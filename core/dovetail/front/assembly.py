@@ -71,7 +71,8 @@ class Assembly:
     values: ComponentValues  # what requests carry for components
     tokenizer: Callable[[], Tokenizer]  # loads it once; raises `ModelLoadError` if there is none
     rules: AnswerRules
-    has_logprobs: bool = True
+    has_logprobs: bool = True  # of the executor
+    samples_logprobs: bool = True  # of the sampler
     # kind -> "distribution:name" of the component in use, without attention
     parts: Mapping[str, str] = field(default_factory=dict)
     pooling: PoolingFacts | None = None  # None: it can't pool
@@ -106,6 +107,7 @@ class Assembly:
             executor=self.config.executor.label,
             sampler=self.config.sampler.label,
             has_logprobs=self.has_logprobs,
+            samples_logprobs=self.samples_logprobs,
             extra_args=self.values.extra_args,
             logits_processors=tuple(self.values.arguments),
             has_masks=self.has_masks,
@@ -172,6 +174,7 @@ def assemble(
             tokenizer_dir=tokenizer_dir,
             defaults=defaults,
             has_logprobs=executor.capabilities.logprobs,
+            samples_logprobs=_samples_logprobs(executor, parts),
             values=_component_values(executor, parts, capacity, tokenizer),
             tokenizer=tokenizer,
             parts={
@@ -211,6 +214,13 @@ def _load_tokenizer(own: ComponentTokenizer | None, directory: Path, freezes: bo
         byte_pieces(tokenizer, True)  # as is usual: made now, for it will hold the vocabulary
         gc.freeze()
     return tokenizer
+
+
+def _samples_logprobs(executor: Executor, parts: Parts) -> bool:
+    """Return True unless the sampler draws the tokens and has no log-probabilities of them."""
+    can = executor.capabilities
+    uses_sampler = can.samples and not can.virtual_clock
+    return not uses_sampler or parts.sampler.load().capabilities.logprobs
 
 
 def _component_values(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from dovetail.api.executor import Capacity
+from dovetail.api.logits_processor import ArgumentContext
 from dovetail.api.sampler import RowSampling
 from dovetail.base.where import Where, explain
 from dovetail.errors import DovetailError, RequestError, describe, shown
@@ -97,7 +98,7 @@ class ComponentValues:
 
     def _arguments(self, name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a logits processor's arguments as plain values that its model accepts again,
-        without the context. Raises `RequestError`, also for a number that isn't finite."""
+        without the tokenizer. Raises `RequestError`, also for a number that isn't finite."""
         model = self.arguments[name]
         place = f"logits_processors.{name.partition(':')[2]}"
         if model is None:
@@ -105,8 +106,9 @@ class ComponentValues:
         plain = thawed(given)
         if (wrong := _not_finite(plain, place)) is not None:
             raise RequestError(f"{wrong} must be a finite number")
-        values = _dumped(validated(model, plain, place, {"encode": self._encode}), place)
-        validated(model, thawed(values), place)
+        on_arrival = ArgumentContext(encode=self._encode, vocab_size=self.capacity.vocab_size)
+        values = _dumped(validated(model, plain, place, on_arrival), place)
+        validated(model, thawed(values), place, replace(on_arrival, encode=None))
         return values
 
     @cached_property
@@ -121,9 +123,7 @@ class ComponentValues:
         ]
 
 
-def validated(
-    model: type[BaseModel], values: Any, name: str, context: Mapping[str, Any] | None = None
-) -> BaseModel:
+def validated(model: type[BaseModel], values: Any, name: str, context: object = None) -> BaseModel:
     """Return `values` validated by the model; `context` is passed to its validators.
 
     Raises `RequestError` with the key below `name` and the value, whatever the validators raise.

@@ -22,7 +22,8 @@ class IntakeFacts:
     defaults: GenerationDefaults
     executor: str  # its name, as the config has it
     sampler: str
-    has_logprobs: bool = True
+    has_logprobs: bool = True  # the executor returns log-probabilities
+    samples_logprobs: bool = True  # so does the sampler
     extra_args: frozenset[str] = frozenset()  # keys that the sampler understands
     logits_processors: tuple[str, ...] = ()  # full names of the engine's
     has_masks: bool = False

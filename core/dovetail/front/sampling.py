@@ -103,6 +103,8 @@ class SamplingIntake:
         asked = (params.logprobs, params.prompt_logprobs)
         if not self._facts.has_logprobs and asked != (None, None):
             raise RequestError(f"logprobs: executor {self._facts.executor} can't return them")
+        if not self._facts.samples_logprobs and params.logprobs is not None:
+            raise RequestError(f"logprobs: sampler {self._facts.sampler} can't return them")
         for name, most in zip(("logprobs", "prompt_logprobs"), asked, strict=True):
             if (most or 0) > self._facts.vocab_size:
                 raise RequestError(

@@ -352,7 +352,8 @@ def change(
     launch(_change, (n,))(
         logits,
         changed,
-        *lines,
+        lines.rows,
+        lines.ahead,
         records,
         records.view(torch.float32),
         records.view(torch.int64),

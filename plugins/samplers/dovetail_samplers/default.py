@@ -20,12 +20,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dovetail.api.graphs import GraphSupport
 from dovetail.api.sampler import (
     Capture,
     Lines,
     Process,
-    RowSampling,
+    SampledRow,
     SampledTokens,
+    SampleInputs,
     Sampler,
     SamplerCapabilities,
 )
@@ -60,8 +62,7 @@ class DefaultSampler(Sampler):
     """Sampler with all parameters of `RowSampling`, for any mix of rows."""
 
     capabilities = SamplerCapabilities(
-        cuda_graph=has_triton(),
-        cuda_graph_full=has_triton(),
+        cuda_graph=GraphSupport.ALL if has_triton() else GraphSupport.NONE,
         logprobs=True,
         drafts=True,
         processors=True,
@@ -75,13 +76,13 @@ class DefaultSampler(Sampler):
         if use_kernels(self._device_rows.records):
             self._changes = DeviceChanges(max_rows, self.context)
 
-    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
         for row in removed:
             self._table.remove(row)
-        for row, sampling in added:
-            self._table.add(row, sampling)
+        for one in added:
+            self._table.add(one.row, one.sampling)
         if added:
-            rows = np.array(list(dict(added)), np.int64)
+            rows = np.array(list(dict.fromkeys(one.row for one in added)), np.int64)
             self._device_rows.send(self._table, rows)
             if self._changes is not None:
                 self._changes.send(self._table, rows)
@@ -95,18 +96,13 @@ class DefaultSampler(Sampler):
         return Capture.FULL if few and self._changes is not None else None
 
     @torch.inference_mode()
-    def sample(
-        self,
-        logits: torch.Tensor,
-        lines: Lines,
-        host_rows: Rows | None = None,
-        *,
-        process: Process | None = None,
-        capture: Capture | None = None,
-    ) -> SampledTokens:
-        if capture is not None:
-            return self._sample_captured(logits, lines, process, capture)
-        host_rows = np.asarray(host_rows, dtype=np.int64)
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        logits = inputs.logits
+        lines = inputs.lines
+        process = inputs.process
+        if inputs.capture is not None:
+            return self._sample_captured(logits, lines, process, inputs.capture)
+        host_rows = np.asarray(inputs.host_rows, dtype=np.int64)
         needs = self._table.needs[host_rows]
         union = Needs(int(np.bitwise_or.reduce(needs))) if len(needs) else Needs(0)
         raw = logits
@@ -158,8 +154,9 @@ class DefaultSampler(Sampler):
         `KernelUnavailable`."""
         drawn = []
         for start in range(0, max(1, len(logits)), changes.most):
-            own = Lines(*(values[start : start + changes.most] for values in lines))
-            changed = changes.change(logits[start : start + changes.most], own)
+            part = slice(start, start + changes.most)
+            own = lines.take(part)
+            changed = changes.change(logits[part], own)
             if process is not None:
                 process(changed, start)
             drawn.append(self._device_rows.draw(changed, own, self.context.history))
@@ -182,7 +179,7 @@ class DefaultSampler(Sampler):
             for indices in _cut(np.flatnonzero(needs & need), most):
                 at = self._index(indices)
                 part = logits[at]
-                change(part, Lines(lines.rows[at], lines.ahead[at]), host_rows[indices])
+                change(part, lines.take(at), host_rows[indices])
                 if not isinstance(at, slice):
                     logits[at] = part
 

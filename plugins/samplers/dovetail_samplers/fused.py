@@ -611,7 +611,8 @@ def draw(
     longs = records.view(torch.int64)
     known: tuple[Any, ...] = (
         logits,
-        *lines,
+        lines.rows,
+        lines.ahead,
         floats,
         records,
         longs,

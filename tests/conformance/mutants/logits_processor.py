@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from dovetail.api.graphs import GraphSupport
 from dovetail.api.logits_processor import (
+    ArgumentContext,
     LogitsProcessor,
     LogitsProcessorCapabilities,
     LogitsProcessorContext,
@@ -29,7 +32,7 @@ class Penalising(LogitsProcessor):
     and the length."""
 
     Arguments = Penalty
-    capabilities = LogitsProcessorCapabilities(cuda_graph=True)
+    capabilities = LogitsProcessorCapabilities(cuda_graph=GraphSupport.ALL)
 
     def prepare(self, max_rows: int) -> None:
         self.amount, self.seed = (
@@ -39,8 +42,9 @@ class Penalising(LogitsProcessor):
     def update(self, removed: Sequence[int], added: Sequence[ProcessedRow]) -> None:
         for row in removed:
             self.amount[row] = 0
-        for row, arguments, sampling in added:
-            self.amount[row], self.seed[row] = self.told(row, arguments), self.seeded(row, sampling)
+        for one in added:
+            self.amount[one.row] = self.told(one.row, one.arguments)
+            self.seed[one.row] = self.seeded(one.row, one.sampling)
 
     def told(self, row: int, arguments: Any) -> float:
         return float(arguments.amount)
@@ -98,7 +102,7 @@ class NeedsItsTokenizer(Penalty):
     @field_validator("spared")
     @classmethod
     def encoded(cls, spared: list[Any], info: ValidationInfo) -> list[Any]:
-        if (info.context or {}).get("encode") is None:
+        if ArgumentContext.of(info).encode is None:
             raise ValueError("no tokenizer")
         return spared
 
@@ -198,7 +202,7 @@ class AddsZero(Penalising):
 @mutant(caught_by="logits_processor.others")
 class TakesPaddingForTheLastRow(Penalising):
     def apply(self, logits: torch.Tensor, lines: Lines) -> None:
-        super().apply(logits, Lines(lines.rows.clamp(max=len(self.amount) - 2), lines.ahead))
+        super().apply(logits, replace(lines, rows=lines.rows.clamp(max=len(self.amount) - 2)))
 
 
 @mutant(caught_by="logits_processor.batch")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -11,13 +11,15 @@ import numpy as np
 import torch
 from pydantic import BaseModel, Field
 
+from dovetail.api.graphs import GraphSupport
 from dovetail.api.sampler import (
     Capture,
     Lines,
-    Process,
     RowHistory,
     RowSampling,
+    SampledRow,
     SampledTokens,
+    SampleInputs,
     SamplerCapabilities,
     TopLogprobs,
 )
@@ -28,32 +30,31 @@ from dovetail_samplers.table import draw_plain
 from tests.conformance.mutants import mutant
 
 
-def some(lines: Lines, index: Any) -> Lines:
-    return Lines(lines.rows[index], lines.ahead[index])
+def changed(
+    added: Sequence[SampledRow], change: Callable[[int, RowSampling], RowSampling]
+) -> list[SampledRow]:
+    """Return the rows with other parameters."""
+    return [replace(one, sampling=change(one.row, one.sampling)) for one in added]
+
+
+def by_row(added: Sequence[SampledRow]) -> dict[int, RowSampling]:
+    return {one.row: one.sampling for one in added}
 
 
 class ByMode(DefaultSampler):
     """Samples in one method without a capture, in another with one."""
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        lines: Lines,
-        host_rows: np.ndarray | None = None,
-        *,
-        process: Process | None = None,
-        capture: Capture | None = None,
-    ) -> SampledTokens:
-        if capture is not None:
-            return self.captured(logits, lines, capture)
-        assert host_rows is not None
-        return self.launched(logits, lines, host_rows)
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        if inputs.capture is not None:
+            return self.captured(inputs.logits, inputs.lines, inputs.capture)
+        assert inputs.host_rows is not None
+        return self.launched(inputs.logits, inputs.lines, inputs.host_rows)
 
     def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
-        return super().sample(logits, lines, host_rows)
+        return super().sample(SampleInputs(logits=logits, lines=lines, host_rows=host_rows))
 
     def captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
-        return super().sample(logits, lines, capture=capture)
+        return super().sample(SampleInputs(logits=logits, lines=lines, capture=capture))
 
 
 class Misread(ByMode):
@@ -62,8 +63,8 @@ class Misread(ByMode):
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
         return sampling
 
-    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
-        super().update(removed, [(row, self.read(row, sampling)) for row, sampling in added])
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
+        super().update(removed, changed(added, self.read))
 
 
 class WithHistory(ByMode):
@@ -90,7 +91,9 @@ class SortsTheRows(ByMode):
 
     def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         order = np.argsort(host_rows)
-        return super().launched(logits[order], some(lines, order), host_rows[order])
+        return super().launched(
+            logits[order], lines.take(torch.from_numpy(order)), host_rows[order]
+        )
 
 
 @mutant(caught_by="sampler.output")
@@ -152,11 +155,9 @@ class CutsProbabilities(ByMode):
         """probabilities [vocab], descending -> bool [vocab]."""
         raise NotImplementedError
 
-    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
-        self.asked: dict[int, RowSampling] = {**getattr(self, "asked", {}), **dict(added)}
-        super().update(
-            removed, [(row, replace(sampling, top_p=1.0, min_p=0.0)) for row, sampling in added]
-        )
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
+        self.asked: dict[int, RowSampling] = {**getattr(self, "asked", {}), **by_row(added)}
+        super().update(removed, changed(added, lambda row, s: replace(s, top_p=1.0, min_p=0.0)))
 
     def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         cut = logits.clone()
@@ -212,11 +213,11 @@ class KeepsTheWrongSideOfMinP(CutsProbabilities):
 class FiltersBeforeTemperature(DefaultSampler):
     """Top-p and min-p look at the probabilities of temperature 1."""
 
-    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
         super().update(removed, added)
         self.temperatures = {
             **getattr(self, "temperatures", {}),
-            **{row: s.temperature for row, s in added},
+            **{one.row: one.sampling.temperature for one in added},
         }
 
     def _kept(
@@ -500,11 +501,11 @@ class OneGeneratorForTheBatch(DefaultSampler):
 class CountsStepsInsteadOfTokens(WithHistory):
     """The output position is counted since the row was added."""
 
-    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
         super().update(removed, added)
         self.begun = {
             **getattr(self, "begun", {}),
-            **{row: int(self.context.history.num_tokens[row]) for row, _ in added},
+            **{one.row: int(self.context.history.num_tokens[one.row]) for one in added},
         }
 
     def told(self, history: RowHistory) -> RowHistory:
@@ -516,13 +517,13 @@ class CountsStepsInsteadOfTokens(WithHistory):
 
 @mutant(caught_by="sampler.reused_rows")
 class KeepsTheRulesOfTheRequestBefore(DefaultSampler):
-    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
         known: dict[int, RowSampling] = self.__dict__.setdefault("known", {})
-        mixed = []
-        for row, sampling in added:
-            before = known.get(row, sampling)
-            mixed.append((row, replace(sampling, bad_words=before.bad_words + sampling.bad_words)))
-            known[row] = sampling
+        mixed = changed(
+            added,
+            lambda row, s: replace(s, bad_words=known.get(row, s).bad_words + s.bad_words),
+        )
+        known |= by_row(added)
         super().update([], mixed)
 
 
@@ -533,7 +534,7 @@ class KeepsTheRulesOfTheRequestBefore(DefaultSampler):
 class IgnoresDrafts(ByMode):
     def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         return super().launched(
-            logits, lines._replace(ahead=torch.zeros_like(lines.ahead)), host_rows
+            logits, replace(lines, ahead=torch.zeros_like(lines.ahead)), host_rows
         )
 
 
@@ -545,7 +546,7 @@ class PenalisesKnownTokensAlone(DefaultSampler):
         self, logits: torch.Tensor, lines: Lines, host_rows: Any, needs: Any
     ) -> None:
         super()._change_logits(
-            logits, lines._replace(ahead=torch.zeros_like(lines.ahead)), host_rows, needs
+            logits, replace(lines, ahead=torch.zeros_like(lines.ahead)), host_rows, needs
         )
 
 
@@ -556,7 +557,9 @@ class LeavesOutWhatComesAfterAMiss(ByMode):
     def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         result, history = super().launched(logits, lines, host_rows), self.context.history
         token_ids, missed = result.token_ids.clone(), False
-        for index, (row, ahead) in enumerate(zip(*map(torch.Tensor.tolist, lines), strict=True)):
+        for index, (row, ahead) in enumerate(
+            zip(lines.rows.tolist(), lines.ahead.tolist(), strict=True)
+        ):
             missed = missed and ahead > 0
             token = int(token_ids[index])
             token_ids[index] = 0 if missed else token
@@ -643,14 +646,14 @@ class LogprobsUseUpTheSeed(Misread):
 
 
 class Capturing(ByMode):
-    capabilities = SamplerCapabilities(cuda_graph=True)
+    capabilities = SamplerCapabilities(cuda_graph=GraphSupport.DECODE, logprobs=True)
 
 
 @mutant(caught_by="sampler.captured")
 class CapturedRowsShareTheirSeed(Capturing):
     def captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         first = lines.rows[:1].expand(len(lines.rows))
-        return super().captured(logits, lines._replace(rows=first), capture)
+        return super().captured(logits, replace(lines, rows=first), capture)
 
 
 @mutant(caught_by="sampler.captured")
@@ -690,7 +693,7 @@ class CapturingInFull(ByMode):
     """As `sample` does it, also where there are no kernels for it: what isn't recorded may ask the
     host."""
 
-    capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True)
+    capabilities = SamplerCapabilities(cuda_graph=GraphSupport.ALL, logprobs=True)
 
     def capture_for(self, host_rows: np.ndarray) -> Capture | None:
         few = int(self._table.logprobs[host_rows].max()) <= CAPTURED_LOGPROBS
@@ -700,7 +703,7 @@ class CapturingInFull(ByMode):
         if capture is Capture.TOKENS:
             return super().captured(logits, lines, capture)
         own = lines.rows < len(self.context.history.num_tokens) - 1
-        sampled = self.launched(logits[own], some(lines, own), lines.rows[own].cpu().numpy())
+        sampled = self.launched(logits[own], lines.take(own), lines.rows[own].cpu().numpy())
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             """Put zeros where there is padding."""
@@ -752,7 +755,7 @@ class CapturesWhoeverAsksForManyLogprobs(CapturingInFull):
 class CapturesItsPenalties(ByMode):
     """The rules and penalties of the rows that were captured are used for all that come after."""
 
-    capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True)
+    capabilities = SamplerCapabilities(cuda_graph=GraphSupport.ALL, logprobs=True)
 
     def captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         if capture is Capture.TOKENS:
@@ -832,14 +835,11 @@ class SharesWhatOneGives(Warmer):
 
     capabilities = SamplerCapabilities(extra_args_model=Digit)
 
-    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
         given = sum(
-            1 + sampling.extra_args["warmth"] for _, sampling in added if sampling.extra_args
+            1 + one.sampling.extra_args["warmth"] for one in added if one.sampling.extra_args
         )
-        super().update(
-            removed,
-            [(row, replace(sampling, seed=sampling.seed + given)) for row, sampling in added],
-        )
+        super().update(removed, changed(added, lambda row, s: replace(s, seed=s.seed + given)))
 
 
 # ---- what escaped once
@@ -849,10 +849,10 @@ class SharesWhatOneGives(Warmer):
 class ForgetsARuleWithTheRow(DefaultSampler):
     """A row that is removed and added in one update has no rules."""
 
-    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
         gone = set(removed)
         super().update(
-            removed, [(row, replace(s, bad_words=()) if row in gone else s) for row, s in added]
+            removed, changed(added, lambda row, s: replace(s, bad_words=()) if row in gone else s)
         )
 
 
@@ -1081,11 +1081,11 @@ class TakesABiasOfMinus100ForABan(Misread):
 class CapturesLongWordsAsTheyWere(CapturingInFull):
     """Compares words of 3 and more tokens with the history at the row's first capture."""
 
-    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
         super().update(removed, added)
-        self.samplings: dict[int, RowSampling] = {**getattr(self, "samplings", {}), **dict(added)}
+        self.samplings: dict[int, RowSampling] = {**getattr(self, "samplings", {}), **by_row(added)}
         self.seen: dict[int, tuple[int, ...]] = {
-            row: seen for row, seen in getattr(self, "seen", {}).items() if row not in dict(added)
+            row: seen for row, seen in getattr(self, "seen", {}).items() if row not in by_row(added)
         }
 
     def captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
@@ -1100,19 +1100,21 @@ class CapturesLongWordsAsTheyWere(CapturingInFull):
                 for word in sampling.bad_words
                 if len(word) < 3 or seen[1 - len(word) :] == word[:-1]
             ]
-            told.append((row, replace(sampling, bad_words=tuple(words))))
+            seen_now = replace(sampling, bad_words=tuple(words))
+            told.append(SampledRow(row=row, sampling=seen_now))
         DefaultSampler.update(self, [], told)
         try:
             return super().captured(logits, lines, capture)
         finally:
-            DefaultSampler.update(self, [], [(row, self.samplings[row]) for row, _ in told])
+            own = changed(told, lambda row, _: self.samplings[row])
+            DefaultSampler.update(self, [], own)
 
 
 @mutant(caught_by="sampler.captured")
 class CountsOnPaddingAtTheEnd(Capturing):
     def captured(self, logits: torch.Tensor, lines: Lines, capture: Capture) -> SampledTokens:
         own = int((lines.rows < len(self.context.history.num_tokens) - 1).sum())
-        ids = super().captured(logits[:own], some(lines, slice(own)), capture).token_ids
+        ids = super().captured(logits[:own], lines.take(slice(own)), capture).token_ids
         return SampledTokens(torch.cat((ids, ids.new_zeros(len(lines.rows) - own))))
 
 

@@ -18,14 +18,15 @@ CLAUSES: Marks = {
             but="without a GPU no graph is captured; a recording of the operations is replayed on "
             "the CPU",
         ),
-        "Without it": TOLD,
+        "Otherwise steps": TOLD,
         "*": held("hygiene.capabilities"),
     },
     "ProcessedRow": {"`seed`": held("stateless", "batch", "row"), "*": TOLD},
+    "ArgumentContext": TOLD,
+    "ArgumentContext.of": TOLD,
     "LogitsProcessor": TOLD,
     "LogitsProcessor.Arguments": {
         "validated when the request arrives": held("bad_arguments"),
-        "may turn texts into ids": TOLD,
         "a model must accept": held("arguments"),
         "*": TOLD,
     },

@@ -32,7 +32,10 @@ CLAUSES: Marks = {
         ),
         "*": TOLD,
     },
+    "SampledRow": TOLD,
     "Lines": held("lines", "lines_apart"),
+    "Lines.take": TOLD,
+    "SampleInputs": held("read_only"),
     "RowHistory.lengths": held("lines"),
     "RowHistory": {
         "only reads them": held("read_only"),
@@ -45,10 +48,14 @@ CLAUSES: Marks = {
     ),
     "SamplerCapabilities": {
         "`processors`": UNPROCESSED,
-        "`cuda_graph`": held("captured", "graph", but="without a GPU no graph is captured"),
-        "`cuda_graph_full`": held(
-            "fully_captured", "full_graph", but="without a GPU no graph is captured"
+        "`cuda_graph`": held(
+            "captured",
+            "graph",
+            "fully_captured",
+            "full_graph",
+            but="without a GPU no graph is captured",
         ),
+        "`logprobs`": held("logprobs"),
         "`drafts`": held("lines"),
         "keys of": TOLD,
         "`extra_args_model`": held("extra_args"),
@@ -69,12 +76,11 @@ CLAUSES: Marks = {
         "*": TOLD,
     },
     "Sampler.sample": {
-        "Sample one token": held("output", "dtypes", "extremes", "read_only"),
+        "Sample one token": held("output", "dtypes", "extremes"),
         "until the sampler is called again": TOLD,
         "output position": held("seed", "lines"),
         "The history of a line": held("lines", "stale_history", "preemption"),
         "A line's result": held("lines", "lines_apart", "batch"),
-        "Without a `capture`": held("output", "read_only"),
         "With a `capture`": held(
             "captured",
             "graph",

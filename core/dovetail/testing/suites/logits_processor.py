@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ValidationError
 
+from dovetail.api.graphs import GraphSupport
+from dovetail.api.logits_processor import ArgumentContext
 from dovetail.api.sampler import Lines, RowSampling
 from dovetail.errors import describe, shown
 from dovetail.testing.checks import Untried, check, fail, require
@@ -62,6 +64,12 @@ class LogitsProcessorSuite(Suite):
 
     arguments: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
     device: ClassVar[str | None] = None
+
+    def declares(self, capability: str) -> bool:
+        """`cuda_graph` is declared by `GraphSupport.ALL` only."""
+        if capability == "cuda_graph":
+            return bool(self.capabilities.cuda_graph is GraphSupport.ALL)
+        return super().declares(capability)
 
     @property
     def place(self) -> str:
@@ -122,8 +130,8 @@ class LogitsProcessorSuite(Suite):
         """An invalid value of an argument was accepted, and `update` or `apply` raised, other rows
         changed, or the largest logit wasn't finite afterwards; or `Arguments` raised something else
         than `ValueError`. Give each field a strict type and a range, refuse NaN and inf
-        (`allow_inf_nan=False`), and bound the length of lists. Without a tokenizer ({"encode":
-        None}) reject texts."""
+        (`allow_inf_nan=False`), and bound the length of lists. Without a tokenizer
+        (`ArgumentContext.encode` is None) reject texts."""
         fine = [
             Asking(line.logits, line.sampling, line.prompt, line.output)
             for line in self.lines(drafts=False)[0][:2]
@@ -148,7 +156,7 @@ class LogitsProcessorSuite(Suite):
     def _taken(self, given: Mapping[str, Any], encode: Any) -> BaseModel | None:
         """Return arguments as a rank gets them; None if they are refused on arrival."""
         try:
-            first = self.model.model_validate(given, context={"encode": encode})
+            first = self.model.model_validate(given, context=_context(encode))
         except ValidationError:
             return None
         except Exception as error:
@@ -160,10 +168,11 @@ class LogitsProcessorSuite(Suite):
         return self._sent(first)
 
     def _sent(self, first: BaseModel) -> BaseModel:
-        """Return arguments as they arrive on a rank: through JSON, and validated without context.
-        Requires the same values."""
+        """Return arguments as they arrive on a rank: through JSON, and validated without a
+        tokenizer. Requires the same values."""
         try:
-            sent = self.model.model_validate(json.loads(json.dumps(_plain(first), allow_nan=False)))
+            values = json.loads(json.dumps(_plain(first), allow_nan=False))
+            sent = self.model.model_validate(values, context=_context(None))
         except Exception as error:
             fail(
                 f"the arguments {shown_arguments(first)} were taken, but can't be sent to the "
@@ -430,7 +439,7 @@ class LogitsProcessorSuite(Suite):
             "num_tokens": bench.history.num_tokens,
             "prompt_lens": bench.history.prompt_lens,
         }
-        tensors |= given._asdict()
+        tensors |= {"rows": given.rows, "ahead": given.ahead}
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         asked = [_plain(arguments) for arguments in self.asked]
         with torch.inference_mode():
@@ -578,8 +587,8 @@ class LogitsProcessorSuite(Suite):
             order = [None if index == -1 else index for index in order]
             fresh, now = bench.batch(order)
             logits.copy_(fresh)
-            for kept, values in zip(static, now, strict=True):
-                kept.copy_(values)
+            static.rows.copy_(now.rows)
+            static.ahead.copy_(now.ahead)
             replay()
             told = [lines[index or 0] for index in order]
             require_same(told, logits, bench.apply(order), f"replayed {what}")
@@ -598,7 +607,11 @@ def _encode(text: str) -> list[int]:
 
 
 def _validated(model: type[BaseModel], example: Mapping[str, Any]) -> BaseModel:
-    return model.model_validate(dict(example), context={"encode": _encode})
+    return model.model_validate(dict(example), context=_context(_encode))
+
+
+def _context(encode: Callable[[str], list[int]] | None) -> ArgumentContext:
+    return ArgumentContext(encode=encode, vocab_size=VOCAB)
 
 
 def _plain(arguments: BaseModel) -> dict[str, Any]:

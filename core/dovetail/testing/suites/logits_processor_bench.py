@@ -60,7 +60,7 @@ class ProcessorBench(RowsBench):
         """Remove rows, then add the rows of lines that ask, in their places or in others."""
         asking = dict(zip(self.places if places is None else places, lines, strict=True))
         added = [
-            ProcessedRow(place, line.arguments, line.sampling)
+            ProcessedRow(row=place, arguments=line.arguments, sampling=line.sampling)
             for place, line in asking.items()
             if line.arguments is not None
         ]
@@ -78,7 +78,7 @@ class ProcessorBench(RowsBench):
         )
         rows = self.lines.rows[index].masked_fill(padding, self.max_rows)
         ahead = self.lines.ahead[index].masked_fill(padding, 0)
-        return self.logits[index], Lines(rows, ahead)
+        return self.logits[index], Lines(rows=rows, ahead=ahead)
 
     @torch.inference_mode()
     def apply(self, some: Sequence[int | None] | None = None) -> torch.Tensor:

@@ -9,12 +9,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dovetail.api.graphs import GraphSupport
 from dovetail.api.sampler import (
     Capture,
     Lines,
     RowHistory,
     RowSampling,
+    SampledRow,
     SampledTokens,
+    SampleInputs,
     Sampler,
     SamplerContext,
 )
@@ -70,7 +73,7 @@ class RowsBench:
         )
         ahead = torch.tensor([len(row.drafts) for row in rows], dtype=torch.int32, device=device)
         self.lines, self.host_rows = (
-            Lines(torch.tensor(self.places, device=device), ahead),
+            Lines(rows=torch.tensor(self.places, device=device), ahead=ahead),
             np.array(self.places, dtype=np.int32),
         )
 
@@ -105,20 +108,30 @@ class Bench(RowsBench):
             )
         )
         self.sampler.prepare(self.max_rows)
+        self.update([], self.places, [row.sampling for row in rows])
+
+    def update(
+        self, removed: Sequence[int], places: Sequence[int], samplings: Sequence[RowSampling]
+    ) -> None:
+        """Remove rows, then start the rows at `places` with these parameters; of equal places the
+        last counts."""
+        added = dict(zip(places, samplings, strict=True))
         self.sampler.update(
-            [],
-            list(
-                {place: row.sampling for place, row in zip(self.places, rows, strict=True)}.items()
-            ),
+            removed,
+            [SampledRow(row=place, sampling=sampling) for place, sampling in added.items()],
         )
 
     def sample(self, some: Sequence[int] | None = None) -> SampledTokens:
         """Sample from all lines, or from some, given by their index in the batch, in that order."""
         picked = list(range(len(self.places))) if some is None else list(some)
         index = torch.tensor(picked, dtype=torch.int64, device=self.logits.device)
-        return self.sampler.sample(
-            self.logits[index], Lines(*(each[index] for each in self.lines)), self.host_rows[picked]
-        )
+        return self.launched(self.logits[index], self.lines.take(index), self.host_rows[picked])
+
+    def launched(
+        self, logits: torch.Tensor, lines: Lines, host_rows: NDArray[np.int32]
+    ) -> SampledTokens:
+        """Return the result of `sample` without a capture."""
+        return self.sampler.sample(SampleInputs(logits=logits, lines=lines, host_rows=host_rows))
 
     def tokens(self, some: Sequence[int] | None = None) -> list[int]:
         tokens: list[int] = self.sample(some).token_ids.tolist()
@@ -128,17 +141,24 @@ class Bench(RowsBench):
         """Return what `capture_for` does for all lines; None if the sampler doesn't declare it."""
         can = self.sampler.capabilities
         capture = self.sampler.capture_for(self.host_rows)
-        declared = can.cuda_graph if capture is Capture.TOKENS else can.cuda_graph_full
+        whole = can.cuda_graph is GraphSupport.ALL
+        declared = bool(can.cuda_graph) if capture is Capture.TOKENS else whole
         return capture if declared else None
 
     def captured(self, capture: Capture, rows: Sequence[int] | None = None) -> SampledTokens:
         """Return the result of `sample` with this `capture`, for all lines, or for the first of
         each of `rows`, which may contain `max_rows`: padding, with the first line's logits."""
         if rows is None:
-            return self.sampler.sample(self.logits.clone(), self.lines, capture=capture)
+            return self.sampler.sample(
+                SampleInputs(logits=self.logits.clone(), lines=self.lines, capture=capture)
+            )
         where = [self.places.index(row) if row in self.places else 0 for row in rows]
-        lines = Lines(torch.tensor(rows, device=self.logits.device), self.lines.ahead[where])
-        return self.sampler.sample(self.logits[where].clone(), lines, capture=capture)
+        lines = Lines(
+            rows=torch.tensor(rows, device=self.logits.device), ahead=self.lines.ahead[where]
+        )
+        return self.sampler.sample(
+            SampleInputs(logits=self.logits[where].clone(), lines=lines, capture=capture)
+        )
 
 
 def draws(

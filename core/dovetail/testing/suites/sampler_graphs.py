@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dovetail.api.sampler import Capture, RowSampling, SampledTokens, TopLogprobs
+from dovetail.api.sampler import Capture, RowSampling, SampledTokens, SampleInputs, TopLogprobs
 from dovetail.testing.checks import Untried, check, require
 from dovetail.testing.suites.sampler_bench import Bench, Row
 from dovetail.testing.suites.sampler_rows import VOCAB, mixed_rows, rows_with_long_words
@@ -68,7 +68,7 @@ class SamplerGraphs(SamplerSubject):
             raise Untried("cuda_graph", f"capture_for() says TOKENS to no rows on {self.place}")
         _require_captured_again(bench, rows, Capture.TOKENS)
 
-    @check("sampler.fully_captured_again", since="0.2", capability="cuda_graph_full")
+    @check("sampler.fully_captured_again", since="0.2", capability="full_graph")
     def test_fully_captured_again(self) -> None:
         """`sample` with `FULL`, called again, returns all that it does without a capture at that
         time, as in `sampler.captured_again`; also where rows exchange their numbers of
@@ -95,7 +95,7 @@ class SamplerGraphs(SamplerSubject):
             Capture.TOKENS,
         )
 
-    @check("sampler.fully_captured", since="0.1", capability="cuda_graph_full")
+    @check("sampler.fully_captured", since="0.1", capability="full_graph")
     def test_fully_captured(self) -> None:
         """`sample` with `FULL` returns all that it does without a capture if `capture_for` returns
         one: tokens, and the log-probabilities of each row that requests them, with at least as many
@@ -106,12 +106,12 @@ class SamplerGraphs(SamplerSubject):
         )
         _require_captured(bench, rows, Capture.FULL)
 
-    @check("sampler.full_graph", since="0.1", capability="cuda_graph_full")
+    @check("sampler.full_graph", since="0.1", capability="full_graph")
     def test_full_graph(self) -> None:
         """A graph of `FULL` also replays for other requests: rules, penalties, and the number of
         log-probabilities are read where `update` stored them, at the same addresses."""
         if not self.place.startswith("cuda"):
-            raise Untried("cuda_graph_full", f"the suite runs on {self.place}")
+            raise Untried("full_graph", f"the suite runs on {self.place}")
         bench, rows = self.fully_capturable(_asking(mixed_rows(), 2))
         others = [
             replace(
@@ -137,7 +137,7 @@ class SamplerGraphs(SamplerSubject):
         """Return a bench of those `rows` that can be captured with `FULL`, and these rows."""
         bench, some = self.capturable(rows, *Capture)
         if bench.sampler.capture_for(bench.host_rows) is not Capture.FULL:
-            raise Untried("cuda_graph_full", f"capture_for() says FULL to no rows on {self.place}")
+            raise Untried("full_graph", f"capture_for() says FULL to no rows on {self.place}")
         return bench, some
 
     def replay(
@@ -150,11 +150,10 @@ class SamplerGraphs(SamplerSubject):
         graph = torch.cuda.CUDAGraph()
         logits = bench.logits.clone()
         with torch.cuda.graph(graph):
-            out = bench.sampler.sample(logits, bench.lines, capture=capture)
-        bench.sampler.update(
-            bench.places,
-            [(place, row.sampling) for place, row in zip(bench.places, others, strict=True)],
-        )
+            out = bench.sampler.sample(
+                SampleInputs(logits=logits, lines=bench.lines, capture=capture)
+            )
+        bench.update(bench.places, bench.places, [row.sampling for row in others])
         logits.copy_(bench.logits)
         graph.replay()
         _require_same(others, out, bench.sample(), "replayed for other requests, ")
@@ -197,10 +196,7 @@ def _require_captured_again(bench: Bench, rows: Sequence[Row], capture: Capture)
         replace(row, sampling=before.sampling)
         for row, before in zip(rows, [*rows[1:], rows[0]], strict=True)
     ]
-    bench.sampler.update(
-        bench.places,
-        [(place, row.sampling) for place, row in zip(bench.places, others, strict=True)],
-    )
+    bench.update(bench.places, bench.places, [row.sampling for row in others])
     _require_same(others, bench.captured(capture), bench.sample(), "called again after update(), ")
     for place, row in zip(bench.places, others, strict=True):
         bench.tell(place, row.prompt, (*row.output, 1))

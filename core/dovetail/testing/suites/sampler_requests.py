@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -157,8 +158,8 @@ class SamplerRequests(SamplerSubject):
         output: list[int] = []
         for step in range(12):
             if step == preempted_after:
-                bench.sampler.update([0, 5], [(0, neighbour.sampling)])
-                bench.sampler.update([], [(5, sampling)])
+                bench.update([0, 5], [0], [neighbour.sampling])
+                bench.update([], [5], [sampling])
                 bench.tell(0, neighbour.prompt, ())
                 place = 5
             bench.tell(place, prompt, output)
@@ -175,9 +176,13 @@ class SamplerRequests(SamplerSubject):
             name: getattr(bench.history, name)
             for name in ("token_ids", "num_tokens", "prompt_lens")
         }
-        given |= {**bench.lines._asdict(), "host_rows": torch.from_numpy(bench.host_rows)}
+        given |= {
+            "rows": bench.lines.rows,
+            "ahead": bench.lines.ahead,
+            "host_rows": torch.from_numpy(bench.host_rows),
+        }
         before = {name: values.clone() for name, values in given.items()}
-        bench.sampler.sample(bench.logits, bench.lines, bench.host_rows)
+        bench.launched(bench.logits, bench.lines, bench.host_rows)
         for name, values in given.items():
             require(torch.equal(values, before[name]), f"sample() changed {name}")
         bench.sampler.capture_for(bench.host_rows)
@@ -202,9 +207,8 @@ class SamplerRequests(SamplerSubject):
         )
         bench = self.bench([Row(logits, full, prompt=(2, 2))] * 2)
         bench.sample()
-        bench.sampler.update(
-            [0, 1], [(0, RowSampling(temperature=0.0)), (1, RowSampling(temperature=0.0, top_k=3))]
-        )
+        greedy = RowSampling(temperature=0.0)
+        bench.update([0, 1], [0, 1], [greedy, replace(greedy, top_k=3)])
         again = bench.sample()
         require(
             again.token_ids.tolist() == [2, 2],
@@ -213,7 +217,7 @@ class SamplerRequests(SamplerSubject):
         require(again.logprobs is None, "logprobs came that only the request before had asked for")
         for name, (fields, expected) in NEW_RULES.items():
             bench = self.bench([Row(logits, RowSampling(temperature=0.0), (0,), (2, 2))])
-            bench.sampler.update([0], [(0, RowSampling(temperature=0.0, **fields))])
+            bench.update([0], [0], [RowSampling(temperature=0.0, **fields)])
             (token,) = bench.tokens()
             require(
                 token == expected,
@@ -223,7 +227,7 @@ class SamplerRequests(SamplerSubject):
         flat = [Row([0.0] * 1000, RowSampling(seed=seed)) for seed in (1, 2)]
         bench = self.bench(flat[:1])
         fresh = self.bench(flat[1:])
-        bench.sampler.update([0], [(0, flat[1].sampling)])
+        bench.update([0], [0], [flat[1].sampling])
         require(
             bench.tokens() == fresh.tokens(),
             "a row that was given to another request still has the seed of the one before",
@@ -245,7 +249,7 @@ class SamplerRequests(SamplerSubject):
                 try:
                     bench = self.bench([fine, row, fine, row])
                     before, token, after, again = bench.tokens()
-                    bench.sampler.update([1], [(1, fine.sampling)])
+                    bench.update([1], [1], [fine.sampling])
                     reused = bench.tokens([1])[0]
                 except Exception as error:
                     fail(f"extra_args {shown(dict(values))}: {describe(error)}", error)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dovetail.api.graphs import GraphSupport
 from dovetail.api.sampler import RowSampling
 from dovetail.testing.checks import require
 from dovetail.testing.suite import Suite
@@ -29,6 +30,12 @@ class SamplerSubject(Suite):
     settings = Suite.settings | {"device"}
 
     device: ClassVar[str | None] = None
+
+    def declares(self, capability: str) -> bool:
+        """`full_graph` is `GraphSupport.ALL`."""
+        if capability == "full_graph":
+            return bool(self.capabilities.cuda_graph is GraphSupport.ALL)
+        return super().declares(capability)
 
     @property
     def place(self) -> str:

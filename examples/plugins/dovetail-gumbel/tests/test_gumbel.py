@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from dovetail.api.component import NoOptions
-from dovetail.api.sampler import Lines, RowHistory, RowSampling, SamplerContext
+from dovetail.api.sampler import Lines, RowHistory, RowSampling, SampledRow, SampleInputs, SamplerContext
 
 from dovetail_gumbel.noise import gumbel
 from dovetail_gumbel.sampler import RANK, GumbelSampler
@@ -35,6 +35,8 @@ def sample(sampling: RowSampling) -> int:
     history = RowHistory(torch.zeros((1, 4), dtype=torch.int32), torch.ones(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32))
     sampler = GumbelSampler(NoOptions(), SamplerContext("cpu", VOCAB, history))
     sampler.prepare(1)
-    sampler.update([], [(0, sampling)])
+    sampler.update([], [SampledRow(row=0, sampling=sampling)])
     row = np.zeros(1, np.int64)
-    return int(sampler.sample(torch.linspace(-1, 1, VOCAB)[None], Lines(torch.from_numpy(row), torch.zeros(1, dtype=torch.int32)), row).token_ids)
+    lines = Lines(rows=torch.from_numpy(row), ahead=torch.zeros(1, dtype=torch.int32))
+    inputs = SampleInputs(logits=torch.linspace(-1, 1, VOCAB)[None], lines=lines, host_rows=row)
+    return int(sampler.sample(inputs).token_ids)

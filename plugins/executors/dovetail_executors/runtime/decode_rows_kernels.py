@@ -97,7 +97,8 @@ def last_tokens(
     positions = torch.empty_like(lines.rows)
     if n:
         launch(_last_tokens, (n,))(
-            *lines,
+            lines.rows,
+            lines.ahead,
             state.token_ids,
             state.num_tokens,
             state.row_width,
@@ -123,7 +124,8 @@ def append(
     block = triton.next_power_of_2(size)
     if n:
         launch(_append, (n,))(
-            *lines,
+            lines.rows,
+            lines.ahead,
             positions,
             token_ids,
             hidden,

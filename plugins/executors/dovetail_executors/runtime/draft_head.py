@@ -168,7 +168,7 @@ class HeadSteps(Builder):
     def run(self, inputs: DecodeInputs) -> torch.Tensor:
         """Return the drafts [size] int64."""
         positions = settled(last_tokens(self.parts.rows, inputs.lines)[1])
-        lines = Lines(inputs.lines.rows, inputs.lines.ahead + 1)
+        lines = Lines(rows=inputs.lines.rows, ahead=inputs.lines.ahead + 1)
         assert self.key.capture is not None
         sample = partial(self.parts.sampling.draft, capture=self.key.capture)
         return self._head.draft(lines, positions, sample)
@@ -269,7 +269,7 @@ class RunningHead(Proposer):
         )
         inputs = host.to_device(self._rows)
         self._backend.plan(host.attention_batch(self._rows, inputs))
-        lines = Lines(inputs.rows, torch.full_like(inputs.kv_lens, ahead))
+        lines = Lines(rows=inputs.rows, ahead=torch.full_like(inputs.kv_lens, ahead))
         self.draft(
             lines,
             inputs.positions,

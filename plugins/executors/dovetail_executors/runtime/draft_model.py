@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend, AttentionLayer, LayerSpec
 from dovetail.api.executor import Batch, ComponentRef, Drafts, ExecutorConfig, QuantizationRef
+from dovetail.api.graphs import GraphSupport
 from dovetail.api.model import ModelInputs, ParallelGroup
 from dovetail.api.sampler import Capture, Lines, Sampler
 from dovetail.api.token_sizes import half_of, row_sizes
@@ -167,7 +168,10 @@ class DraftSteps(Builder):
         of_model = ModelInputs(token_ids=token_ids, positions=positions)
         hidden = settled(self._model(of_model))
         last = slice(self._lines_per_row - 1, None, self._lines_per_row)
-        lines = Lines(*(values[last].contiguous() for values in inputs.lines))
+        lines = Lines(
+            rows=inputs.lines.rows[last].contiguous(),
+            ahead=inputs.lines.ahead[last].contiguous(),
+        )
         assert self.key.capture is not None
         logits = self._model.logits(hidden[last].contiguous())
         drafts = sampling.draft(logits, lines, capture=self.key.capture)
@@ -292,7 +296,7 @@ class DraftModel(Proposer):
         hidden = self.model(of_model)
         if ahead is None:
             return
-        lines = Lines(inputs.rows, torch.full_like(inputs.kv_lens, ahead))
+        lines = Lines(rows=inputs.rows, ahead=torch.full_like(inputs.kv_lens, ahead))
         drafts = self._sampling.draft(self.model.logits(hidden), lines, rows)
         positions = inputs.positions.index_select(0, ends)
         put_drafts(self._rows, lines, positions, drafts, self._sampling.vocab_size)
@@ -305,7 +309,8 @@ def draft_sizes(rows: RowState, most_lines: int) -> tuple[int, ...]:
 
 def captures(sampler: Sampler) -> list[Capture]:
     """Return the captures of a sampler that declares any."""
-    return [Capture.TOKENS, *([Capture.FULL] if sampler.capabilities.cuda_graph_full else [])]
+    supported = sampler.capabilities.cuda_graph
+    return [Capture.TOKENS, *([Capture.FULL] if supported is GraphSupport.ALL else [])]
 
 
 def check_drafts(batch: Batch) -> None:

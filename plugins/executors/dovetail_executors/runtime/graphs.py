@@ -288,8 +288,8 @@ def decode_builders(
     few = half_of(sizes)
     sharing = sharing_row_sizes(most_lines)
     # Sampling beside plain one: with everything, and with logits processors, too.
-    more = [frozenset[str]()] if can.cuda_graph_full else []
-    if can.cuda_graph_full and processors.captured:
+    more = [frozenset[str]()] if can.cuda_graph is GraphSupport.ALL else []
+    if more and processors.captured:
         more.append(PROCESSED)
     model = DecodeSteps(MODEL, few, parts)
     builders: list[Builder] = [DecodeSteps(DECODE, sizes, parts)]

@@ -16,8 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.api.executor import ComponentRef
-from dovetail.api.logits_processor import LogitsProcessor, LogitsProcessorContext, ProcessedRow
-from dovetail.api.sampler import Lines, Process, RowSampling
+from dovetail.api.graphs import GraphSupport
+from dovetail.api.logits_processor import (
+    ArgumentContext,
+    LogitsProcessor,
+    LogitsProcessorContext,
+    ProcessedRow,
+)
+from dovetail.api.sampler import Lines, Process, SampledRow
 from dovetail.errors import PluginError, describe
 from dovetail.nn.token_masks import mask_tokens
 from dovetail.nn.transfer import all_to_device
@@ -41,9 +47,10 @@ class LogitsProcessors:
         one that failed."""
         self.names = tuple(ref.name for ref in refs)
         context = LogitsProcessorContext(str(rows.device), vocab_size, rows.history, max_drafts)
+        self._argument_context = ArgumentContext(encode=None, vocab_size=vocab_size)
         self._made = tuple(_made(ref, context, rows.max_rows) for ref in refs)
         self._capturable = np.array(
-            [processor.capabilities.cuda_graph for processor in self._made], np.bool_
+            [each.capabilities.cuda_graph is GraphSupport.ALL for each in self._made], np.bool_
         )
         self._asks = np.zeros((rows.max_rows + 1, len(refs)), np.bool_)
         # rows that ask for any
@@ -54,16 +61,14 @@ class LogitsProcessors:
         self._lost: dict[int, str] = {}
         self._all_ask = False
 
-    def update(
-        self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]
-    ) -> dict[int, str]:
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> dict[int, str]:
         """Pass changed rows to the processors.
 
         Returns the rows of `added` that one of them rejected, and why; ignore their tokens.
         """
-        changed = [*removed, *(row for row, _ in added)]
+        changed = [*removed, *(one.row for one in added)]
         if not self._asks[changed].any() and not any(
-            sampling.logits_processors for _, sampling in added
+            one.sampling.logits_processors for one in added
         ):
             return {}
         refused: dict[int, str] = {}
@@ -71,8 +76,7 @@ class LogitsProcessors:
             asked = [row for row in dict.fromkeys(changed) if self._asks[row, index]]
             self._forget(index, asked)
             rows, wrong = self._validated(
-                index,
-                [(row, sampling) for row, sampling in added if name in sampling.logits_processors],
+                index, [one for one in added if name in one.sampling.logits_processors]
             )
             wrong |= self._begin(index, rows)
             self._asks[[one.row for one in rows if one.row not in wrong], index] = True
@@ -149,36 +153,39 @@ class LogitsProcessors:
             yield {
                 name: {}
                 for name, processor in zip(self.names, self._made, strict=True)
-                if _has_defaults(processor)
+                if self._has_defaults(processor)
             }
         finally:
             self._all_ask = False
 
+    def _has_defaults(self, processor: LogitsProcessor) -> bool:
+        try:
+            processor.Arguments.model_validate({}, context=self._argument_context)
+        except Exception:
+            return False
+        return True
+
     def _validated(
-        self, index: int, asking: Sequence[tuple[int, RowSampling]]
+        self, index: int, asking: Sequence[SampledRow]
     ) -> tuple[list[ProcessedRow], dict[int, str]]:
         """Return the rows with their arguments, and the rows whose arguments are invalid here
         although they were valid on arrival."""
         rows = list[ProcessedRow]()
         wrong = dict[int, str]()
         name = self.names[index]
-        for row, sampling in asking:
+        model = self._made[index].Arguments
+        for one in asking:
+            plain = thawed(one.sampling.logits_processors[name])
             try:
-                rows.append(
-                    ProcessedRow(
-                        row,
-                        self._made[index].Arguments.model_validate(
-                            thawed(sampling.logits_processors[name])
-                        ),
-                        sampling,
-                    )
-                )
+                arguments = model.model_validate(plain, context=self._argument_context)
             except Exception as error:
-                wrong[row] = (
+                wrong[one.row] = (
                     f"logits processor {name} rejects arguments that it accepted on arrival: "
                     f"{describe(error)}"
                 )
-                logger.warning("ending a request: %s", wrong[row])
+                logger.warning("ending a request: %s", wrong[one.row])
+                continue
+            rows.append(ProcessedRow(row=one.row, arguments=arguments, sampling=one.sampling))
         return rows, wrong
 
     def _forget(self, index: int, rows: Sequence[int]) -> None:
@@ -228,7 +235,7 @@ class LogitsProcessors:
         start: int,
     ) -> None:
         part = slice(start, start + len(logits))
-        own = Lines(lines.rows[part], lines.ahead[part])
+        own = lines.take(part)
         for index in indices:
             name = self.names[index]
             try:
@@ -236,7 +243,7 @@ class LogitsProcessors:
             except Exception as error:
                 if failures is None:
                     raise PluginError(
-                        f"logits processor {name} declares cuda_graph, but can't be recorded: "
+                        f"logits processor {name} declares GraphSupport.ALL, but can't be recorded: "
                         f"{describe(error)}"
                     ) from error
                 failures[index] = f"logits processor {name} raised in apply(): {describe(error)}"
@@ -258,11 +265,3 @@ def _made(ref: ComponentRef, context: LogitsProcessorContext, max_rows: int) -> 
             f"logits processor {ref.name} raised in prepare(): {describe(error)}"
         ) from error
     return processor
-
-
-def _has_defaults(processor: LogitsProcessor) -> bool:
-    try:
-        processor.Arguments.model_validate({})
-    except Exception:
-        return False
-    return True

@@ -335,7 +335,7 @@ class Runner:
         )
         last = hidden.index_select(0, places)  # [n, hidden]
         logits = self.parts.model.logits(last, rows, around)
-        self.sampling.draw(step, logits, Lines(rows, ahead), last)
+        self.sampling.draw(step, logits, Lines(rows=rows, ahead=ahead), last)
 
     def _around_logits(self, step: Step, host_rows: Int64) -> list[DeviceWork]:
         """Return the work that changes the output layer for any of these rows."""

@@ -6,13 +6,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from dovetail.api.logits_processor import ProcessedRow
+from dovetail.api.sampler import SampledRow
 from dovetail.errors import describe
 
 logger = logging.getLogger("dovetail")
 
-Row = TypeVar("Row", bound=tuple[Any, ...])  # the first is the row's index
+Row = TypeVar("Row", SampledRow, ProcessedRow)
 
 
 def update_one_by_one(
@@ -33,7 +35,7 @@ def update_one_by_one(
             update([row], [])
     refused = {}
     for one in added:
-        row = one[0]
+        row = one.row
         try:
             _begin(update, one)
         except Exception as error:
@@ -49,6 +51,6 @@ def update_one_by_one(
 def _begin(update: Callable[[Sequence[int], Sequence[Row]], None], one: Row) -> None:
     """Start a row that the owner may already have, depending on how far the failed call got."""
     try:
-        update([one[0]], [one])
+        update([one.row], [one])
     except Exception:
         update([], [one])

@@ -15,7 +15,16 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.api.executor import Batch, Masks
-from dovetail.api.sampler import Capture, Lines, Process, RowSampling, Sampler, TopLogprobs
+from dovetail.api.sampler import (
+    Capture,
+    Lines,
+    Process,
+    RowSampling,
+    SampledRow,
+    SampleInputs,
+    Sampler,
+    TopLogprobs,
+)
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable, is_compiling_ahead
@@ -73,8 +82,12 @@ class Sampling:
     def _change(self, step: Step, batch: Batch) -> None:
         """Remove and add the rows that are sampled; others yield no token."""
         removed = [row for row in batch.removed.tolist() if row in self._knows]
-        added = [(new.row, new.sampling) for new in batch.added if new.sampling is not None]
-        fresh = [row for row, _ in added]
+        added = [
+            SampledRow(row=new.row, sampling=new.sampling)
+            for new in batch.added
+            if new.sampling is not None
+        ]
+        fresh = [one.row for one in added]
         self._knows.difference_update(removed)
         self._knows.update(fresh)
         if self._refused:
@@ -192,7 +205,13 @@ class Sampling:
         if masked is not None:
             mask_tokens(logits, masked, self.masks.words)
         sampled = self.sampler.sample(
-            settled(logits), lines, host_rows, process=process, capture=capture
+            SampleInputs(
+                logits=settled(logits),
+                lines=lines,
+                host_rows=host_rows,
+                process=process,
+                capture=capture,
+            )
         )
         if positions is None:
             positions = last_tokens(self.rows, lines)[1]
@@ -210,12 +229,14 @@ class Sampling:
     ) -> torch.Tensor:
         """Sample a draft for each of `lines` [n]: launched with `host_rows`, or with work that a
         graph can record. Returns ids [n] int64."""
-        sampled = self.sampler.sample(settled(logits), lines, host_rows, capture=capture)
+        sampled = self.sampler.sample(
+            SampleInputs(logits=settled(logits), lines=lines, host_rows=host_rows, capture=capture)
+        )
         return settled(sampled.token_ids)
 
 
-def _with_defaults(row: int) -> tuple[int, RowSampling]:
-    return row, RowSampling()
+def _with_defaults(row: int) -> SampledRow:
+    return SampledRow(row=row, sampling=RowSampling())
 
 
 def settled(numbers: torch.Tensor) -> torch.Tensor:
@@ -230,7 +251,7 @@ def last_tokens(
     """Return the ids of the last tokens of lines [n], which may be padding, and the positions of
     these, [n] int64 each. `drafts` [n] int32: those of 0 and above are the ids, and are written to
     the rows first."""
-    if use_kernels(*lines):
+    if use_kernels(lines.rows, lines.ahead):
         from dovetail_executors.runtime import decode_rows_kernels as kernels
 
         with suppress(KernelUnavailable):
@@ -268,7 +289,7 @@ def append(
     Returns [3, n] int64: the ids; whether `hidden` [n, hidden] holds NaN in that line; and how many
     tokens its row got, 0 except in its first line.
     """
-    if use_kernels(*lines, positions, token_ids, hidden):
+    if use_kernels(lines.rows, lines.ahead, positions, token_ids, hidden):
         from dovetail_executors.runtime import decode_rows_kernels as kernels
 
         with suppress(KernelUnavailable):

@@ -299,7 +299,7 @@ class DecodeInputs:
             [numbers, small, self._waste.repeat(size, 1), small, small - 1, table], state.device
         )
         rows, ahead, self._slots, self._kv_lens, self.drafts, self._table = self._mirror.tensors
-        self.lines = Lines(rows, ahead)
+        self.lines = Lines(rows=rows, ahead=ahead)
         self._query_starts = torch.arange(size + 1, dtype=torch.int32, device=state.device)
 
     def fill(self, lines: HostLines, shared_prefix_blocks: int) -> AttentionBatch:
@@ -373,7 +373,7 @@ class SamplingInputs:
         self._mirror.send()
         self.hidden = states.new_zeros(size, states.shape[1])
         rows_of, ahead, self._indices, self.masked = self._mirror.tensors
-        self.lines = Lines(rows_of, ahead)
+        self.lines = Lines(rows=rows_of, ahead=ahead)
 
     def fill(
         self, hidden: torch.Tensor, host_indices: Int64, lines: HostLines, masked: Int64 | None

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from dovetail.api.sampler import (
-    Capture,
-    Lines,
-    Process,
     RowSampling,
+    SampledRow,
     SampledTokens,
+    SampleInputs,
     Sampler,
     SamplerCapabilities,
 )
@@ -46,17 +45,18 @@ class GumbelArgs(BaseModel):
 
 
 class GumbelSampler(Sampler):
-    capabilities = SamplerCapabilities(extra_args_model=GumbelArgs, drafts=True)
+    capabilities = SamplerCapabilities(logprobs=True, extra_args_model=GumbelArgs, drafts=True)
 
     def prepare(self, max_rows: int) -> None:
         self._parameters = np.zeros(max_rows, PARAMETERS)
         self._logprobs = np.full(max_rows, -1)  # how many a row asks for; -1: none
         self._ruled: dict[int, RowSampling] = {}  # rows that have rules
 
-    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
         for row in removed:
             self._ruled.pop(row, None)
-        for row, sampling in added:
+        for one in added:
+            row, sampling = one.row, one.sampling
             top_k = sampling.top_k or self.context.vocab_size
             rank = sampling.extra_args.get(RANK, 0)
             self._parameters[row] = (sampling.temperature, top_k, sampling.top_p, sampling.min_p, sampling.seed % 2**64, rank)
@@ -65,15 +65,8 @@ class GumbelSampler(Sampler):
                 self._ruled[row] = sampling
 
     @torch.inference_mode()
-    def sample(
-        self,
-        logits: torch.Tensor,
-        lines: Lines,
-        host_rows: Rows | None = None,
-        *,
-        process: Process | None = None,
-        capture: Capture | None = None,
-    ) -> SampledTokens:
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        logits, lines, host_rows = inputs.logits, inputs.lines, inputs.host_rows
         assert host_rows is not None  # without `cuda_graph` nothing is captured
         lengths = self.context.history.lengths(lines)  # [n] tokens before each line
         scores = logits.double()  # [n, vocab]

@@ -5,10 +5,11 @@ breakers end what counts as a repetition."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated
 
 import torch
-from dovetail.api.logits_processor import ProcessedRow
+from dovetail.api.logits_processor import ArgumentContext, ProcessedRow
 from dovetail.api.sampler import Lines
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -46,10 +47,11 @@ class DryArguments(BaseModel):
             return values
         if len(values) > MAX_BREAKERS:  # one error, instead of one for each
             raise ValueError(f"at most {MAX_BREAKERS} breakers are possible, got {len(values)}")
-        return [last_token(value, (info.context or {}).get("encode")) if isinstance(value, str) else value for value in values]
+        encode = ArgumentContext.of(info).encode
+        return [last_token(value, encode) if isinstance(value, str) else value for value in values]
 
 
-def last_token(text: str, encode: Any) -> int:
+def last_token(text: str, encode: Callable[[str], list[int]] | None) -> int:
     """Return the last token of a text that follows a letter: some tokenizers put a space before the
     first token. Raises `ValueError` without one."""
     if encode is None:
@@ -57,7 +59,7 @@ def last_token(text: str, encode: Any) -> int:
     tokens = encode(f"a{text}")
     if not text or not tokens or tokens == encode("a"):
         raise ValueError(f"{text[:50]!r} has no token")
-    return int(tokens[-1])
+    return tokens[-1]
 
 
 class Dry(Recorded):

@@ -7,13 +7,14 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
+from dovetail.api.graphs import GraphSupport
 from dovetail.api.logits_processor import LogitsProcessor, LogitsProcessorCapabilities, ProcessedRow
 
 Record = Mapping[str, torch.Tensor]
 
 
 class Recorded(LogitsProcessor):
-    capabilities = LogitsProcessorCapabilities(cuda_graph=True)
+    capabilities = LogitsProcessorCapabilities(cuda_graph=GraphSupport.ALL)
 
     @abstractmethod
     def record(self, row: ProcessedRow | None) -> Record:

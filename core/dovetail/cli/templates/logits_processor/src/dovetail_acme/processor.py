@@ -4,7 +4,8 @@
 from collections.abc import Sequence
 
 import torch
-from dovetail.api.logits_processor import LogitsProcessor, LogitsProcessorCapabilities, ProcessedRow
+from dovetail.api.graphs import GraphSupport
+from dovetail.api.logits_processor import ArgumentContext, LogitsProcessor, LogitsProcessorCapabilities, ProcessedRow
 from dovetail.api.sampler import Lines
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -27,17 +28,17 @@ class AcmeArguments(BaseModel):
         """Replace texts by ids. The tokenizer is in the context when a request arrives; on the ranks there are only ids."""
         if not isinstance(values, list | tuple):
             return values
-        tokenizer = (info.context or {}).get("encode")
-        if tokenizer is None and any(isinstance(value, str) for value in values):
+        context = ArgumentContext.of(info)
+        if context.encode is None and any(isinstance(value, str) for value in values):
             raise ValueError("texts need a tokenizer, which the engine doesn't have: give token ids")
-        return [token for value in values for token in (tokenizer(value) if tokenizer and isinstance(value, str) else [value])]
+        return [token for value in values for token in (context.encode(value) if context.encode and isinstance(value, str) else [value])]
 
 
 class AcmeLogitsProcessor(LogitsProcessor):
     """Subtracts a penalty from the logits of a row's last tokens, once each."""
 
     Arguments = AcmeArguments
-    capabilities = LogitsProcessorCapabilities(cuda_graph=True)  # `apply` has fixed shapes, and reads only what is on the device
+    capabilities = LogitsProcessorCapabilities(cuda_graph=GraphSupport.ALL)  # `apply` has fixed shapes, and reads only what is on the device
 
     def prepare(self, max_rows: int) -> None:
         device, count = self.context.device, max_rows + 1  # the last row is padding
@@ -48,7 +49,8 @@ class AcmeLogitsProcessor(LogitsProcessor):
     def update(self, removed: Sequence[int], added: Sequence[ProcessedRow]) -> None:
         for row in removed:
             self.penalty[row] = 0
-        for row, arguments, _ in added:
+        for one in added:
+            row, arguments = one.row, one.arguments
             assert isinstance(arguments, AcmeArguments)
             self.penalty[row], self.window[row] = arguments.penalty, arguments.window
             padding = [-1] * (MAX_SPARED - len(arguments.spared))

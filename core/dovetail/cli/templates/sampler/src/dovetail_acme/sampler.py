@@ -5,11 +5,10 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 from dovetail.api.sampler import (
-    Capture,
-    Lines,
-    Process,
     RowSampling,
+    SampledRow,
     SampledTokens,
+    SampleInputs,
     Sampler,
     SamplerCapabilities,
 )
@@ -26,25 +25,18 @@ class AcmeSampler(Sampler):
     """A sampler with all parameters of `RowSampling`, in the order given there. It draws the token with the largest sum of log-probability and Gumbel
     noise."""
 
-    capabilities = SamplerCapabilities(drafts=True)
+    capabilities = SamplerCapabilities(logprobs=True, drafts=True)
 
     def prepare(self, max_rows: int) -> None:
         self._sampling = [RowSampling()] * max_rows
 
-    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
-        for row, sampling in added:
-            self._sampling[row] = sampling
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
+        for one in added:
+            self._sampling[one.row] = one.sampling
 
     @torch.inference_mode()
-    def sample(
-        self,
-        logits: torch.Tensor,
-        lines: Lines,
-        host_rows: NDArray[np.int64] | None = None,
-        *,
-        process: Process | None = None,
-        capture: Capture | None = None,
-    ) -> SampledTokens:
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        logits, lines, host_rows = inputs.logits, inputs.lines, inputs.host_rows
         assert host_rows is not None  # without `cuda_graph` nothing is captured
         samplings = [self._sampling[row] for row in host_rows.tolist()]
         lengths = self.context.history.lengths(lines)  # [n] tokens before each line
