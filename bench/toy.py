@@ -23,7 +23,6 @@ from dovetail.api.executor import (
     Batch,
     Capacity,
     Executor,
-    ExecutorCapabilities,
     ExecutorContext,
     Result,
 )
@@ -78,7 +77,6 @@ class ToyOptions(BaseModel):
 class ToyExecutor(Executor):
     """Keeps the seed and the number of generated tokens of each row."""
 
-    capabilities = ExecutorCapabilities(logprobs=False, samples=False)
     options: ToyOptions
 
     def __init__(self, options: ToyOptions, context: ExecutorContext) -> None:

@@ -10,7 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.api.component import NoOptions
-from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher
+from dovetail.api.grammar import (
+    SPEC_KINDS,
+    Grammar,
+    GrammarBackend,
+    GrammarCapabilities,
+    GrammarContext,
+    GrammarSpec,
+    Matcher,
+)
 from dovetail.engine.constraint import Constraint
 from dovetail.testing.fake_executor import next_allowed, next_token
 
@@ -62,6 +70,8 @@ class Rule(Grammar):
 
 class RuleBackend(GrammarBackend):
     """`GrammarSpec.text` is "modulus length"."""
+
+    capabilities = GrammarCapabilities(kinds=SPEC_KINDS, rollback=True, forced=True)
 
     def __init__(self, vocab_size: int, token_bytes: Sequence[bytes | None] | None = None) -> None:
         spelled = token_bytes or [b"%d " % token for token in range(vocab_size)]

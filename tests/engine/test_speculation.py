@@ -18,7 +18,7 @@ import pytest
 from dovetail.api.component import NoOptions
 from dovetail.api.drafter import Drafter, DrafterContext
 from dovetail.api.executor import Batch, Capacity, HostLogprobs, Result
-from dovetail.api.grammar import GrammarCapabilities
+from dovetail.api.grammar import SPEC_KINDS, GrammarCapabilities
 from dovetail.api.observer import StepFinished
 from dovetail.api.scheduler import Ran, StepDone
 from dovetail.end_reason import EndReason
@@ -744,7 +744,7 @@ def test_tokens_that_a_grammar_forces_are_drafts(drafter: str) -> None:
 
 def test_backends_without_rollback_get_no_drafts() -> None:
     class Forward(RuleBackend):
-        capabilities = GrammarCapabilities(rollback=False)
+        capabilities = GrammarCapabilities(kinds=SPEC_KINDS)
 
     class NoWayBack(Spelled):
         def rollback(self, tokens: int) -> None:

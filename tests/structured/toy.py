@@ -91,7 +91,7 @@ class Toy(GrammarBackend):
     """`hangs` compiles until `release` is set, `panics` raises what no library should, `wrong` is
     refused. `crashes` ends its process, and `gorges` takes a lot of memory: both only on trial."""
 
-    capabilities = GrammarCapabilities(kinds=("choice",), rollback=True, forced=False)
+    capabilities = GrammarCapabilities(kinds=("choice",), rollback=True)
 
     def __init__(self, options: object = None, context: GrammarContext | None = None) -> None:
         super().__init__(

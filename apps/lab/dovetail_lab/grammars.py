@@ -18,7 +18,15 @@ from pydantic import BaseModel
 
 from dovetail.api.clock import Clock
 from dovetail.api.component import NoOptions
-from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher
+from dovetail.api.grammar import (
+    SPEC_KINDS,
+    Grammar,
+    GrammarBackend,
+    GrammarCapabilities,
+    GrammarContext,
+    GrammarSpec,
+    Matcher,
+)
 from dovetail.request.structured import Structured
 from dovetail_lab.traces.request import stream_of
 
@@ -68,6 +76,8 @@ class _Compiling(Future[Grammar]):
 
 class FreeBackend(GrammarBackend):
     """A backend whose grammars allow every token."""
+
+    capabilities = GrammarCapabilities(kinds=SPEC_KINDS, rollback=True)
 
     def __init__(self, options: BaseModel, context: GrammarContext) -> None:
         super().__init__(options, context)

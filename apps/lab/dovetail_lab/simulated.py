@@ -175,9 +175,7 @@ class SimulatedExecutor(Executor):
     """Keeps the number of computed tokens and the answer of each row. Steps run one after the
     other, as soon as they are submitted."""
 
-    capabilities = ExecutorCapabilities(
-        virtual_clock=True, logprobs=False, masks=True, samples=False
-    )
+    capabilities = ExecutorCapabilities(virtual_clock=True, masks=True)
     options: SimulatedOptions
 
     def __init__(self, options: SimulatedOptions, context: ExecutorContext) -> None:

@@ -129,17 +129,19 @@ class ExecutorContext:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorCapabilities:
-    """Features that an executor supports. `virtual_clock`: `collect` advances a `VirtualClock`.
-    `logprobs`: it can return log-probabilities. `masks`: it implements `sample`; otherwise requests
-    with a grammar are rejected. `samples`: it applies each row's sampling parameters; a simulation
-    sets it to False. `draft_model`: it loads `ExecutorConfig.draft_model`, and proposes drafts with
+    """Features that an executor supports; later versions may add some, which are False by default.
+
+    `virtual_clock`: `collect` advances a `VirtualClock`. `logprobs`: it can return
+    log-probabilities; otherwise requests for them are rejected. `masks`: it implements `sample`;
+    otherwise requests with a grammar are rejected. `samples`: it applies each row's sampling
+    parameters; otherwise, as in a simulation, they have no effect. `draft_model`: it loads `ExecutorConfig.draft_model`, and proposes drafts with
     it. `draft_head`: also if that is a head. `logits_processors`: it applies
     `ExecutorContext.logits_processors` to rows that ask for them."""
 
     virtual_clock: bool = False
-    logprobs: bool = True
+    logprobs: bool = False
     masks: bool = False
-    samples: bool = True
+    samples: bool = False
     draft_model: bool = False
     draft_head: bool = False
     logits_processors: bool = False

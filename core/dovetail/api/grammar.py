@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from pydantic import BaseModel
 
+from dovetail.errors import DovetailError
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     UInt32 = NDArray[np.uint32]
 
+# Later versions may add kinds: a backend declares those that it knows.
 SpecKind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
 SPEC_KINDS: tuple[SpecKind, ...] = get_args(SpecKind)
 
@@ -63,12 +66,15 @@ class GrammarContext:
 
 @dataclass(frozen=True, slots=True)
 class GrammarCapabilities:
-    """Features that a backend supports. `kinds`: of specs that it compiles. `rollback`:
-    `Matcher.rollback` may be called. `forced`: `Matcher.forced` may return tokens."""
+    """Features that a backend supports; later versions may add some, which are off by default.
 
-    kinds: tuple[SpecKind, ...] = SPEC_KINDS
-    rollback: bool = True
-    forced: bool = True
+    `kinds`: of specs that it compiles; requests with others are rejected. `rollback`:
+    `Matcher.rollback` may be called; without it, drafts of constrained answers aren't checked.
+    `forced`: `Matcher.forced` may return tokens, which become drafts."""
+
+    kinds: tuple[SpecKind, ...] = ()
+    rollback: bool = False
+    forced: bool = False
 
 
 class Matcher(ABC):
@@ -92,15 +98,16 @@ class Matcher(ABC):
         """Advance by one token. Returns False, with nothing changed, if it isn't allowed. A stop id
         is accepted when the answer may end; after it nothing is allowed."""
 
-    @abstractmethod
     def rollback(self, tokens: int) -> None:
         """Undo the last `tokens` accepted tokens, including stop ids. Raises `ValueError` if fewer
-        were accepted."""
+        were accepted. Not called, and raises by default, without the capability `rollback`."""
+        raise DovetailError(f"{type(self).__name__} can't roll back")
 
-    @abstractmethod
     def forced(self) -> Sequence[int]:
         """Return the next tokens as far as they are known to be determined (each is the only
-        allowed one); may be empty, never contains a stop id. The matcher doesn't change."""
+        allowed one); may be empty, never contains a stop id. The matcher doesn't change. Not
+        called without the capability `forced`; empty by default."""
+        return ()
 
     @property
     @abstractmethod

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
+from dovetail.errors import DovetailError
 from dovetail.request import Request
 
 
@@ -160,15 +161,17 @@ class KVContext:
 
 @dataclass(frozen=True, slots=True)
 class KVCapabilities:
-    """Features that a manager supports. `reuse`: `lookup` may find tokens that another request
+    """Features that a manager supports; later versions may add some, which are False by default.
+
+    `reuse`: `lookup` may find tokens that another request
     computed. `fork`: samples share a prompt's blocks. `trim`: it releases blocks that have left the
     sliding window. `groups`: it serves layouts of several groups, or of blocks of several pages;
     otherwise such a model is refused at load. `states`: it serves layouts with a recurrent group;
     otherwise those are refused, too."""
 
-    reuse: bool = True
-    fork: bool = True
-    trim: bool = True
+    reuse: bool = False
+    fork: bool = False
+    trim: bool = False
     groups: bool = False
     states: bool = False
 
@@ -236,14 +239,15 @@ class KVCacheManager(ABC):
         self.options = options
         self.context = context
 
-    @abstractmethod
     def lookup(self, request: Request) -> int:
         """Return the number of leading tokens of `request` whose K and V the pool holds, as far as
         later tokens will see them: a multiple of every group's block, such that a full group has
         all blocks before it, a group with a window those that hold any of the last `window` - 1
         tokens, and a recurrent group a checkpoint after exactly these tokens. Fewer than the
         request's known tokens (at least one is computed), and 0 if it asks for prompt logprobs.
-        Blocks are shared only between equal `request.cache_keys`. Changes nothing."""
+        Blocks are shared only between equal `request.cache_keys`. Changes nothing. By default 0:
+        override it with the capability `reuse`."""
+        return 0
 
     @abstractmethod
     def pages_needed(
@@ -290,19 +294,20 @@ class KVCacheManager(ABC):
         requests computed stay. Checkpoints of this request after more than `upto` tokens are
         dropped."""
 
-    @abstractmethod
     def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
         """Give `child`, which holds no blocks, the K and V of the first `num_tokens` tokens of
         `parent`, which holds them as far as later tokens see them: full blocks are shared, a
         partial one is copied (see `take_copies`). Returns the child's tables, with `cached` =
         num_tokens; None, with nothing changed, if there are no pages for the copies. Not called for
         layouts with a recurrent group: a live state is past `num_tokens` already, so samples of a
-        prompt start from its checkpoint, as any hit does."""
+        prompt start from its checkpoint, as any hit does. Not called, and raises by default,
+        without the capability `fork`."""
+        raise DovetailError(f"KV-cache manager {type(self).__name__} can't fork requests")
 
-    @abstractmethod
     def take_copies(self) -> Sequence[PageCopy]:
         """Return the copies that forks and hits on checkpoints requested since the last call, in
-        order; the next batch runs them first."""
+        order; the next batch runs them first. By default there are none."""
+        return ()
 
     def take_checkpoints(self) -> Sequence[Checkpoint]:
         """Return the checkpoints that commits requested since the last call, of which `uncommit`,
@@ -318,12 +323,11 @@ class KVCacheManager(ABC):
         blocks (then nothing is released): drop other per-request state, such as cached lookups,
         here too."""
 
-    @abstractmethod
     def trim(self, request: Request, computed: int) -> None:
         """Release, in each group with a window, the blocks that queries after the first `computed`
         tokens won't see (`CacheGroup.first_visible_block`). Tables keep their length. Called if the
-        layout has windows, also on managers without the capability `trim`, which release
-        nothing."""
+        layout has windows, also on managers without the capability `trim`, which release nothing,
+        as this default does."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -336,10 +340,9 @@ class KVCacheManager(ABC):
     def counts(self) -> PageCounts:
         """Return the number of pages in each state. O(1)."""
 
-    @abstractmethod
     def check_integrity(self) -> None:
         """Raise `DovetailError` that names the fault if the manager's state is inconsistent. For
-        tests; may be slow."""
+        tests; may be slow. By default it checks nothing."""
 
     @property
     def available_pages(self) -> int:

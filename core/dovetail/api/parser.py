@@ -67,7 +67,8 @@ class ParserContext:
 
 @dataclass(frozen=True, slots=True)
 class ParserCapabilities:
-    """Features of a parser: the kinds of text it finds, and how its format is detected."""
+    """Features of a parser: the kinds of text it finds, and how its format is detected. Later
+    versions may add some, which are off by default."""
 
     calls: bool = False  # it finds tool calls: `--tool-parser` may name it
     # the marks around reasoning, if it finds any: `--reasoning-parser` may name it
@@ -101,7 +102,8 @@ class CallForm:
     around: Callable[[str], tuple[str, str]]
     trigger: str  # that every call begins with
     separator: str = ""  # between two calls
-    marked: bool = True  # no other text begins like a call
+    # no other text begins like a call; otherwise calls are constrained only if one is demanded
+    marked: bool = False
     single: bool = False  # an answer has one call in this form; several look different
 
 

@@ -42,11 +42,14 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerCapabilities:
-    """Features of a tokenizer. `chat`: it has `encode_chat`. `exact`: the bytes of an encoded text
-    are the text's; False if it changes texts first, for example by normalization."""
+    """Features of a tokenizer; later versions may add some, which are False by default.
+
+    `chat`: it has `encode_chat`; without it, requests with conversations are rejected. `exact`: the
+    bytes of an encoded text are the text's. Without it, as for a tokenizer that normalizes texts, a
+    text may come back changed, and this isn't checked when the engine starts."""
 
     chat: bool = False
-    exact: bool = True
+    exact: bool = False
 
 
 class Tokenizer(ABC):

@@ -122,15 +122,13 @@ def component_name(name: str) -> str:
 def _check_free(kind: Kind, component: str) -> None:
     """Raise `ConfigError` if Dovetail itself has a component or a package of that name: the new one
     would need its full name, or hide the other."""
+    from dovetail.registry.loader import find_plugins
     from dovetail.registry.registry import Registry
     from dovetail.registry.selection import PluginSelection
 
     built_in = Registry.discover(PluginSelection(allow=()), environ={}, enforce_require=False)
     taken = {c.spec.name for c in built_in.components(kind)}
-    targets = [c.spec.target for c in built_in.components()] + [
-        c.spec.target for c in built_in.commands()
-    ]
-    packages = {target.partition(".")[0] for target in targets}
+    packages = {plugin.package for plugin in find_plugins().plugins if plugin.origin.built_in}
     distribution = PREFIX + component.replace("_", "-")
     if (
         component in taken

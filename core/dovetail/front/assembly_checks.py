@@ -39,7 +39,7 @@ def check_sampler(config: EngineConfig, parts: Parts) -> None:
 def check_processors(parts: Parts) -> None:
     """Reject logits processors that the sampler or the executor can't apply, and import them."""
     can = parts.executor.load().capabilities
-    if not parts.logits_processors or can.virtual_clock or not can.samples:
+    if not parts.logits_processors or can.virtual_clock:
         return
     if not can.logits_processors:
         raise UnsupportedError(

@@ -64,7 +64,7 @@ class ComponentTokenizer(Tokenizer):
             ):
                 raise ValueError(
                     f"it encodes {_PROBE!r} as {list(ids)}, which decode to {self.decode(ids)!r}: "
-                    f"declare exact=False if it changes texts"
+                    f"don't declare `exact` if it changes texts"
                 )
         except (KeyboardInterrupt, SystemExit):
             raise

@@ -169,9 +169,7 @@ class FakeExecutor(Executor):
     """Computes at `submit` and returns results at `collect`, which advances a virtual clock. Raises
     `DovetailError` on any violation of the contract."""
 
-    capabilities = ExecutorCapabilities(
-        virtual_clock=True, logprobs=False, masks=True, samples=False
-    )
+    capabilities = ExecutorCapabilities(virtual_clock=True, masks=True)
     options: FakeExecutorOptions
 
     def __init__(self, options: FakeExecutorOptions, context: ExecutorContext) -> None:

@@ -12,7 +12,6 @@ from dovetail.api.kv_cache import (
     KVCacheManager,
     KVCapabilities,
     KVContext,
-    PageCopy,
     PageCounts,
     Pages,
 )
@@ -25,7 +24,7 @@ class FakeKVCache(KVCacheManager):
     tokens. Declares `reuse` if `hits` aren't empty, and then no `states`: there are no checkpoints.
     Blocks before a window are never released."""
 
-    capabilities = KVCapabilities(reuse=False, fork=False, trim=False, groups=True, states=True)
+    capabilities = KVCapabilities(groups=True, states=True)
 
     def __init__(
         self, options: BaseModel, context: KVContext, hits: dict[str, int] | None = None
@@ -36,7 +35,7 @@ class FakeKVCache(KVCacheManager):
         self._tokens: dict[str, int] = {}  # request id -> tokens requested
         self._hits = hits or {}
         if hits is not None:
-            self.capabilities = KVCapabilities(reuse=True, fork=False, trim=False, groups=True)
+            self.capabilities = KVCapabilities(reuse=True, groups=True)
 
     def lookup(self, request: Request) -> int:
         return self._hits.get(request.id, 0)
@@ -88,18 +87,10 @@ class FakeKVCache(KVCacheManager):
         if sorted(held + self._free) != list(range(self.context.num_pages)):
             raise DovetailError("pages were lost or given out twice")
 
-    def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
-        raise DovetailError("this manager can't fork, as declared")
-
     def commit(self, request: Request, upto: int) -> None:
         if request.id not in self._tables:
             raise DovetailError(f"commit of {request!r}, which holds no blocks")
 
     def uncommit(self, request: Request, upto: int) -> None: ...
-
-    def take_copies(self) -> Sequence[PageCopy]:
-        return ()
-
-    def trim(self, request: Request, computed: int) -> None: ...
 
     def reset(self) -> None: ...

@@ -32,7 +32,12 @@ class LocalExecutor(Executor):
     """One device. A failed step ends it: the device's state is undefined then."""
 
     capabilities = ExecutorCapabilities(
-        masks=True, draft_model=True, draft_head=True, logits_processors=True
+        logprobs=True,
+        masks=True,
+        samples=True,
+        draft_model=True,
+        draft_head=True,
+        logits_processors=True,
     )
     options: LocalOptions
 

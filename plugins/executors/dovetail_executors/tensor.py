@@ -67,7 +67,12 @@ class TensorExecutor(Executor):
     `DovetailError` naming it."""
 
     capabilities = ExecutorCapabilities(
-        masks=True, draft_model=True, draft_head=True, logits_processors=True
+        logprobs=True,
+        masks=True,
+        samples=True,
+        draft_model=True,
+        draft_head=True,
+        logits_processors=True,
     )
     options: TensorOptions
 

@@ -23,8 +23,10 @@ import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 
 from dovetail.api.grammar import (
+    SPEC_KINDS,
     Grammar,
     GrammarBackend,
+    GrammarCapabilities,
     GrammarContext,
     GrammarSpec,
     Matcher,
@@ -74,6 +76,7 @@ ANY_TEXT = "/(?s:.*)/"
 class LLGuidance(GrammarBackend):
     """See https://github.com/guidance-ai/llguidance."""
 
+    capabilities = GrammarCapabilities(kinds=SPEC_KINDS, rollback=True, forced=True)
     options: GrammarOptions
 
     def __init__(self, options: GrammarOptions, context: GrammarContext) -> None:

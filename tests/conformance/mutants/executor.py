@@ -509,7 +509,7 @@ class CopiesABlockOnce(FakeExecutor):
 class _WithLogprobs(FakeExecutor):
     """Every token that it samples has half of all probability, the one after it a quarter, …"""
 
-    capabilities = ExecutorCapabilities(virtual_clock=True, samples=False, logprobs=True)
+    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=True)
 
     def __init__(self, options: FakeExecutorOptions, context: ExecutorContext) -> None:
         super().__init__(options, context)
@@ -569,9 +569,7 @@ class _WithLogprobs(FakeExecutor):
 
 @mutant(caught_by="executor.masked_logprobs")
 class TellsOfTheMaskedDistribution(_WithLogprobs):
-    capabilities = ExecutorCapabilities(
-        virtual_clock=True, samples=False, logprobs=True, masks=True
-    )
+    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=True, masks=True)
 
     def sample(self, handle: int, masks: Masks) -> None:
         super().sample(handle, masks)

@@ -20,7 +20,7 @@ BOS, EOS, USER, ASSISTANT = range(256, 260)
 class Bytes(Tokenizer):
     """Right: an id for each byte."""
 
-    capabilities = TokenizerCapabilities(chat=True)
+    capabilities = TokenizerCapabilities(chat=True, exact=True)
 
     def vocabulary(self) -> Sequence[bytes]:
         return [bytes([byte]) for byte in range(256)] + [name.encode() for name in NAMES]

@@ -86,8 +86,11 @@ class DeepseekV3Calls(SectionCalls):
             return CallForm(
                 lambda name: (f"{_BEGIN}function{_SEP}{name}\n{_FENCE}json\n", f"\n{_FENCE}{_END}"),
                 cls.section_begin,
+                marked=True,
             )
-        return CallForm(lambda name: (f"{_BEGIN}{name}{_SEP}", _END), cls.section_begin)
+        return CallForm(
+            lambda name: (f"{_BEGIN}{name}{_SEP}", _END), cls.section_begin, marked=True
+        )
 
     def start(self, head: re.Match[str]) -> None:
         """Begin a call in one of the two forms."""

@@ -79,7 +79,7 @@ class HermesCalls(ClosedCalls):
 
     @classmethod
     def call_form(cls, template: str) -> CallForm:
-        return CallForm(_around, "<tool_call>", separator="\n")
+        return CallForm(_around, "<tool_call>", separator="\n", marked=True)
 
 
 def _around(name: str) -> tuple[str, str]:

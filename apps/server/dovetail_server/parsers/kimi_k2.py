@@ -79,4 +79,5 @@ class KimiK2Calls(SectionCalls):
         return CallForm(
             lambda name: (f"{_BEGIN}functions.{name}:0<|tool_call_argument_begin|>", _END),
             cls.section_begin,
+            marked=True,
         )

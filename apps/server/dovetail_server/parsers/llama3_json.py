@@ -87,7 +87,7 @@ class Llama3JsonCalls(CallParser):
 
     @classmethod
     def call_form(cls, template: str) -> CallForm:
-        return CallForm(_around, '{"name"', marked=False, single=True)
+        return CallForm(_around, '{"name"', single=True)
 
     def begins_call(self, char: str) -> bool:
         """Accept a brace; the object's keys decide."""

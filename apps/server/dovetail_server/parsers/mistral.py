@@ -81,8 +81,10 @@ class MistralCalls(ArrayCalls, NamedCalls):
     @classmethod
     def call_form(cls, template: str) -> CallForm:
         if "[ARGS]" in template:
-            return CallForm(lambda name: (f"[TOOL_CALLS]{name}[ARGS]", ""), "[TOOL_CALLS]")
-        return CallForm(_around_in_array, "[TOOL_CALLS]", single=True)
+            return CallForm(
+                lambda name: (f"[TOOL_CALLS]{name}[ARGS]", ""), "[TOOL_CALLS]", marked=True
+            )
+        return CallForm(_around_in_array, "[TOOL_CALLS]", marked=True, single=True)
 
     def new_id(self) -> str:
         """Return an id for a call without one."""

@@ -65,7 +65,7 @@ class NemotronHCalls(ArrayCalls, ClosedCalls):
 
     @classmethod
     def call_form(cls, template: str) -> CallForm:
-        return CallForm(_around, cls.begin, single=True)
+        return CallForm(_around, cls.begin, marked=True, single=True)
 
     def begins_call(self, char: str) -> bool:
         """Accept an array, or a single call."""

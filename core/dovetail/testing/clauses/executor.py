@@ -27,6 +27,7 @@ CLAUSES: Marks = {
     "ExecutorConfig.quantization": unchecked("the suite's checkpoint is plain"),
     "ExecutorContext": TOLD,
     "ExecutorCapabilities": {
+        "later versions": TOLD,
         "`virtual_clock`": held("virtual_clock"),
         "`logprobs`": held("logprobs", "prompt_logprobs"),
         "`masks`": held("late", "masks"),
@@ -34,7 +35,6 @@ CLAUSES: Marks = {
         "`draft_model`": unchecked("no executor of the suite runs one"),
         "`draft_head`": unchecked("no executor of the suite runs one"),
         "`logits_processors`": unchecked("the suite makes none; the engine's own tests do"),
-        "*": held("hygiene.capabilities"),
     },
     "RowPooling": held("pooled", "pooled_settings"),
     "RowPooling.of_pair": unchecked("most models activate both alike"),

@@ -27,7 +27,10 @@ CLAUSES: Marks = {
         "of the model's logits": held("words"),
         "*": TOLD,
     },
-    "GrammarCapabilities": held("refuses", "rollback", "forced", "hygiene.capabilities"),
+    "GrammarCapabilities": {
+        "later versions": TOLD,
+        "*": held("refuses", "rollback", "forced", "hygiene.capabilities"),
+    },
     "Matcher": {
         "can't continue": held(
             "failed",

@@ -17,7 +17,7 @@ CLAUSES: Marks = {
         "`trim`": held("trim"),
         "`groups`": held("table", "private"),
         "`states`": held("states", "state_copies"),
-        "*": held("hygiene.capabilities"),
+        "later versions": TOLD,
     },
     "Allocation": {
         "Result of": TOLD,

@@ -346,7 +346,8 @@ class GrammarSuite(Suite):
             found += len(forced)
         require(
             found,
-            "forced() never found a token, though some places allow just one: declare forced=False",
+            "forced() never found a token, though some places allow just one: don't declare "
+            "`forced`",
         )
 
     @check("grammar.separate", since="0.1")

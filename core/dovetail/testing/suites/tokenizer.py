@@ -136,7 +136,8 @@ class TokenizerSuite(Suite):
     @check("tokenizer.exact", since="0.1", capability="exact")
     def test_the_bytes_of_the_ids_are_those_of_the_text(self) -> None:
         """The bytes of a text's ids aren't the text's: what the model reads and writes would be
-        shown as another text. A tokenizer that changes texts on purpose declares `exact=False`."""
+        shown as another text. A tokenizer that changes texts on purpose doesn't declare
+        `exact`."""
         for text in self._texts:
             ids = self._encoded(text)
             require(

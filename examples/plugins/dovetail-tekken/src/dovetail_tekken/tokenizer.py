@@ -28,7 +28,7 @@ KEYS = {  # of messages, by role
 class TekkenTokenizer(Tokenizer):
     """The tokenizer of Mistral's models from Nemo on."""
 
-    capabilities = TokenizerCapabilities(chat=True)
+    capabilities = TokenizerCapabilities(chat=True, exact=True)
 
     def __init__(self, options: BaseModel, context: TokenizerContext) -> None:
         super().__init__(options, context)

@@ -43,7 +43,7 @@ class XGrammar(GrammarBackend):
     """See https://github.com/mlc-ai/xgrammar."""
 
     capabilities = GrammarCapabilities(
-        kinds=("json_schema", "json_object", "regex", "grammar", "choice"), forced=False
+        kinds=("json_schema", "json_object", "regex", "grammar", "choice"), rollback=True
     )
     options: XGrammarOptions
 

@@ -30,7 +30,8 @@ class AcmeRow:
 class AcmeExecutor(Executor):
     """An executor that computes at `submit` and keeps the results until `collect`."""
 
-    capabilities = ExecutorCapabilities(logprobs=False, samples=False)
+    # It samples nothing; `logprobs=True`, `samples=True`, … declare what it can do
+    capabilities = ExecutorCapabilities()
     options: AcmeOptions
 
     def __init__(self, options: AcmeOptions, context: ExecutorContext) -> None:

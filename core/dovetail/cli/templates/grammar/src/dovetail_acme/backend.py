@@ -13,7 +13,7 @@ from pydantic import BaseModel
 class AcmeBackend(GrammarBackend):
     """A backend that holds an answer to one of several texts."""
 
-    capabilities = GrammarCapabilities(kinds=("choice",), forced=False)
+    capabilities = GrammarCapabilities(kinds=("choice",), rollback=True)
 
     def __init__(self, options: BaseModel, context: GrammarContext) -> None:
         super().__init__(options, context)

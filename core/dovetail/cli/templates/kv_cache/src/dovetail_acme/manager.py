@@ -1,8 +1,10 @@
-"""The manager of the paged K and V memory: it gives pages to requests. This one shares nothing and has no prefix cache."""
+"""The manager of the paged K and V memory: it gives pages to requests. This one shares nothing and has no prefix cache.
+
+If only the order of eviction is to be yours, inherit `dovetail.api.prefix_cache.PrefixCache` instead, and override `rank`."""
 
 from collections.abc import Sequence
 
-from dovetail.api.kv_cache import Allocation, KVCacheManager, KVCapabilities, KVContext, PageCopy, PageCounts, Pages
+from dovetail.api.kv_cache import Allocation, KVCacheManager, KVCapabilities, KVContext, PageCounts, Pages
 from dovetail.errors import DovetailError
 from dovetail.request import Request
 from pydantic import BaseModel
@@ -11,16 +13,13 @@ from pydantic import BaseModel
 class AcmeKVCache(KVCacheManager):
     """A stack of free pages, and for each request a table of pages per cache group."""
 
-    capabilities = KVCapabilities(reuse=False, fork=False, trim=False, groups=True)
+    capabilities = KVCapabilities(groups=True)
 
     def __init__(self, options: BaseModel, context: KVContext) -> None:
         super().__init__(options, context)
         self._free = list(range(context.num_pages))
         self._tables: dict[str, list[list[int]]] = {}  # request id -> its pages, by group
         self._tokens: dict[str, int] = {}  # request id -> tokens asked for
-
-    def lookup(self, request: Request) -> int:
-        return 0
 
     def pages_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
         held = sum(map(len, self._tables.get(request.id, ())))
@@ -67,15 +66,6 @@ class AcmeKVCache(KVCacheManager):
 
     def uncommit(self, request: Request, upto: int) -> None:
         self._table(request)
-
-    def trim(self, request: Request, computed: int) -> None:
-        self._table(request)
-
-    def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
-        raise DovetailError("this manager can't fork: its capabilities say so")
-
-    def take_copies(self) -> Sequence[PageCopy]:
-        return ()
 
     def reset(self) -> None:
         """Do nothing: there is no prefix cache to forget."""

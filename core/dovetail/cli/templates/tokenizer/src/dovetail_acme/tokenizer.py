@@ -12,7 +12,7 @@ BOS, EOS, USER, ASSISTANT = range(256, 256 + len(SPECIAL))
 class AcmeTokenizer(Tokenizer):
     """A tokenizer of bytes. A conversation is `<s><user>question<assistant>answer</s><user>question<assistant>`."""
 
-    capabilities = TokenizerCapabilities(chat=True)
+    capabilities = TokenizerCapabilities(chat=True, exact=True)
 
     def vocabulary(self) -> Sequence[bytes]:
         return [bytes([byte]) for byte in range(256)] + [name.encode() for name in SPECIAL]
