@@ -127,7 +127,7 @@ class ExecutorContext:
     logits_processors: tuple[ComponentRef, ...] = ()  # in the order in which they are applied
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorCapabilities:
     """Features that an executor supports; later versions may add some, which are False by default.
 

@@ -64,7 +64,7 @@ class GrammarContext:
     vocab_size: int  # of the model's logits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarCapabilities:
     """Features that a backend supports; later versions may add some, which are off by default.
 

@@ -159,7 +159,7 @@ class KVContext:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVCapabilities:
     """Features that a manager supports; later versions may add some, which are False by default.
 

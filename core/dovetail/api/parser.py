@@ -65,7 +65,7 @@ class ParserContext:
     starts_in_reasoning: bool = False  # the prompt ends with the mark that begins reasoning
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParserCapabilities:
     """Features of a parser: the kinds of text it finds, and how its format is detected. Later
     versions may add some, which are off by default."""

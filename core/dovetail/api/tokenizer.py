@@ -40,7 +40,7 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerCapabilities:
     """Features of a tokenizer; later versions may add some, which are False by default.
 
