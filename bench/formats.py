@@ -34,6 +34,7 @@ from bench.limits import copy_bytes_per_s, require_gpu, seconds
 from bench.shapes import SHAPES, Shape
 from dovetail.api.model import BuildContext, ModelInputs
 from dovetail.nn.activation import silu_mul
+from dovetail.nn.build import RuntimeContext
 from dovetail.nn.format import DENSE, Quantization, WeightFormat, float8, int4
 from dovetail.nn.format.compressed_tensors import PackedInt4
 from dovetail.nn.format.float8 import Float8
@@ -93,7 +94,12 @@ def every(shapes: Sequence[str]) -> list[tuple[str, Product]]:
 def weight_of(form: WeightFormat, product: Product) -> Any:
     """Return random weights, quantized to the format."""
     shape = (product.stored_outputs, product.inputs)
-    context = BuildContext(SINGLE, DTYPE, DEVICE, lambda spec: None)  # type: ignore[arg-type, return-value]
+    context = BuildContext(
+        parallel=SINGLE,
+        dtype=DTYPE,
+        device=DEVICE,
+        make_attention=lambda spec: None,  # type: ignore[arg-type, return-value]
+    )
     weight: Any = form.allocate(
         Weight(shape, {None: Part(shape, 0, 0, shape[0])}, context, later=True), DEVICE
     )
@@ -323,7 +329,13 @@ def decoder(shape: Shape, form: WeightFormat) -> Any:
     from bench.products import decoder as of_shape
 
     later = form != DENSE
-    context = BuildContext(SINGLE, torch.bfloat16, DEVICE, NoAttention, weights_later=later)
+    context = RuntimeContext(
+        parallel=SINGLE,
+        dtype=torch.bfloat16,
+        device=DEVICE,
+        make_attention=NoAttention,
+        weights_later=later,
+    )
     model = of_shape(shape, context)
     if form != DENSE:
         place_weights(model, One(form), DEVICE)

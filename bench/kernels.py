@@ -185,7 +185,13 @@ class TurnAndWrite(Case):
         layer = PagedLayer(LayerSpec(0, heads, kv_heads, size, 1.0), slots, dtype)
         norm = (
             QKNorm(
-                heads, kv_heads, size, 1e-6, BuildContext(SINGLE, dtype, DEVICE, lambda spec: layer)
+                heads,
+                kv_heads,
+                size,
+                1e-6,
+                BuildContext(
+                    parallel=SINGLE, dtype=dtype, device=DEVICE, make_attention=lambda spec: layer
+                ),
             )
             if self.normed
             else None

@@ -126,7 +126,12 @@ class Layers:
 
     def __init__(self, shape: Shape) -> None:
         device = torch.device("cuda")
-        self.model = decoder(shape, BuildContext(SINGLE, torch.bfloat16, device, NoAttention))
+        self.model = decoder(
+            shape,
+            BuildContext(
+                parallel=SINGLE, dtype=torch.bfloat16, device=device, make_attention=NoAttention
+            ),
+        )
         dummy_weights(self.model, seed=0)
         self.names = {
             weight.data_ptr(): name.split(".")[-2] for name, weight in self.model.named_parameters()

@@ -215,6 +215,7 @@ def test_every_name_that_servers_build_on_is_on_their_page() -> None:
 NN_INTERNAL = (
     "kernels",
     "adapters",
+    "build",
     "format",
     "machine",
     "parallel",

@@ -12,7 +12,8 @@ import torch
 from dovetail.api.attention import AttentionLayer, LayerCache, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import ComponentRef, ExecutorConfig
-from dovetail.api.model import BuildContext, ModelArch, ModelContext, ModelInputs, ParallelGroup
+from dovetail.api.model import ModelArch, ModelContext, ModelInputs, ParallelGroup
+from dovetail.nn.build import RuntimeContext
 from dovetail.nn.parallel import SINGLE
 from dovetail.testing.suites.attention_oracle import Rules, plain
 from dovetail_models import dovetail_components
@@ -53,7 +54,7 @@ class DenseAttention(AttentionLayer):
 
 def context(
     parallel: ParallelGroup = SINGLE, make_attention: Any = None, **fields: Any
-) -> BuildContext:
+) -> RuntimeContext:
     layers: dict[int, DenseAttention] = {}
 
     def make(spec: LayerSpec) -> DenseAttention:
@@ -62,7 +63,13 @@ def context(
         )
         return layers[spec.index]
 
-    return BuildContext(parallel, torch.float32, CPU, make_attention or make, **fields)
+    return RuntimeContext(
+        parallel=parallel,
+        dtype=torch.float32,
+        device=CPU,
+        make_attention=make_attention or make,
+        **fields,
+    )
 
 
 def arch_of(config: Any) -> ModelArch:

@@ -85,7 +85,11 @@ def compare_module(found: Any, theirs: Any, generator: torch.Generator) -> None:
     for parameter in theirs.parameters():
         parameter.uniform_(-1, 1, generator=generator)
         parameter.mul_((3 / parameter.shape[-1]) ** 0.5 if parameter.ndim > 1 else 1)
-    ours = found.make(BuildContext(SINGLE, torch.float32, CPU, DenseAttention))
+    ours = found.make(
+        BuildContext(
+            parallel=SINGLE, dtype=torch.float32, device=CPU, make_attention=DenseAttention
+        )
+    )
     for rule in ours.rules(""):
         weight = theirs.get_parameter(rule.source.removeprefix("."))
         rule.parameter.load(weight.data, rule.shard_id)

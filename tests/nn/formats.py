@@ -22,7 +22,9 @@ def plain_weight(
     sizes: tuple[int, ...], inputs: int, dtype: torch.dtype, device: torch.device
 ) -> Weight:
     """A weight without memory, of parts "0", "1", … that lie below each other."""
-    context = BuildContext(SINGLE, dtype, device, DenseAttention)
+    context = BuildContext(
+        parallel=SINGLE, dtype=dtype, device=device, make_attention=DenseAttention
+    )
     parts, at = {}, 0
     for index, size in enumerate(sizes):
         parts[str(index)] = Part((size, inputs), 0, 0, size, at)

@@ -15,6 +15,7 @@ from dovetail.errors import DovetailError
 from dovetail.nn import adapters
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.adapters import LayerAdapters, Outputs, StepAdapters
+from dovetail.nn.build import RuntimeContext
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.format import DENSE, WeightFormat
 from dovetail.nn.format.compressed_tensors import PackedInt4
@@ -156,7 +157,13 @@ FORMATS: dict[str, WeightFormat] = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_adapters_add_to_the_products_of_any_format_before_the_gate(name: str) -> None:
     form, inputs, inner = FORMATS[name], 128, 128
-    context = BuildContext(SINGLE, torch.float32, DEVICE, DenseAttention, weights_later=True)
+    context = RuntimeContext(
+        parallel=SINGLE,
+        dtype=torch.float32,
+        device=DEVICE,
+        make_attention=DenseAttention,
+        weights_later=True,
+    )
     gate_up, down = (
         GateUpParallelLinear(inputs, inner, context, bias=False),
         RowParallelLinear(inner, inputs, context, bias=False),
@@ -202,7 +209,13 @@ def test_adapters_of_a_matrix_with_two_sides_are_those_of_its_sum() -> None:
     for each token."""
     latent, heads, key, value = 12, 3, 4, 6
     layer = LatentUpLinear(
-        latent, heads, key, value, BuildContext(SINGLE, torch.float32, DEVICE, DenseAttention)
+        latent,
+        heads,
+        key,
+        value,
+        BuildContext(
+            parallel=SINGLE, dtype=torch.float32, device=DEVICE, make_attention=DenseAttention
+        ),
     )
     torch.manual_seed(0)
     layer.weight.data.normal_()
@@ -232,7 +245,9 @@ def test_adapters_of_a_matrix_with_two_sides_are_those_of_its_sum() -> None:
 @pytest.mark.skipif(ON_GPU, reason="compares float32")
 @pytest.mark.parametrize("tied", [True, False])
 def test_adapters_add_to_logits_and_not_to_embeddings(tied: bool) -> None:
-    context = BuildContext(SINGLE, torch.float32, DEVICE, DenseAttention)
+    context = BuildContext(
+        parallel=SINGLE, dtype=torch.float32, device=DEVICE, make_attention=DenseAttention
+    )
     embedding = VocabParallelEmbedding(11, 8, context)
     embedding.weight.data.normal_()
     head = LMHead(11, 8, context, tied=embedding if tied else None)

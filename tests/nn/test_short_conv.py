@@ -103,7 +103,11 @@ def test_the_module_passes_its_activation_on() -> None:
     torch.manual_seed(2)
     states = bound()
     context = BuildContext(
-        SINGLE, torch.float32, DEVICE, pytest.fail, make_state=lambda spec: states.layers[0]
+        parallel=SINGLE,
+        dtype=torch.float32,
+        device=DEVICE,
+        make_attention=pytest.fail,
+        make_state=lambda spec: states.layers[0],
     )
     module = ShortConv({"x": CHANNELS}, KERNEL, context, bias=True, activation=None)
     assert module.bias is not None

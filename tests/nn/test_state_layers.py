@@ -33,8 +33,6 @@ MAMBA = Mamba2Shape(heads=4, head_size=8, state_size=16, groups=2, kernel=4)
 class Rank:
     """One of several, without the others."""
 
-    shares = None
-
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
@@ -42,9 +40,9 @@ class Rank:
 def context(rank: int = 0, ranks: int = 1) -> BuildContext:
     group: Any = SINGLE if ranks == 1 else Rank(rank, ranks)
     return BuildContext(
-        group,
-        torch.float32,
-        torch.device("cpu"),
+        parallel=group,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
         make_attention=lambda spec: pytest.fail("no attention"),
     )
 

@@ -88,7 +88,12 @@ def decoder(make: Any) -> tuple[Any, list[Echo]]:
         layers.append(Echo(spec))
         return layers[-1]
 
-    model = arch_of(config).build(config, BuildContext(SINGLE, torch.bfloat16, CPU, make_attention))
+    model = arch_of(config).build(
+        config,
+        BuildContext(
+            parallel=SINGLE, dtype=torch.bfloat16, device=CPU, make_attention=make_attention
+        ),
+    )
     dummy_weights(model, 0)
     for parameter in model.parameters():
         parameter.mul_(10)  # 0.2, not 0.02: what is lost shows
@@ -121,7 +126,9 @@ def test_a_decoder_whose_kernels_cannot_be_had_computes_the_same(
 
 
 def test_sums_in_parts_are_added_without_the_kernel(asked: set[str]) -> None:
-    norm = RMSNorm(8, 1e-6, BuildContext(SINGLE, torch.float32, CPU, Echo))
+    norm = RMSNorm(
+        8, 1e-6, BuildContext(parallel=SINGLE, dtype=torch.float32, device=CPU, make_attention=Echo)
+    )
     torch.nn.init.ones_(norm.weight)
     stream, parts = Residual(torch.arange(16.0).view(2, 8)), torch.ones(3, 2, 8)
     stream.add_parts(parts)

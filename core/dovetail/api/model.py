@@ -26,27 +26,9 @@ if TYPE_CHECKING:
     from dovetail.api.executor import PoolingMethod
 
 
-class RankShares(Protocol):
-    """Memory shared between GPUs, to add a sum over the ranks to a residual stream in one
-    kernel."""
-
-    def place(self, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return memory [rows, size] for this rank's share of the next sum. Fill it and call `add`
-        before the next call. None, on all ranks, if there is no room for such a sum."""
-
-    def add(self, x: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> torch.Tensor | None:
-        """Add to x [rows, size], in place, the sum over the ranks of what they wrote to the memory
-        returned last. `norm`: (weight [size], eps) of an RMS norm; then the normalized x is
-        returned, of x's shape and dtype, otherwise None."""
-
-
 class ParallelGroup(Protocol):
     """The ranks that share a model's weights (tensor parallelism). With a single rank, all methods
     are no-ops."""
-
-    @property
-    def shares(self) -> RankShares | None:
-        """Shared memory for sums that are added to a residual stream; None: use `all_reduce`."""
 
     @property
     def rank(self) -> int: ...
@@ -76,7 +58,7 @@ class ModelContext:
     """Constants passed to an architecture's constructor; empty for now."""
 
 
-def no_states(spec: StateSpec) -> StateLayer:
+def _no_states(spec: StateSpec) -> StateLayer:
     """Raise `DovetailError`: the default of `BuildContext.make_state`, for callers that keep no
     states."""
     raise DovetailError(
@@ -84,9 +66,10 @@ def no_states(spec: StateSpec) -> StateLayer:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """Settings, attention backend and states for `build`."""
+    """Settings, attention backend and states for `build`. Layers of `dovetail.nn` take it as it
+    is, or as `dataclasses.replace` makes it."""
 
     parallel: ParallelGroup
     dtype: torch.dtype
@@ -94,15 +77,7 @@ class BuildContext:
     make_attention: Callable[[LayerSpec], AttentionLayer]
     # tokens of the longest sequence that will run; None: the model's maximum
     max_len: int | None = None
-    # weights of linear layers of `dovetail.nn` are allocated after `build`, in the checkpoint's
-    # format
-    weights_later: bool = False
-    # names what else changes the numbers: device, attention backend, dtype of the KV cache,
-    # quantization, graphs
-    environment: str = ""
-    make_state: Callable[[StateSpec], StateLayer] = no_states
-    # LoRA adapters may be added to linear layers of `dovetail.nn` after `build`
-    adapters: bool = False
+    make_state: Callable[[StateSpec], StateLayer] = _no_states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

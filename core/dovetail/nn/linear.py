@@ -24,6 +24,7 @@ from dovetail.api.model import BuildContext, ParallelGroup
 from dovetail.errors import UnsupportedError
 from dovetail.nn.activation import ACTIVATIONS, act_mul, silu_mul
 from dovetail.nn.adapters import LayerAdapters
+from dovetail.nn.build import of_runtime
 from dovetail.nn.format import DENSE, WeightFormat
 from dovetail.nn.layer import Layer
 from dovetail.nn.norm import Norm
@@ -47,7 +48,7 @@ def linear(
 
 
 class LinearLayer(Layer):
-    """Layer with a weight [outputs, inputs] in some format. If the context says `weights_later`,
+    """Layer with a weight [outputs, inputs] in some format. If the runtime says `weights_later`,
     the weight is on the meta device until `take_format` allocates it."""
 
     weight: Any  # returned by the format's `allocate`
@@ -104,7 +105,8 @@ class MergedColumnParallelLinear(LinearLayer):
             weights[shard_id] = Part((part.out_features, in_features), 0, part.start, part.size, at)
             biases[shard_id] = Part((part.out_features,), 0, part.start, part.size, at)
             at += part.size
-        self.weight = Weight((at, in_features), weights, context, later=context.weights_later)
+        later = of_runtime(context).weights_later
+        self.weight = Weight((at, in_features), weights, context, later=later)
         self.bias = Weight((at,), biases, context) if bias else None
 
     def forward(self, x: torch.Tensor | Residual, norm: Norm | None = None) -> torch.Tensor:
@@ -264,9 +266,8 @@ class RowParallelLinear(LinearLayer):
         self.group = context.parallel
         size = share(in_features, self.group, "in_features")
         part = Part((out_features, in_features), 1, self.group.rank * size, size)
-        self.weight = Weight(
-            (out_features, size), {None: part}, context, later=context.weights_later
-        )
+        later = of_runtime(context).weights_later
+        self.weight = Weight((out_features, size), {None: part}, context, later=later)
         self.bias = whole((out_features,), context) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

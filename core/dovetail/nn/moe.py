@@ -22,6 +22,7 @@ from torch import nn
 from dovetail.api.model import BuildContext, WeightRule
 from dovetail.errors import UnsupportedError
 from dovetail.nn.activation import ACTIVATIONS, RELU2, Activation, activate
+from dovetail.nn.build import of_runtime
 from dovetail.nn.format import DENSE, WeightFormat
 from dovetail.nn.format.base import ExpertLayers
 from dovetail.nn.kernels.available import use_kernels
@@ -262,7 +263,7 @@ class Experts(nn.Module):
         if bias:
             self.gate_up_bias = Weight((count, held), self._layouts[0].first_biases(), context)
             self.down_bias = whole((count, hidden), context)
-        if not context.weights_later:
+        if not of_runtime(context).weights_later:
             self.take_format(DENSE, context.device)
 
     def _layouts_of(self, expert: int) -> tuple[_Layout, ...]:

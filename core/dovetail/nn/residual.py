@@ -10,6 +10,7 @@ from dovetail.api.model import ParallelGroup
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.norm import Norm, RMSNorm
+from dovetail.nn.parallel import RankShares, shares_of
 
 
 class Residual:
@@ -23,7 +24,7 @@ class Residual:
         """`x` [tokens, hidden] is modified in place by additions."""
         self._x = x
         self._parts: torch.Tensor | None = None
-        self._shared: ParallelGroup | None = None
+        self._shared: RankShares | None = None
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -65,9 +66,10 @@ class Residual:
         by the caller: the sum is added to the stream when it is read, at the latest. None, on all
         ranks, if the group has no such memory: then the caller sums."""
         x = self.summed()
-        place = None if group.shares is None else group.shares.place(len(x), x.shape[1], x.dtype)
+        shares = shares_of(group)
+        place = None if shares is None else shares.place(len(x), x.shape[1], x.dtype)
         if place is not None:
-            self._shared = group
+            self._shared = shares
         return place
 
     def read(self, norm: Norm | None) -> torch.Tensor:
@@ -106,11 +108,10 @@ class Residual:
     def _add_shares(self, norm: RMSNorm | None) -> torch.Tensor:
         """Add the ranks' shares; return the stream's norm if `norm` is given, otherwise the
         stream."""
-        group = self._shared
+        shares = self._shared
         self._shared = None
-        assert group is not None
-        assert group.shares is not None
-        normed = group.shares.add(self._x, None if norm is None else (norm.weight, norm.eps))
+        assert shares is not None
+        normed = shares.add(self._x, None if norm is None else (norm.weight, norm.eps))
         return self._x if normed is None else normed
 
 

@@ -20,6 +20,7 @@ from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
 from dovetail.api.state import StateSpec
 from dovetail.errors import UnsupportedError
 from dovetail.nn.attention import spec_of_rank
+from dovetail.nn.build import of_runtime
 from dovetail.nn.layer import Layer
 from dovetail.nn.linear import Columns, MergedColumnParallelLinear, RowParallelLinear, interleaved
 from dovetail.nn.norm import Norm
@@ -100,7 +101,7 @@ class DeltaMixer(nn.Module):
             )
             ba = dict(_split({"b": own.v_heads}, group)) | dict(_split({"a": own.v_heads}, group))
         self.ba_proj: MergedColumnParallelLinear | None = None
-        if context.weights_later:  # a checkpoint may store these in another format
+        if of_runtime(context).weights_later:  # a checkpoint may store these in another format
             self.ba_proj = MergedColumnParallelLinear(hidden, ba, context, bias=False)
             self.ba_proj.sensitive = True  # few weights, which decide how fast states fade
         self.in_proj = MergedColumnParallelLinear(

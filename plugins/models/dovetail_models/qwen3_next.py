@@ -12,6 +12,7 @@ from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, WeightRule
 from dovetail.nn.activation import sigmoid_mul
 from dovetail.nn.attention import Attention
+from dovetail.nn.build import of_runtime
 from dovetail.nn.decoder import Block, FeedForward, Mixer
 from dovetail.nn.feed_forward import GatedFeedForward
 from dovetail.nn.moe import Experts, Router, SharedFeedForward, SparseFeedForward, Stacked
@@ -71,7 +72,7 @@ class QwenSparseFeedForward(SparseFeedForward):
         inner = config.moe_intermediate_size
         shared_inner = config.shared_expert_intermediate_size
         # Adapters can't change experts, which aren't linear layers.
-        merged = shared_inner == inner and not context.adapters
+        merged = shared_inner == inner and not of_runtime(context).adapters
         super().__init__(
             Router(hidden, count, context, shared=merged),
             Experts(

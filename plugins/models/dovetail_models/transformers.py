@@ -41,6 +41,7 @@ from dovetail.api.model import (
 )
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.attention import spec_of_rank
+from dovetail.nn.build import of_runtime
 from dovetail.nn.format.stored import StoredWeight
 from dovetail.nn.weights import (
     OTHER_PARTS,
@@ -146,7 +147,7 @@ class Transformers(ModelArch):
         _check_lengths(config, traced.calls, max_len)
         layers = find_layers(traced.base, traced.calls, max_len, context.device, traced.keeps)
         # Each format stores experts in its own way, which transformers' stacked weights aren't.
-        if context.weights_later:
+        if of_runtime(context).weights_later:
             layers = replace(
                 layers, found=tuple(found for found in layers.found if found.kind is not OwnExperts)
             )
@@ -260,7 +261,7 @@ class TransformersModel(nn.Module):
         super().__init__()
         self.config = config
         self._layers = layers
-        self._context = context
+        self._context = of_runtime(context)
         self._max_len = max_len
         self._prefix = traced.prefix
         self._calls = traced.calls
@@ -275,7 +276,7 @@ class TransformersModel(nn.Module):
         self._verdict = Verdict(
             config,
             {
-                "in": context.environment,
+                "in": self._context.environment,
                 "dtype": str(context.dtype),
                 "max_len": max_len,
                 "rank": of_rank,

@@ -433,7 +433,6 @@ class NeverSums:
     """A group that forgets to add up."""
 
     group: ParallelGroup
-    shares: None = None
 
     @property
     def rank(self) -> int:

@@ -11,11 +11,6 @@ HEADS = (
 
 CLAUSES: Marks = {
     "module": {"no global context": held("side_by_side"), "*": TOLD},
-    "RankShares": TOLD,
-    "RankShares.place": {
-        "Fill it": unchecked("the suite's ranks are threads whose group has no `shares`"),
-        "*": TOLD,
-    },
     "ParallelGroup": TOLD,
     "ModelCapabilities": {
         "`taps`": held("taps"),
@@ -35,9 +30,6 @@ CLAUSES: Marks = {
         "longest sequence": held("max_len", but="a length beyond the model's own isn't tested"),
         "*": TOLD,
     },
-    "BuildContext.weights_later": unchecked(
-        "the suite's checkpoints are plain: leaving such weights to later isn't tested"
-    ),
     "CausalLM": held("checkpoint"),
     "CausalLM.forward": {
         "Return the hidden states": held(

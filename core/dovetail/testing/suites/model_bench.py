@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dovetail.api.attention import AttentionLayer, LayerCache, LayerSpec
-from dovetail.api.model import BuildContext, ModelArch, ModelInputs, ParallelGroup
+from dovetail.api.model import ModelArch, ModelInputs, ParallelGroup
 from dovetail.api.state import StateLayer, StateSpec, StateSteps
 from dovetail.errors import DovetailError
+from dovetail.nn.build import RuntimeContext
 from dovetail.nn.format import Quantization
 from dovetail.nn.parallel import SINGLE
 from dovetail.nn.placed_weights import place_weights
@@ -131,14 +132,14 @@ class Bench:
         self._free_rows = [*range(ROWS)]  # the next one last
         # by sequence and tokens: the states in all layers
         self._checkpoints: dict[tuple[str, int], list[torch.Tensor]] = {}
-        context = BuildContext(
-            parallel,
-            dtype,
-            CPU,
-            self.sequences.make_attention,
-            max_len,
-            quantization is not None,
+        context = RuntimeContext(
+            parallel=parallel,
+            dtype=dtype,
+            device=CPU,
+            make_attention=self.sequences.make_attention,
+            max_len=max_len,
             make_state=self._make_state,
+            weights_later=quantization is not None,
         )
         self.model: Any = arch.build(config, context)
         _require_inputs(self.model)
@@ -297,8 +298,6 @@ def _require_inputs(model: Any) -> None:
 
 class ThreadGroup:
     """One of `size` ranks, which are threads of one process."""
-
-    shares = None
 
     def __init__(self, rank: int, shares: list[Any], barrier: Barrier) -> None:
         self.rank, self.size = rank, len(shares)

@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 from dovetail.api.attention import AttentionBackend, LayerSpec
 from dovetail.api.draft_head import HeadArch, HeadInputs
 from dovetail.api.executor import Drafts, ExecutorConfig
-from dovetail.api.model import BuildContext, ParallelGroup
+from dovetail.api.model import ParallelGroup
 from dovetail.api.sampler import Lines
 from dovetail.api.targets import import_target
 from dovetail.errors import DovetailError, PluginError, UnsupportedError, describe
+from dovetail.nn.build import RuntimeContext
 from dovetail_executors.runtime.device_work import DeviceWork
 from dovetail_executors.runtime.draft_model import (
     asks_model,
@@ -115,12 +116,12 @@ class HeadPlan(FeaturePlan):
         if target.cache_dtype is not None:
             make = CacheScales(device).wrap(make)
         quantization = target.quantization if self.arch.is_stored_as_target else None
-        context = BuildContext(
-            loaded.group,
-            target.dtype,
-            device,
-            lambda spec: make(moved(spec, first)),
-            target.max_model_len,
+        context = RuntimeContext(
+            parallel=loaded.group,
+            dtype=target.dtype,
+            device=device,
+            make_attention=lambda spec: make(moved(spec, first)),
+            max_len=target.max_model_len,
             weights_later=quantization is not None,
             environment=loaded.environment,
         )

@@ -14,15 +14,14 @@ import torch
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.executor import ComponentRef, ExecutorConfig, QuantizationRef
 from dovetail.api.model import (
-    BuildContext,
     HeadLayer,
     LoadsItself,
     ModelArch,
     ParallelGroup,
-    no_states,
 )
 from dovetail.api.state import StateLayer, StateSpec
 from dovetail.errors import ConfigError, UnsupportedError
+from dovetail.nn.build import RuntimeContext
 from dovetail.nn.format.base import Quantization
 from dovetail.nn.model_files import stored_as
 from dovetail.nn.moe import Experts
@@ -162,11 +161,11 @@ def load_model(
     device: torch.device,
     progress: Progress | None = None,
     environment: str = "",
-    make_state: Callable[[StateSpec], StateLayer] = no_states,
+    make_state: Callable[[StateSpec], StateLayer] | None = None,
 ) -> torch.nn.Module:
     """Build the model that `plan` describes, a `dovetail.api.model.CausalLM`, and load its weights
-    from `config.model` (random ones for `load_format: dummy`). `environment`: see `BuildContext`;
-    the quantization is added.
+    from `config.model` (random ones for `load_format: dummy`). `environment`: see
+    `RuntimeContext`; the quantization is added. `make_state`: None if no states are kept.
 
     Raises `ModelLoadError` for unusable files, and `UnsupportedError` if the architecture can't
     serve the config here.
@@ -177,18 +176,18 @@ def load_model(
     def make_layer(spec: LayerSpec) -> AttentionLayer:
         return make_attention(_within(plan.max_model_len, spec))
 
-    adapters = config.max_adapters > 0
-    context = BuildContext(
-        parallel,
-        plan.dtype,
-        device,
-        make_layer,
-        plan.max_model_len,
-        later,
-        built_for,
-        make_state,
-        adapters,
+    context = RuntimeContext(
+        parallel=parallel,
+        dtype=plan.dtype,
+        device=device,
+        make_attention=make_layer,
+        max_len=plan.max_model_len,
+        weights_later=later,
+        adapters=config.max_adapters > 0,
+        environment=built_for,
     )
+    if make_state is not None:
+        context = replace(context, make_state=make_state)
     model = plan.arch.build(plan.config, context)
     return load_into(
         model,

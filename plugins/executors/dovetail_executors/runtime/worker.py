@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dovetail.api.attention import AttentionBackend, LayerSpec
 from dovetail.api.executor import Batch, Capacity, ExecutorContext, Masks, Result
 from dovetail.api.kv_cache import KVLayout
-from dovetail.api.model import ParallelGroup, VerifiesItself, no_states
+from dovetail.api.model import ParallelGroup, VerifiesItself
 from dovetail.api.process_watch import PULSE
 from dovetail.api.sampler import SamplerContext
 from dovetail.api.token_sizes import most_lines
@@ -147,7 +147,7 @@ class Worker:
             f"{describe_device(device)}, {chosen.name}, K and V in {pool.planned.layout.dtype}, "
             f"{graphs}"
         )
-        make_state = no_states if pool.states is None else pool.states.make_layer
+        make_state = None if pool.states is None else pool.states.make_layer
         model = load_model(
             plan, config, make_layer, self.group, device, progress, environment, make_state
         )
