@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from itertools import chain
@@ -39,6 +40,8 @@ from dovetail.front import lora_files, tokenizer
 from dovetail.front.generation_config import GENERATION_CONFIG
 from dovetail.front.vllm_args import TABLE
 from dovetail.front.vllm_groups import GROUPS
+from dovetail.registry.contract.document import FILE, shipped
+from dovetail.registry.contract.text import module_lines
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
@@ -53,7 +56,7 @@ HELP_WIDTH = "100"
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 ASSETS = DOCS / "assets"
-SIGNATURES = ROOT / "tests/api/signatures.txt"
+CONTRACT = ROOT / "core/dovetail" / FILE
 DRAWINGS = {  # name -> what it shows
     "loop": "The parts of the core, the plugins around it, and the applications on top",
     "house": "The packages, and which one imports which",
@@ -422,11 +425,14 @@ def _choice_type(key: str) -> str:
 
 
 def signatures(module: str) -> str:
-    """Return the public signatures of a module of `dovetail.api`. Raises `KeyError` if the
-    committed list of signatures has none."""
-    sections = SIGNATURES.read_text(encoding="utf-8").split("## ")
-    named = dict(section.split("\n", 1) for section in sections if section)
-    return f"```text\n{named[module].strip()}\n```"
+    """Return the public names of a module of the contract. Raises `KeyError` for another module."""
+    lines = module_lines(shipped().modules[module])
+    return "```text\n" + "\n".join(lines) + "\n```"
+
+
+def on_post_build(config: Mapping[str, Any], **_: Any) -> None:
+    """Put the contract on the site; called by mkdocs."""
+    shutil.copy(CONTRACT, config["site_dir"])
 
 
 def _table(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from dovetail.api.component import API_VERSIONS
 from dovetail.cli.app import app
+from dovetail.registry.contract.document import shipped
 from tests.registry.fakes import Site, components, scheduler
 
 COMMANDS = """
@@ -223,3 +226,38 @@ def test_two_components_in_one_plugin(site: Site) -> None:
         for line in dovetail("plugins", "list").stdout.splitlines()
         if line.startswith("scheduler")
     }
+
+
+def test_contract_prints_the_interface_of_a_kind_as_text_and_as_json() -> None:
+    text = dovetail("plugins", "contract", "--kind", "drafter").stdout
+    assert f"drafter {API_VERSIONS['drafter']}: dovetail.api.Drafter" in text
+    assert "interface Drafter" in text
+    assert "abstract def propose(" in text
+    assert "drafter.most (required" in text
+    printed = json.loads(dovetail("plugins", "contract", "--kind", "drafter", "--json").stdout)
+    assert [*printed["kinds"]] == ["drafter"]
+    assert "dovetail.api.drafter" in printed["modules"]
+    assert "dovetail.api.attention" not in printed["modules"]
+    unknown = dovetail("plugins", "contract", "--kind", "draughter")
+    assert (unknown.exit_code, "did you mean drafter?" in unknown.stderr) == (2, True)
+
+
+def test_contract_tells_what_two_files_differ_in_and_whether_packages_still_run(
+    tmp_path: Path,
+) -> None:
+    old, more, other = (tmp_path / f"{name}.json" for name in ("old", "more", "other"))
+    text = shipped().to_json()
+    old.write_text(text)
+    more.write_text(text.replace('"on_finished": {', '"on_gone": {}, "on_finished": {'))
+    other.write_text(text.replace('"propose"', '"suggest"'))
+    added = dovetail("plugins", "contract", "--kind", "drafter", "--diff", str(old), str(more))
+    assert added.exit_code == 0
+    assert "added dovetail.api.drafter:Drafter.on_gone" in added.stdout
+    assert added.stdout.endswith("1 changes, additive\n")
+    renamed = dovetail("plugins", "contract", "--diff", str(old), str(other))
+    assert renamed.exit_code == 1
+    assert (
+        "removed dovetail.api.drafter:Drafter.propose: method [breaks packages]" in renamed.stdout
+    )
+    nothing = dovetail("plugins", "contract", "--diff", str(old), "0.3")
+    assert (nothing.exit_code, "there is no contract 0.3" in nothing.stderr) == (2, True)

@@ -60,11 +60,14 @@ BAD_PLUGINS = {  # problem -> source of a plugin that has it
     "leaves-threads": "import threading, time\nthreading.Thread(target=time.sleep, "
     "args=(1000,)).start()\n" + GOOD,
     "api-mismatch": components(scheduler(package="good", api="0.0")),
+    "contract-broken": components(scheduler(package="good", target="bad_policy:Fair")),
     "requirement-missing": components(
         scheduler(package="good", requires=("there-is-no-such-package>=2",))
     ),
     "target-fails": components(scheduler(package="good", target="good_policy:Unfair")),
-    "target-fails by its kind": components('kind="sampler", name="x", target="good_policy:Fair"'),
+    "contract-broken by its kind": components(
+        'kind="sampler", name="x", target="good_policy:Fair"'
+    ),
     "target-fails by its options": components(
         'kind="scheduler", name="x", target="good_policy:Fair", options="good_policy:Fair"'
     ),
@@ -86,6 +89,7 @@ def diagnosis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
         site = Site(tmp_path_factory.mktemp("site"))
         patch.setattr(sys, "path", [str(site.path), *sys.path])
         (site.path / "good_policy.py").write_text(SCHEDULER)
+        (site.path / "bad_policy.py").write_text(SCHEDULER.replace("self, step", "self, plan"))
         (site.path / "torch.py").write_text("")
         for what, source in BAD_PLUGINS.items():
             site.install(name_of(what), modules={name_of(what).replace("-", "_"): source})
@@ -253,6 +257,10 @@ SAYS = {  # distribution -> in what it says, in what is to do
         f"scheduler 0.0, this Dovetail has {API_VERSIONS['scheduler']}: upgrade "
         f'dovetail-api-mismatch; its author changes api="0.0" in its ComponentSpec',
         "docs/plugins/upgrade.md",
+    ),
+    "dovetail-contract-broken": (
+        "'plan' is where 'step' should be",
+        "Scheduler has schedule(self, step)",
     ),
     "dovetail-requirement-missing": (
         "there-is-no-such-package>=2 (not installed)",

@@ -34,7 +34,7 @@ def test_the_site_inlines_drawings_and_leaves_signatures_to_the_reference() -> N
         "<!-- generated: drawing of the loop -->\n<!-- generated: signatures dovetail.api.clock -->"
     )
     assert "assets/loop.svg" in page
-    assert "class Clock" in page
+    assert "interface Clock" in page
     shown = docs_hooks.on_page_markdown(page)
     assert "<svg" in shown
-    assert "class Clock" not in shown
+    assert "interface Clock" not in shown

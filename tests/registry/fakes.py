@@ -44,7 +44,7 @@ def _with_version(spec: str) -> str:
     kind = re.search(r"kind=(['\"])(\w+)\1", spec)
     if "api=" in spec or kind is None:
         return spec
-    versions: dict[str, str] = {**API_VERSIONS}
+    versions: dict[str, str] = {str(known): api for known, api in API_VERSIONS.items()}
     return f"{spec}, api={versions.get(kind[2], '1.0')!r}"
 
 

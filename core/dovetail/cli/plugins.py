@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from dovetail.cli import plugins_doctor, plugins_new, plugins_test
+from dovetail.cli import plugins_contract, plugins_doctor, plugins_new, plugins_test
 from dovetail.cli.settings import ComponentName, KindName
 from dovetail.cli.streams import print_table
 from dovetail.errors import DovetailError
@@ -28,6 +28,7 @@ app = typer.Typer(
 app.command(name="new")(plugins_new.new)
 app.command(name="test")(plugins_test.run_suite)
 app.command(name="doctor")(plugins_doctor.doctor)
+app.command(name="contract")(plugins_contract.contract)
 
 
 @app.command(name="list")

@@ -12,6 +12,7 @@ from dovetail.base import lazy_names
 
 if TYPE_CHECKING:
     from dovetail.testing.checks import Waiver
+    from dovetail.testing.contract import check_contract
     from dovetail.testing.fake_executor import FakeExecutor, FakeExecutorOptions
     from dovetail.testing.fake_kv import FakeKVCache
     from dovetail.testing.ledger import Verdict
@@ -49,6 +50,7 @@ _HOMES = {
     "TokenizerSuite": "suites.tokenizer",
     "Verdict": "ledger",
     "Waiver": "checks",
+    "check_contract": "contract",
     "make_request": "planning",
     "plan": "planning",
     "run": "runner",
@@ -73,6 +75,7 @@ __all__ = [
     "TokenizerSuite",
     "Verdict",
     "Waiver",
+    "check_contract",
     "make_request",
     "plan",
     "run",

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from dovetail import api
 from dovetail.errors import describe
+from dovetail.registry.contract.faults import mismatch
 from dovetail.registry.resolved import BASE_CLASSES
 from dovetail.testing.binding import Binding
 from dovetail.testing.checks import check, fail, require
@@ -152,7 +153,7 @@ class Hygiene(Binding):
                 f"{self.component_class.__name__}.{name} is {mine!r}, and should be a method",
             )
             if mine is not method and (
-                problem := _mismatch(inspect.signature(method), inspect.signature(mine))
+                problem := mismatch(inspect.signature(method), inspect.signature(mine))
             ):
                 fail(
                     f"{self.component_class.__name__}.{name}{inspect.signature(mine)}: {problem}; "
@@ -173,25 +174,3 @@ class Hygiene(Binding):
                     f"{self.component_class.__name__}.{name} is never "
                     f"called{f': did you mean {near[0]}?' if near else ''}"
                 )
-
-
-def _mismatch(wanted: inspect.Signature, mine: inspect.Signature) -> str | None:
-    """Return the reason why a method with the signature `mine` can't be called as one with
-    `wanted`; None if it can."""
-    positional = [p for p in wanted.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    keywords = [p for p in wanted.parameters.values() if p.kind is p.KEYWORD_ONLY]
-    for optional in (False, True):
-        args = [p.name for p in positional if optional or p.default is p.empty]
-        kwargs = {p.name: p.name for p in keywords if optional or p.default is p.empty}
-        try:
-            bound = mine.bind(*args, **kwargs)
-        except TypeError as error:
-            return str(error)
-        moved = [
-            f"{name!r} is where {value!r} should be"
-            for name, value in bound.arguments.items()
-            if isinstance(value, str) and name != value
-        ]
-        if moved:
-            return moved[0]
-    return None

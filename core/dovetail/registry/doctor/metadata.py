@@ -52,6 +52,7 @@ PROBLEMS: dict[str, Severity] = {
     "leaves-threads": "warning",
     # found in its offers
     "api-mismatch": "error",
+    "contract-broken": "error",
     "requirement-missing": "warning",
     "target-fails": "error",
     "name-collision": "warning",

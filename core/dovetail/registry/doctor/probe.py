@@ -21,6 +21,8 @@ from dovetail.api.component import KINDS
 from dovetail.base.where import did_you_mean
 from dovetail.errors import DovetailError, PluginError
 from dovetail.registry import hookspecs
+from dovetail.registry.contract.document import shipped
+from dovetail.registry.contract.faults import faults_of
 from dovetail.registry.doctor.metadata import Problem
 from dovetail.registry.doctor.process import limit_files
 from dovetail.registry.loader import find_plugins, load_plugin
@@ -288,6 +290,9 @@ def _of_component(component: ResolvedComponent) -> Iterator[Problem]:
             "docs/plugins/versions.md says which versions run, docs/plugins/upgrade.md what to change",
         )
         return
+    faults = faults_of(shipped(), component.spec.kind, component.spec.target)
+    for fault in faults:
+        yield "contract-broken", f"{named}: {fault.place}: {fault.what}", fault.remedy
     steps = [component.options_model, component.request_extra]
     missing = missing_requirements(component.spec.requires)
     if missing:
@@ -297,7 +302,7 @@ def _of_component(component: ResolvedComponent) -> Iterator[Problem]:
             f"{named} can't be used here: it needs {lacks}",
             pip_line(missing, component.distribution),
         )
-    else:
+    elif not faults:  # otherwise loading it says the same again
         steps.append(component.load)
     yield from _attempts(named, steps)
 
