@@ -11,7 +11,7 @@ import torch
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ModelInputs, ParallelGroup, WeightRule
-from dovetail.api.state import StateBatch, StateLayer, StateSpec
+from dovetail.api.state import Changes, StateBatch, StateLayer, StateSpec
 from dovetail.nn.attention import Attention
 from dovetail.nn.rotary import Rope
 from dovetail_models.bert import Bert, XLMRoberta
@@ -897,6 +897,34 @@ class KeepsAnEarlierCheckpoint(AltersSteps):
 class SortsTheRows(AltersSteps):
     def altered(self, batch: StateBatch) -> StateBatch:
         return replace(batch, places=batch.places.sort().values)
+
+
+@mutant(caught_by="model.drafts")
+class TakesDraftsForOtherRows(AltersSteps):
+    def altered(self, batch: StateBatch) -> StateBatch:
+        return replace(batch, ahead=None)
+
+
+@mutant(caught_by="model.drafts")
+class LeavesDraftsOutBesideAChunk(AltersSteps):
+    def altered(self, batch: StateBatch) -> StateBatch:
+        return replace(batch, drafted=None)
+
+
+class NotesNothing(Planned):
+    @property
+    def changes(self) -> tuple[torch.Tensor | Changes, ...]:
+        return tuple(
+            each.take(torch.arange(len(each.decay))) if isinstance(each, Changes) else each.clone()
+            for each in self._layer.changes
+        )
+
+
+@mutant(caught_by="model.drafts")
+class ForgetsAcceptedDrafts(Qwen35):
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        make: Any = lambda spec: NotesNothing(context.make_state(spec), lambda batch: batch)  # noqa: E731
+        return super().build(config, replace(context, make_state=make))
 
 
 @mutant(caught_by="model.state_specs")

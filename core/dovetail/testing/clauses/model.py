@@ -37,7 +37,7 @@ CLAUSES: Marks = {
         ),
         "belongs to the caller": held("owns_nothing"),
         "K and V of all tokens": held("wanted"),
-        "recurrent layer replaces": held("states"),
+        "recurrent layer replaces": held("states", "drafts"),
         "*": TOLD,
     },
     "CausalLM.logits": {

@@ -27,6 +27,7 @@ from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites import model_configs as configs
 from dovetail.testing.suites.model_bench import CPU, Bench, Chunk, Reference, Tensors, on_ranks
+from dovetail.testing.suites.model_drafts import LENGTH, PROMPT, Drafting
 
 MANY = 12  # sequences per step
 SHORT = 17  # tokens
@@ -70,10 +71,17 @@ class ModelSuite(Suite):
 
     def declares(self, capability: str) -> bool:
         """`causal` is declared by a first architecture whose layers are; it generates, and has a
-        head over the vocabulary."""
+        head over the vocabulary. `drafts` is declared by a config with recurrent layers all of
+        which do (`StateSpec.drafts`)."""
         if capability == "causal":
             return not self.encodes
+        if capability == "drafts":
+            return any(map(self.takes_drafts, self.configs()))
         return super().declares(capability)
+
+    def takes_drafts(self, config: Any) -> bool:
+        specs = self.arch.state_specs(config, SINGLE)
+        return bool(specs) and all(spec.drafts for spec in specs)
 
     @cached_property
     def encodes(self) -> bool:
@@ -421,6 +429,28 @@ class ModelSuite(Suite):
                     assert_close(
                         ours, expected, f"states of {_told(config)} after the same tokens, {what}"
                     )
+
+    @check("model.drafts", since="1.0", capability="drafts")
+    def test_drafts(self) -> None:
+        """Recurrent layers that declare `StateSpec.drafts` give a known token and its right drafts
+        other logits than in one step; or what a rejected draft changed is kept, or what an accepted
+        one changed is lost: of one sequence, of samples of one prompt, beside a chunk, and after a
+        preemption. Read `StateBatch.ahead` and `StateBatch.drafted`, leave the live state as it is
+        after the known token, and note the changes of drafts in `StateLayer.changes`."""
+        for config, reference, bench in self.pairs():
+            if not self.takes_drafts(config):
+                continue
+            texts = {name: some_tokens(config, LENGTH, seed=ord(name)) for name in "abcde"}
+            for sibling in "de":
+                texts[sibling][:PROMPT] = texts["c"][:PROMPT]
+            whole = Bench(self.arch, config, reference.tensors())
+            expected = {name: whole.run(text, sequence=name) for name, text in texts.items()}
+            drafting = Drafting(bench, texts, expected, config.vocab_size)
+            drafting.run()
+            drafting.compare_states(Bench(self.arch, config, reference.tensors()))
+            for one in drafting.compared:
+                told = f"{one.what}, of {_told(config)}, differ from those of one step"
+                assert_close(one.found, one.expected, told)
 
     @check("model.wanted", since="0.2")
     def test_wanted(self) -> None:

@@ -4,7 +4,7 @@ layers in a pool, ranks as threads, and transformers' own model as the reference
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from threading import Barrier
@@ -20,6 +20,7 @@ from dovetail.nn.build import RuntimeContext
 from dovetail.nn.format import Quantization
 from dovetail.nn.parallel import SINGLE
 from dovetail.nn.placed_weights import place_weights
+from dovetail.nn.state.states import CheckedDrafts
 from dovetail.testing.checks import fail
 from dovetail.testing.memory import bind_states
 from dovetail.testing.suites import model_configs as configs
@@ -28,6 +29,7 @@ from dovetail.testing.suites.attention_oracle import Rules, plain
 CPU = torch.device("cpu")
 RANK_LIMIT_S = 30  # for a rank to reach a collective
 ROWS = 40  # sequences whose states are kept
+MOST_LINES = 16  # known tokens and drafts of a step with drafts
 
 Tensors = dict[str, torch.Tensor]
 
@@ -40,6 +42,7 @@ class Chunk(NamedTuple):
     start: int  # position of the first
     # tokens of these after which the states are copied, for `Bench.fork`; 0: they aren't
     checkpoint: int = 0
+    drafts: int = 0  # how many of these are drafts, after one known token; see `Bench.accept`
 
 
 @dataclass
@@ -60,6 +63,10 @@ class Sequences:
         for layer in self.layers:  # those that share do so twice
             k, v = layer.kept[source]
             layer.kept[target] = (k[:tokens], v[:tokens])
+
+    def cut(self, name: str, tokens: int) -> None:
+        """Drop K and V of all but the first tokens of a sequence."""
+        self.fork(name, name, tokens)
 
 
 class KeptAttention(AttentionLayer):
@@ -127,7 +134,11 @@ class Bench:
         parameters holds before. `quantization`: gives linear layers their formats."""
         self.sequences, self.made = Sequences(), list[StateSpec]()
         declared = arch.state_specs(config, parallel)
-        self.states = bind_states(declared, ROWS, dtype) if declared else None
+        self.takes_drafts = bool(declared) and all(spec.drafts for spec in declared)
+        most_lines = MOST_LINES if self.takes_drafts else 0
+        self.states = bind_states(declared, ROWS, dtype, max_lines=most_lines) if declared else None
+        self._checked: CheckedDrafts | None = None  # of the last step
+        self._parts: tuple[Chunk, ...] = ()  # of the last step
         self._rows: dict[str, int] = {}  # the least recently used first
         self._free_rows = [*range(ROWS)]  # the next one last
         # by sequence and tokens: the states in all layers
@@ -208,10 +219,27 @@ class Bench:
         self.sequences.step = [(part.sequence, len(part.token_ids)) for part in parts]
         if self.states is not None:
             rows = [self._row(part.sequence, new=part.start == 0) for part in parts]
-            lengths, starts, checkpoints = zip(
-                *((len(part.token_ids), part.start, part.checkpoint) for part in parts), strict=True
-            )
-            self.states.plan(rows, lengths, starts, checkpoints)
+            lengths = [len(part.token_ids) for part in parts]
+            starts = [part.start for part in parts]
+            self._parts = parts
+            self._checked = None
+            if any(part.drafts for part in parts):
+                drafts = [part.drafts for part in parts]
+                self._checked = self.states.plan_drafts(rows, lengths, starts, drafts)
+            else:
+                self.states.plan(rows, lengths, starts, [part.checkpoint for part in parts])
+
+    def accept(self, right: Mapping[str, int]) -> None:
+        """Let the first `right` drafts of each sequence of the last step count, and no others."""
+        if self.states is None:
+            raise DovetailError("a model without states has no drafts to accept")
+        known = [0] * ROWS
+        for part in self._parts:
+            if part.sequence in right:
+                computed = part.start + 1 + right[part.sequence]
+                known[self._rows[part.sequence]] = computed + 1  # with the token that is sampled
+                self.sequences.cut(part.sequence, computed)
+        self.states.accept(self._checked, known)
 
     def fork(self, source: str, target: str, tokens: int) -> None:
         """Let `target` begin with K and V of the first tokens of `source`, and with its states
