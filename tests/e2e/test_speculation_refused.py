@@ -4,12 +4,12 @@ be right."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from dovetail import LLMEngine, SamplingParams
-from dovetail.api.drafter import Drafter, ModelDrafter
+from dovetail.api.drafter import Drafter, DrafterContext, ModelDrafter
 from dovetail.api.executor import Capacity, ExecutorCapabilities
 from dovetail.api.sampler import SamplerCapabilities
 from dovetail.errors import PluginError, UnsupportedError
@@ -47,12 +47,38 @@ class Broken(Drafter):
         return []
 
 
+class OfAnotherTokenizer(Drafter):
+    def __init__(self, options: Any, context: Any) -> None:
+        if context.encode("a b") != [1, 2]:
+            raise UnsupportedError("these drafts are ids of another tokenizer")
+
+    def propose(self, requests: Any, most: Any) -> Any:
+        return []
+
+
+class Told(Drafter):
+    """Notes its context."""
+
+    contexts: ClassVar[list[DrafterContext]] = []
+
+    def __init__(self, options: Any, context: DrafterContext) -> None:
+        super().__init__(options, context)
+        self.contexts.append(context)
+
+    def propose(self, requests: Any, most: Any) -> Any:
+        return [()] * len(requests)
+
+
+class ToldOfAModel(Told, Small):
+    """Likewise, before models are loaded."""
+
+
 @pytest.fixture
 def installed(site: Site) -> None:  # noqa: F811
     here = __name__
     drafters = [
         f'kind="drafter", name={name.lower()!r}, target="{here}:{name}"'
-        for name in ("Small", "Broken", "Gone")
+        for name in ("Small", "Broken", "Gone", "OfAnotherTokenizer", "Told", "ToldOfAModel")
     ]
     sampler = f'kind="sampler", name="without", target="{here}:WithoutDrafts"'
     executor = (
@@ -93,6 +119,11 @@ def installed(site: Site) -> None:  # noqa: F811
             {"speculation": {"drafter": "broken"}},
             PluginError,
             "drafter dovetail-refused:broken .*no drafts of 8",
+        ),
+        (
+            {"speculation": {"drafter": "ofanothertokenizer"}},
+            UnsupportedError,
+            "these drafts are ids of another tokenizer",
         ),
         ({"speculation": {"drafter": "gone"}}, PluginError, r"speculation.drafter: .*gone"),
         (
@@ -139,3 +170,24 @@ def test_a_request_lowers_its_drafts_and_has_the_same_tokens(max_drafts: int | N
         assert output is not None
         assert len(output.outputs[0].token_ids) == 12
         assert engine.stats().draft_tokens == 0 or max_drafts != 0
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_drafter_is_given_the_sizes_the_tokenizer_and_the_ends_of_answers() -> None:
+    config = {"model": "demo", "max_model_len": 64, "speculation": {"drafter": "told"}}
+    with LLMEngine.from_config(config) as engine:
+        context = Told.contexts.pop()
+        assert (context.vocab_size, context.max_model_len) == (engine.capacity.vocab_size, 64)
+        tokenizer = engine.get_tokenizer()
+        assert context.encode("a b c") == tokenizer.encode("a b c", add_special_tokens=False)
+        assert tokenizer.eos_token_id in context.eos_ids
+
+
+@pytest.mark.slow("loads a draft model, too")
+@pytest.mark.usefixtures("installed")
+def test_a_drafter_with_a_model_has_a_tokenizer_but_no_sizes_yet() -> None:
+    config = {"model": "demo", "max_model_len": 64, "speculation": {"drafter": "toldofamodel"}}
+    with LLMEngine.from_config(config):
+        context = Told.contexts.pop()
+    assert (context.vocab_size, context.max_model_len) == (None, None)
+    assert context.encode("a b c")

@@ -592,7 +592,9 @@ def test_requests_that_ended_do_not_pile_up_before_a_drafter_that_hangs(
     class Ended(LiveRequest):
         __slots__ = ("__weakref__",)
 
-    drafter = HangsAtTheEnd(NoOptions(), DrafterContext(VOCAB, 4, 100))
+    drafter = HangsAtTheEnd(
+        NoOptions(), DrafterContext(vocab_size=VOCAB, max_drafts=4, max_model_len=100)
+    )
     thread = DrafterThread(drafter, "tests:drafter", VOCAB, timeout_s=0.01)
     kept: WeakSet[Ended] = WeakSet()
     with caplog.at_level(logging.ERROR, "dovetail"):

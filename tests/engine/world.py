@@ -310,7 +310,11 @@ class World:
         if drafter is not None or shape.drafter is not None:
             make = drafter or DRAFTERS[shape.drafter or ""]
             self.drafter = make(
-                DrafterContext(shape.vocab_size, shape.max_drafts, shape.max_model_len)
+                DrafterContext(
+                    vocab_size=shape.vocab_size,
+                    max_drafts=shape.max_drafts,
+                    max_model_len=shape.max_model_len,
+                )
             )
             if isinstance(self.drafter, Oracle):
                 self.drafter.answers = lambda id: self.expected(id)[0]

@@ -10,23 +10,34 @@ work, and the engine measures which it is. This module doesn't need torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from pydantic import BaseModel
 
+from dovetail.errors import UnsupportedError
 from dovetail.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterContext:
-    """Constants passed to a drafter's constructor. Of a `ModelDrafter`, which is created before the
-    models are loaded, `vocab_size` and `max_model_len` are 0: not known yet."""
+def _no_tokenizer(text: str) -> list[int]:
+    raise UnsupportedError("there is no tokenizer")
 
-    vocab_size: int  # ids are 0 to vocab_size - 1
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterContext:
+    """Constants passed to a drafter's constructor. A drafter that needs another vocabulary or
+    tokenizer raises `UnsupportedError` there, which ends the start of the engine."""
+
     max_drafts: int  # most that a request is asked for at once
-    max_model_len: int  # tokens of the longest sequence
+    # Ids are 0 to vocab_size - 1. None: not known yet, as for a `ModelDrafter`, which is created
+    # before the models are loaded
+    vocab_size: int | None
+    max_model_len: int | None  # tokens of the longest sequence; None: not known yet
+    # A text -> its token ids, without special tokens. The first call loads the tokenizer, and
+    # raises `DovetailError` if there is none
+    encode: Callable[[str], list[int]] = _no_tokenizer
+    eos_ids: tuple[int, ...] = ()  # ids that end an answer, by the model's files and its tokenizer
 
 
 class Drafter(ABC):

@@ -152,20 +152,30 @@ def assemble(
     )
     check_sampler(config, parts)
     check_processors(parts)
-    model_drafter = _make_model_drafter(config, parts)
-    executor = _make_executor(config, parts, registry, model_dir, model_drafter, clock, progress)
     frozen = gc.get_freeze_count()
+    tokenizer = cache(partial(_load_tokenizer, own_tokenizer, tokenizer_dir, frozen))
+    drafter_context = DrafterContext(
+        max_drafts=0 if config.speculation is None else config.speculation.max_drafts,
+        vocab_size=None,
+        max_model_len=None,
+        encode=lambda text: tokenizer().encode(text, special_tokens=False),
+        eos_ids=tuple(defaults.eos_token_ids),
+    )
+    model_drafter = _make_model_drafter(config, parts, drafter_context)
+    executor = _make_executor(config, parts, registry, model_dir, model_drafter, clock, progress)
     try:
         capacity = _start(executor, parts.executor.qualified_name)
         if own_tokenizer is not None:
             own_tokenizer.check_fits(capacity.vocab_size)
-        core = _make_core(executor, capacity, config, parts, clock, model_drafter)
+        drafter_context = replace(
+            drafter_context, vocab_size=capacity.vocab_size, max_model_len=capacity.max_model_len
+        )
+        timing = _make_timing(capacity, config, parts, model_drafter, drafter_context)
+        core = _make_core(executor, capacity, config, parts, clock, timing)
         # If the executor froze what lasts, so that the garbage collector doesn't go through it
         # while a step waits: now the books, later the tokenizer.
-        freezes = gc.get_freeze_count() > frozen
-        if freezes:
+        if gc.get_freeze_count() > frozen:
             gc.freeze()
-        tokenizer = cache(partial(_load_tokenizer, own_tokenizer, tokenizer_dir, freezes))
         return Assembly(
             config=config,
             core=core,
@@ -205,12 +215,14 @@ def assemble(
         raise
 
 
-def _load_tokenizer(own: ComponentTokenizer | None, directory: Path, freezes: bool) -> Tokenizer:
+def _load_tokenizer(own: ComponentTokenizer | None, directory: Path, frozen: int) -> Tokenizer:
+    """Load the tokenizer. If more than `frozen` objects are frozen, since the executor froze what
+    lasts, it is frozen too."""
     from dovetail.front.detokenizer import byte_pieces
     from dovetail.front.tokenizer import Tokenizer  # transformers, only if there is text
 
     tokenizer = own or Tokenizer.load(directory)
-    if freezes:
+    if gc.get_freeze_count() > frozen:
         byte_pieces(tokenizer, True)  # as is usual: made now, for it will hold the vocabulary
         gc.freeze()
     return tokenizer
@@ -342,7 +354,7 @@ def _make_core(
     config: EngineConfig,
     parts: Parts,
     clock: Clock,
-    model_drafter: ModelDrafter | None,
+    timing: Callable[[Clock, StepTimeFit, Capacity, int], PlanTiming],
 ) -> EngineCore:
     layout = capacity.layout
     num_pages = capacity.num_pages
@@ -374,7 +386,6 @@ def _make_core(
     features = features_of(
         capacity, 0.0 if config.adapters is None else config.adapters.slot_wait_s
     )
-    timing = _make_timing(capacity, config, parts, model_drafter)
     return EngineCore(
         scheduler, kv, executor, capacity, clock, settings, observers, features, timing
     )
@@ -393,7 +404,9 @@ def _make_adapters(config: EngineConfig, capacity: Capacity, parts: Parts) -> Ad
     return AdapterStore(capacity.adapters, config.adapters.copies)
 
 
-def _make_model_drafter(config: EngineConfig, parts: Parts) -> ModelDrafter | None:
+def _make_model_drafter(
+    config: EngineConfig, parts: Parts, context: DrafterContext
+) -> ModelDrafter | None:
     """Make the drafter if it drafts with a model, which the executor has to load; a simulation
     doesn't. Raises `UnsupportedError` if it can't."""
     if (
@@ -413,12 +426,16 @@ def _make_model_drafter(config: EngineConfig, parts: Parts) -> ModelDrafter | No
             f"{parts.executor.qualified_name} can't run: use another drafter, such as `suffix`, or "
             f"the executor `local`"
         )
-    drafter: ModelDrafter = parts.drafter.make(DrafterContext(0, config.speculation.max_drafts, 0))
+    drafter: ModelDrafter = parts.drafter.make(context)
     return drafter
 
 
 def _make_timing(
-    capacity: Capacity, config: EngineConfig, parts: Parts, model_drafter: ModelDrafter | None
+    capacity: Capacity,
+    config: EngineConfig,
+    parts: Parts,
+    model_drafter: ModelDrafter | None,
+    context: DrafterContext,
 ) -> Callable[[Clock, StepTimeFit, Capacity, int], PlanTiming]:
     """Return what makes the engine's strategy. Makes the drafter, unless it is `model_drafter`.
 
@@ -438,7 +455,6 @@ def _make_timing(
             f"{parts.executor.qualified_name} can check "
             f"{capacity.max_lines - 1} drafts at most: lower it"
         )
-    context = DrafterContext(capacity.vocab_size, chosen.max_drafts, capacity.max_model_len)
     drafter: Drafter = parts.drafter.make(context) if model_drafter is None else model_drafter
     limits = chosen.max_drafts, chosen.timeout_s
     return partial(Speculation, drafter, parts.drafter.qualified_name, *limits)

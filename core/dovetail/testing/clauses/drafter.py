@@ -7,7 +7,8 @@ from dovetail.testing.clauses import TOLD, Marks, held, unchecked
 CLAUSES: Marks = {
     "module": TOLD,
     "DrafterContext": {
-        "ids are 0 to": held("ids"),
+        "Ids are 0 to": held("ids"),
+        "another vocabulary or": held("raises_nothing"),
         "is asked for at once": held("most"),
         "*": TOLD,
     },

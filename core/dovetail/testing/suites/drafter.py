@@ -13,22 +13,23 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from dovetail.api.component import TARGET
 from dovetail.api.drafter import Drafter, DrafterContext, ModelDrafter
 from dovetail.engine.live_request import LiveRequest
-from dovetail.errors import describe
+from dovetail.errors import UnsupportedError, describe
 from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.holding import reachable
 
-CONTEXT = DrafterContext(vocab_size=97, max_drafts=8, max_model_len=4096)
+VOCAB_SIZE = 151_936  # as of Qwen3's models
+EOS_ID = 151_645
 CLIENTS = ("ann", "bob", "", None)
 STORIES = 12  # seeds of scripts
 TOPICS = 6  # openings that all texts share
@@ -73,12 +74,14 @@ class End:
 Act = Begin | Ask | Grow | End
 Answer = tuple[Ask, Any]  # a question, and what `propose` returned
 
-ODD: tuple[Act, ...] = (  # what an engine may ask, and a script seldom does
+# What an engine may ask, and a script seldom does. LAST is the vocabulary's last id
+LAST = -1
+ODD: tuple[Act, ...] = (
     Begin("one", (5,), (), None),
     Ask(("one",), (8,)),
     Begin("never", (1, 2, 3), (), "ann"),
     End("never"),
-    Begin("ends", (0, 96) * 3, (0, 96) * 40, "ann"),
+    Begin("ends", (0, LAST) * 3, (0, LAST) * 40, "ann"),
     Ask(("one", "ends"), (1, 8)),
     Grow("ends", 1),
     Ask(("ends", "one"), (1, 1)),
@@ -106,10 +109,27 @@ ODD: tuple[Act, ...] = (  # what an engine may ask, and a script seldom does
 )
 
 
+def _bytes_as_ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
 class DrafterSuite(Suite):
-    """Scripts of requests whose texts have parts in common, with their own continuations."""
+    """Scripts of requests whose texts have parts in common, with their own continuations.
+
+    Drafters are made with `context`: 151,936 ids, of which texts use any, and a tokenizer that
+    makes each byte of UTF-8 an id from 0 to 255. A drafter for one tokenizer may reject another;
+    its own suite then sets `context` to one that it accepts, with at least 8 `max_drafts`.
+    """
 
     kind = "drafter"
+    settings = Suite.settings | {"context"}
+    context: ClassVar[DrafterContext] = DrafterContext(
+        max_drafts=8,
+        vocab_size=VOCAB_SIZE,
+        max_model_len=32_768,
+        encode=_bytes_as_ids,
+        eos_ids=(EOS_ID,),
+    )
 
     def declares(self, capability: str) -> bool:
         return (
@@ -133,7 +153,9 @@ class DrafterSuite(Suite):
             return result
 
         answers = [
-            answer for seed in range(STORIES) for answer in self._play(_story(seed), call=timed)
+            answer
+            for seed in range(STORIES)
+            for answer in self._play(self._story(seed), call=timed)
         ]
         self.note(
             f"its own time: {1e6 * sum(took) / sum(len(ask.names) for ask, _ in answers):.0f} µs "
@@ -170,12 +192,11 @@ class DrafterSuite(Suite):
                 right = (
                     isinstance(token, Integral)
                     and not isinstance(token, bool)
-                    and 0 <= int(token) < CONTEXT.vocab_size
+                    and 0 <= int(token) < self._vocab_size
                 )
                 require(
                     right,
-                    f"it proposed {token!r:.200}, expected an id from 0 to "
-                    f"{CONTEXT.vocab_size - 1}",
+                    f"it proposed {token!r:.200}, expected an id from 0 to {self._vocab_size - 1}",
                 )
 
     @check("drafter.deterministic", since="0.1")
@@ -184,8 +205,8 @@ class DrafterSuite(Suite):
         numbers without a fixed seed, read no clock, and don't depend on the order of sets."""
         for seed in range(STORIES):
             self._require_equal(
-                self._play(_story(seed)),
-                self._play(_story(seed)),
+                self._play(self._story(seed)),
+                self._play(self._story(seed)),
                 "another drafter, called in the same way,",
             )
 
@@ -197,10 +218,10 @@ class DrafterSuite(Suite):
         if that is None."""
         for seed in range(STORIES):
             for client in ("ann", None):
-                for name in self._names(_story(seed), client):
+                for name in self._names(self._story(seed), client):
                     owner = name if client is None else client
-                    one = _story(seed, ours=owner, others=1)
-                    other = _story(seed, ours=owner, others=2)
+                    one = self._story(seed, ours=owner, others=1)
+                    other = self._story(seed, ours=owner, others=2)
                     mine = (
                         frozenset([name]) if client is None else frozenset(self._names(one, client))
                     )
@@ -219,8 +240,8 @@ class DrafterSuite(Suite):
         thread, and no lock from one call to the next."""
         for seed in range(2):
             self._require_equal(
-                self._play(_story(seed)),
-                self._play(_story(seed), call=_in_thread),
+                self._play(self._story(seed)),
+                self._play(self._story(seed), call=_in_thread),
                 "the same, called from threads in turn,",
             )
 
@@ -231,17 +252,20 @@ class DrafterSuite(Suite):
         one without a client. Drop all of it; a server's memory would grow forever."""
         subject = self._make()
         names = {
-            act.name for seed in range(STORIES) for act in _story(seed) if isinstance(act, Begin)
+            act.name
+            for seed in range(STORIES)
+            for act in self._story(seed)
+            if isinstance(act, Begin)
         }
         for seed in range(STORIES):
-            self._play(_story(seed), subject)
+            self._play(self._story(seed), subject)
         for path, value in reachable(subject):
             require(not isinstance(value, LiveRequest), f"{path} holds {value!r} after its end")
             require(
                 not (isinstance(value, str) and value in names),
                 f"{path} holds the id {value!r} after its request's end",
             )
-        alone = [_story(seed, clients=(None,)) for seed in range(STORIES)]
+        alone = [self._story(seed, clients=(None,)) for seed in range(STORIES)]
         for acts in alone:  # all have the same ids
             self._require_equal(
                 self._play(acts),
@@ -251,9 +275,7 @@ class DrafterSuite(Suite):
         sizes = []
         for count in (20, GONE):
             for number in range(count):
-                text = tuple(
-                    random.Random(number).choices(range(CONTEXT.vocab_size), k=GONE_TOKENS)
-                )
+                text = tuple(random.Random(number).choices(range(self._vocab_size), k=GONE_TOKENS))
                 half = GONE_TOKENS // 2
                 asked = [Ask(("r",), (4,))] * (number % 2)
                 self._play(
@@ -279,7 +301,7 @@ class DrafterSuite(Suite):
         """The drafter modified a request, its tokens or its parameters. They are the engine's: keep
         state about requests in your own dict, by id."""
         for seed in range(STORIES):
-            self._play(_story(seed), watch=_Watch())
+            self._play(self._story(seed), watch=_Watch())
 
     @check("drafter.model", since="0.1", capability="model")
     def test_a_model_is_named(self) -> None:
@@ -302,13 +324,27 @@ class DrafterSuite(Suite):
                 not any(map(len, drafts)), f"propose returned {drafts!r:.200}, expected no drafts"
             )
 
+    @property
+    def _vocab_size(self) -> int:
+        return self.context.vocab_size or VOCAB_SIZE
+
     def _make(self) -> Any:
-        return self.make(CONTEXT)
+        try:
+            return self.make(self.context)
+        except UnsupportedError as error:
+            fail(
+                f"it rejects the context of the suite, {self.context}: {error}. If it is for one "
+                f"tokenizer, set `context` of its suite to a `DrafterContext` that it accepts",
+                error,
+            )
+
+    def _story(self, seed: int, **kwargs: Any) -> list[Act]:
+        return _story(self.context, self._vocab_size, seed, **kwargs)
 
     def _answers(self) -> Iterator[Answer]:
         yield from self._play(ODD)
         for seed in range(STORIES):
-            yield from self._play(_story(seed))
+            yield from self._play(self._story(seed))
 
     @staticmethod
     def _names(acts: Sequence[Act], client: str | None) -> list[str]:
@@ -330,8 +366,9 @@ class DrafterSuite(Suite):
         answers: list[Answer] = []
         for act in acts:
             if isinstance(act, Begin):
-                requests[act.name] = _request(act)
-                futures[act.name] = act.output
+                begin = _spelled(act, self._vocab_size)
+                requests[act.name] = _request(begin)
+                futures[act.name] = begin.output
             elif isinstance(act, Grow):
                 known = requests[act.name].output_token_ids
                 known.extend(array("q", futures[act.name][len(known) : len(known) + act.tokens]))
@@ -377,22 +414,26 @@ class DrafterSuite(Suite):
 
 
 def _story(
-    seed: int, *, ours: str = "", others: int = 0, clients: Sequence[str | None] = CLIENTS
+    context: DrafterContext,
+    vocab_size: int,
+    seed: int,
+    *,
+    ours: str = "",
+    others: int = 0,
+    clients: Sequence[str | None] = CLIENTS,
 ) -> list[Act]:
     """Make a script. A text is a row of passages: one of a few openings, which all texts share, and
     a continuation of its own for each owner, a client or a request without one. `others` changes
     the continuations of all owners but `ours`, and nothing else."""
     chance = random.Random(seed)
-    openings = [
-        chance.choices(range(CONTEXT.vocab_size), k=chance.randrange(2, 6)) for _ in range(TOPICS)
-    ]
+    openings = [chance.choices(range(vocab_size), k=chance.randrange(2, 6)) for _ in range(TOPICS)]
     lengths = [chance.randrange(3, 9) for _ in range(TOPICS)]
 
     def text(owner: str, passages: int) -> tuple[int, ...]:
         tokens: list[int] = []
         for topic in chance.choices(range(TOPICS), k=passages):
             own = random.Random(f"{seed} {owner} {topic} {others if owner != ours else ''}")
-            tokens += openings[topic] + own.choices(range(CONTEXT.vocab_size), k=lengths[topic])
+            tokens += openings[topic] + own.choices(range(vocab_size), k=lengths[topic])
         return tuple(tokens[: max(1, len(tokens) - chance.randrange(4))])
 
     acts: list[Act] = []
@@ -407,25 +448,34 @@ def _story(
         acts.append(begin)
         left[name] = len(begin.output)
         for _ in range(chance.randrange(4)):
-            _step(chance, acts, left)
+            _step(chance, acts, left, context.max_drafts)
     while left:
-        _step(chance, acts, left)
+        _step(chance, acts, left, context.max_drafts)
     return acts
 
 
-def _step(chance: random.Random, acts: list[Act], left: dict[str, int]) -> None:
+def _step(chance: random.Random, acts: list[Act], left: dict[str, int], most: int) -> None:
     """Ask for some requests; let some grow by a few tokens, and end those that are complete, or
     have waited long enough."""
     asked = tuple(chance.sample(sorted(left), k=chance.randrange(len(left) + 1)))
     if asked:
-        acts.append(Ask(asked, tuple(chance.randrange(1, CONTEXT.max_drafts + 1) for _ in asked)))
+        acts.append(Ask(asked, tuple(chance.randrange(1, most + 1) for _ in asked)))
     for name in chance.sample(sorted(left), k=chance.randrange(len(left) + 1)):
-        tokens = min(left[name], chance.choice((1, 1, 2, 5, CONTEXT.max_drafts + 1)))
+        tokens = min(left[name], chance.choice((1, 1, 2, 5, most + 1)))
         acts.append(Grow(name, tokens))
         left[name] -= tokens
         if left[name] == 0 or chance.random() < 0.02:
             acts.append(End(name))
             del left[name]
+
+
+def _spelled(begin: Begin, vocab_size: int) -> Begin:
+    """Return `begin` with the vocabulary's last id in place of LAST."""
+    prompt, output = (
+        tuple(vocab_size - 1 if token == LAST else token for token in tokens)
+        for tokens in (begin.prompt, begin.output)
+    )
+    return replace(begin, prompt=prompt, output=output)
 
 
 def _request(begin: Begin) -> LiveRequest:

@@ -1,0 +1,59 @@
+"""Right components in styles that a suite might take for wrong. They conform."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from dovetail.api.drafter import Drafter, DrafterContext
+from dovetail.errors import UnsupportedError
+from dovetail.request import Request
+from dovetail.testing.checks import Absent, CheckFailed, checks_of
+from dovetail.testing.suite import Suite
+from dovetail.testing.suites.drafter import DrafterSuite
+
+OF_ALL_KINDS = "hygiene."  # in processes of their own; `test_builtins.py` runs them
+
+
+class OfOneTokenizer(Drafter):
+    """Completes a phrase by a table of ids, and rejects a tokenizer that has others."""
+
+    def __init__(self, options: BaseModel, context: DrafterContext) -> None:
+        super().__init__(options, context)
+        self.phrase = context.encode("ok")
+        if self.phrase != [7, 8]:
+            raise UnsupportedError(f"the ids of 'ok' are {self.phrase}, expected [7, 8]")
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        first, second = self.phrase
+        return [
+            [second] if (one.output_token_ids or one.prompt_token_ids)[-1] == first else []
+            for one in requests
+        ]
+
+
+ITS_TOKENIZER = DrafterContext(
+    max_drafts=8, vocab_size=32_000, max_model_len=4096, encode=lambda text: [7, 8]
+)
+
+
+def run_checks(suite: type[Suite], **settings: Any) -> None:
+    """Run all checks of a suite that apply, but those of all kinds."""
+    made = type("Made", (suite,), settings)()
+    for id, check in checks_of(suite).items():
+        if not id.startswith(OF_ALL_KINDS):
+            with contextlib.suppress(Absent):
+                getattr(made, check.attribute)()
+
+
+def test_a_drafter_of_one_tokenizer_conforms_with_it() -> None:
+    run_checks(DrafterSuite, component=OfOneTokenizer, context=ITS_TOKENIZER)
+
+
+def test_a_drafter_that_rejects_the_suites_tokenizer_is_told_what_to_set() -> None:
+    with pytest.raises(CheckFailed, match=r"expected \[7, 8\]. .* set `context` of its suite"):
+        run_checks(DrafterSuite, component=OfOneTokenizer)
