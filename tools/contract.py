@@ -82,10 +82,20 @@ PACKAGES = {
 GIVEN = ("Step", "ParallelGroup", "TrialRun", "RouteContext", "Clock", "Request", "StateLayer")
 # Constants that are the versions themselves.
 VERSIONS = ("API_VERSIONS",)
-# Capabilities with their optional methods.
+# Capabilities with their optional methods; "Class.method" is of a part that the component makes.
 FEATURES: Mapping[Kind, Mapping[str, Feature]] = {
-    "kv_cache": {"states": Feature(methods=("take_checkpoints",), required=("take_checkpoints",))},
+    "kv_cache": {
+        "reuse": Feature(methods=("lookup",), required=("lookup",)),
+        "fork": Feature(methods=("fork",), required=("fork",)),
+        "trim": Feature(methods=("trim",), required=("trim",)),
+        "states": Feature(methods=("take_checkpoints",), required=("take_checkpoints",)),
+    },
+    "attention": {"sinks": Feature(methods=("AttentionLayer.bind_sinks",))},
     "sampler": {"cuda_graph": Feature(methods=("capture_for",), required=("capture_for",))},
+    "grammar": {
+        "rollback": Feature(methods=("Matcher.rollback",), required=("Matcher.rollback",)),
+        "forced": Feature(methods=("Matcher.forced",), required=("Matcher.forced",)),
+    },
     "executor": {"masks": Feature(methods=("sample", "mask_words"), required=("sample",))},
     "tokenizer": {"chat": Feature(methods=("encode_chat",), required=("encode_chat",))},
     "parser": {

@@ -76,9 +76,11 @@ class Mine(Tokenizer):
     def encode_chat(self, chat): ...
 """
 GRAMMAR = """
-from dovetail.api.grammar import Grammar, GrammarBackend, Matcher
+from dovetail.api.grammar import Grammar, GrammarBackend, GrammarCapabilities, Matcher
 
 class Mine(GrammarBackend):
+    capabilities = GrammarCapabilities(kinds=("regex",), forced=True, rollback=True)
+
     def compile(self, spec): return Words()
 
 class Words(Grammar):
@@ -92,7 +94,18 @@ class Word(Matcher):
     def forced(self): ...
     def rollback(self, tokens): ...
 """
+KV_CACHE = """
+from dovetail.api.kv_cache import KVCapabilities
+from dovetail.api.prefix_cache import PrefixCache
+
+class Mine(PrefixCache):
+    capabilities = KVCapabilities(reuse=True, fork=True)
+
+    def fork(self, parent, child, num_tokens): ...
+    def rank(self, block): return block.hits
+"""
 SOURCES: dict[Kind, str] = {
+    "kv_cache": KV_CACHE,
     "scheduler": SCHEDULER,
     "drafter": DRAFTER,
     "observer": OBSERVER,
@@ -143,7 +156,20 @@ SEEDED: dict[str, tuple[Kind, str, str, str]] = {
         "it is SchedulerCapabilities",
     ),
     "another kind's base": ("scheduler", "Mine(Scheduler)", "Mine(object)", "isn't a subclass"),
-    "a part that misses a method": ("grammar", "    def forced(self): ...\n", "", "forced"),
+    "a part that misses a method": ("grammar", "    def fill(self, words): ...\n", "", "fill"),
+    "a part's feature that isn't declared": ("grammar", "forced=True, ", "", "Word.forced"),
+    "a part's feature that is declared only": (
+        "grammar",
+        "    def rollback(self, tokens): ...\n",
+        "",
+        "doesn't define Matcher.rollback",
+    ),
+    "features that a base declares": (
+        "kv_cache",
+        "reuse=True, fork=True",
+        "reuse=True",
+        "capability fork",
+    ),
     "a part with another argument": ("grammar", "accept(self, token)", "accept(self)", "many"),
 }
 
@@ -196,6 +222,12 @@ def test_examples_and_templates_have_no_faults(folder: Path) -> None:
         modules = Modules(shipped(), sources)
         assert isinstance(modules.find(*spec.target.split(":")), Own)
         assert faults_of(shipped(), spec.kind, spec.target, modules) == []
+
+
+def test_capabilities_of_a_base_of_the_interface_are_inherited() -> None:
+    source = KV_CACHE.replace("    capabilities = KVCapabilities(reuse=True, fork=True)\n", "")
+    assert source != KV_CACHE
+    assert faults("kv_cache", source) == []
 
 
 CLEAR = {

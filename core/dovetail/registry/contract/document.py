@@ -114,7 +114,8 @@ class Check(_Model):
 
 class Feature(_Model):
     """Optional methods of a capability. Only components that declare it override `methods`, and
-    those override at least `required`."""
+    those override at least `required`. "Class.method" is a method of a part that a component
+    makes."""
 
     methods: tuple[str, ...]
     required: tuple[str, ...] = ()

@@ -37,6 +37,7 @@ SIGNED = (
     "override",
 )
 UNKNOWN = object()  # a capability whose value isn't in the source
+UNKNOWABLE = ast.Name("…")  # capabilities that aren't in the source
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,11 @@ def faults_of(
     component = _Class(found, modules.lineage(found))
     faults = list(_of_kind(component, wanted))
     faults += _of_methods(component, must_be_complete=True)
-    faults += _of_capabilities(component, wanted, contract, modules)
-    for own in modules.classes_of(found.module):
-        other = _Class(own, modules.lineage(own))
-        if other.api and not other.is_given and not other.is_a(wanted.base):
-            faults += _of_methods(other, must_be_complete=other.is_concrete)
+    classes = [_Class(own, modules.lineage(own)) for own in modules.classes_of(found.module)]
+    parts = [one for one in classes if one.api and not one.is_given and not one.is_a(wanted.base)]
+    faults += _of_capabilities(component, parts, wanted, contract)
+    for part in parts:
+        faults += _of_methods(part, must_be_complete=part.is_concrete)
     return list(dict.fromkeys(faults))
 
 
@@ -115,6 +116,21 @@ class _Class:
                 if name not in hidden:
                     found.setdefault(name, (one.node.name, statement))
         return found
+
+    @cached_property
+    def declared_capabilities(self) -> ast.expr | None:
+        """What the nearest class sets `capabilities` to; `UNKNOWABLE` for a property."""
+        for one in self.lineage.classes:
+            if isinstance(one, Api):
+                field = one.type.fields.get("capabilities")
+                if field is not None and field.default is not None:
+                    return _parsed(field.default)
+            else:
+                statement = dict(_names(one.node.body)).get("capabilities")
+                if statement is not None:
+                    values = (value for _, value in assigned(statement) if value is not None)
+                    return next(values, UNKNOWABLE)
+        return None
 
     @property
     def is_concrete(self) -> bool:
@@ -261,16 +277,16 @@ def mismatch(wanted: inspect.Signature, mine: inspect.Signature) -> str | None:
 
 
 def _of_capabilities(
-    component: _Class, wanted: KindContract, contract: Contract, modules: Modules
+    component: _Class, parts: list[_Class], wanted: KindContract, contract: Contract
 ) -> Iterator[Fault]:
     if wanted.capabilities is None:
         return
     known = contract.type_named(f"dovetail.api.{_kind_of(wanted, contract)}", wanted.capabilities)
-    declaration = component.defined.get("capabilities")
-    if known is None or (declaration is None and not component.lineage.closed):
+    declared = component.declared_capabilities
+    if known is None or (declared is None and not component.lineage.closed):
         return
     place = f"{component.name}.capabilities"
-    values = _declared(declaration[1] if declaration is not None else None, wanted, known)
+    values = _values(declared, wanted, known)
     if isinstance(values, str):
         yield Fault(place, values, f"set it to {wanted.capabilities}(…)")
         return
@@ -279,31 +295,32 @@ def _of_capabilities(
             what = f"{wanted.capabilities} has no {name}{did_you_mean(name, known.fields)}"
             yield Fault(place, what, f"it has {', '.join(known.fields)}")
     for capability, feature in wanted.features.items():
-        yield from _of_feature(component, place, capability, feature, values.get(capability))
+        if values.get(capability) is not UNKNOWN:
+            methods = _Methods(component, parts)
+            yield from _of_feature(methods, place, capability, feature, values.get(capability))
 
 
 def _kind_of(wanted: KindContract, contract: Contract) -> str:
     return next(name for name, kind in contract.kinds.items() if kind is wanted)
 
 
-def _declared(
-    statement: ast.stmt | None, wanted: KindContract, known: Type
+def _values(
+    declared: ast.expr | None, wanted: KindContract, known: Type
 ) -> Mapping[str, Any] | str:
-    """Return the capabilities that a class declares: a literal's value, or `UNKNOWN`. A text says
-    that it declares something else."""
+    """Return the capabilities that an expression declares: a literal's value, or `UNKNOWN`. A text
+    says that it declares something else."""
     defaults = {name: _literal(_parsed(field.default)) for name, field in known.fields.items()}
-    if statement is None:
-        return defaults
     unknown = dict.fromkeys(known.fields, UNKNOWN)
-    value = next((value for _, value in assigned(statement)), None)
-    if not isinstance(value, ast.Call):
-        return unknown  # a property, or a name
-    keywords = {one.arg: _literal(one.value) for one in value.keywords if one.arg is not None}
-    is_open = len(keywords) < len(value.keywords) or bool(value.args)  # **more, or by position
-    called = last_name(value)
+    if declared is None:
+        return defaults
+    if not isinstance(declared, ast.Call):
+        return unknown  # a name
+    keywords = {one.arg: _literal(one.value) for one in declared.keywords if one.arg is not None}
+    is_open = len(keywords) < len(declared.keywords) or bool(declared.args)  # **more, or in order
+    called = last_name(declared)
     if called == wanted.capabilities:
         return {**(unknown if is_open else defaults), **keywords}
-    if called.endswith(("Capabilities", "Claims")):
+    if called.endswith("Capabilities"):
         return f"it is {called}(…)"
     return {**unknown, **keywords} if called == "replace" else unknown
 
@@ -322,18 +339,47 @@ def _literal(node: ast.expr | None) -> Any:
         return UNKNOWN
 
 
+@dataclass(frozen=True, slots=True)
+class _Methods:
+    """Methods of a component and of the parts that its module defines, by "method" or
+    "Class.method"."""
+
+    component: _Class
+    parts: list[_Class]
+
+    def owners(self, name: str) -> list[_Class]:
+        """Return the classes that may define a method. A part is only known if its class is in the
+        component's module."""
+        owner, dot, _ = name.rpartition(".")
+        return [one for one in self.parts if one.is_a(owner)] if dot else [self.component]
+
+    def overridden(self, name: str) -> str | None:
+        """Return "Class.method" if the package defines a method; otherwise None."""
+        method = name.rpartition(".")[2]
+        owners = (one.name for one in self.owners(name) if method in one.defined)
+        owner = next(owners, None)
+        return None if owner is None else f"{owner}.{method}"
+
+    def lacks(self, name: str) -> bool:
+        """Return True if all classes that may define a method are known, and none does."""
+        owners = self.owners(name)
+        return bool(owners) and not any(
+            one.has(name.rpartition(".")[2]) or not one.lineage.closed for one in owners
+        )
+
+
 def _of_feature(
-    component: _Class, place: str, capability: str, feature: Feature, value: Any
+    methods: _Methods, place: str, capability: str, feature: Feature, value: Any
 ) -> Iterator[Fault]:
-    overridden = [name for name in feature.methods if name in component.defined]
-    missing = [name for name in feature.required if not component.has(name)]
-    if overridden and value is not UNKNOWN and not value:
+    overridden = [name for one in feature.methods if (name := methods.overridden(one)) is not None]
+    missing = [name for name in feature.required if methods.lacks(name)]
+    if overridden and not value:
         yield Fault(
-            f"{component.name}.{overridden[0]}",
+            overridden[0],
             f"it belongs to the capability {capability}, which isn't declared, so it is never used",
             f"declare {capability} in {place}, or drop the method",
         )
-    if missing and value is not UNKNOWN and value and component.lineage.closed:
+    if missing and value:
         names = ", ".join(missing)
         yield Fault(
             place,

@@ -247,9 +247,6 @@ class XGrammarMatcher(Matcher):
             self.inner.rollback(tokens)
 
     @_may_fail
-    def forced(self) -> Sequence[int]:
-        return ()
-
     @property
     def complete(self) -> bool:
         if not self.running:

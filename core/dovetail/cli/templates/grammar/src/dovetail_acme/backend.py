@@ -85,10 +85,6 @@ class AcmeMatcher(Matcher):
     def bytes_of(self, token: int) -> bytes:
         return b"" if token in self.stop_ids else self.backend.context.token_bytes[token] or b""
 
-    def forced(self) -> Sequence[int]:
-        self.allowed()
-        return ()
-
     @property
     def complete(self) -> bool:
         return self.ended or all(choice == self.text for choice in self.choices if choice.startswith(self.text))
