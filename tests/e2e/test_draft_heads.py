@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dovetail import LLMEngine, SamplingParams
+from dovetail.api.attention import LayerSpec
 from dovetail.api.clock import VirtualClock
+from dovetail.api.draft_head import HeadArch, HeadContext
+from dovetail.api.model import BuildContext, ParallelGroup, Tapped
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import ConfigError, UnsupportedError
 from dovetail.nn.model_files import read_config
+from dovetail_drafters.heads import Eagle3Drafter
 from dovetail_executors.runtime.draft_head import RunningHead
 from tests.e2e import drafting
 from tests.e2e.reference import checkpoint
@@ -118,6 +123,27 @@ def test_an_mtp_head_that_reads_the_token_after_the_state_is_always_right(
         for before, token in zip([prompt[-1], *tokens], tokens, strict=False):
             assert token == (5 * before + 3) % 32
     assert drafts == accepted > 60
+
+
+class Refusing(HeadArch):
+    """Says what it was made with."""
+
+    def __init__(self, options: Any, context: HeadContext) -> None:
+        raise UnsupportedError(f"made with {options!r} for {context.target.model_type}")
+
+    def layer_specs(self, parallel: ParallelGroup) -> list[LayerSpec]:
+        raise NotImplementedError
+
+    def build(self, context: BuildContext, target: Tapped) -> torch.nn.Module:
+        raise NotImplementedError
+
+
+def test_a_head_is_made_with_its_drafters_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Eagle3Drafter, "head", f"{__name__}:Refusing")
+    with pytest.raises(UnsupportedError, match=rf"made with .*'{tmp_path}'.* for qwen3"):
+        engine(DEMO, {"name": "eagle3", "model": str(tmp_path)})
 
 
 @pytest.mark.parametrize("tap", [0, 1])

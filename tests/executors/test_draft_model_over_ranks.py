@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.api.executor import Result
+from dovetail.api.executor import ComponentRef, Result
 from dovetail_executors.local import LocalExecutor
 from dovetail_executors.options import LocalOptions, TensorOptions
 from dovetail_executors.tensor import TensorExecutor
@@ -48,7 +48,7 @@ def test_ranks_draft_with_their_shares_of_a_head_as_one_does(threads_as_ranks: N
             model=str(directory),
             max_drafts=3,
             draft_model=str(directory),
-            draft_head="dovetail_models.mtp:Mtp",
+            draft_head=ComponentRef("drafter", "dovetail:mtp", "dovetail_models.mtp:Mtp"),
         )
         alone = results(LocalExecutor(LocalOptions(device="cpu"), config), CHAIN)
         assert results(TensorExecutor(TensorOptions(device="cpu"), config), CHAIN) == alone

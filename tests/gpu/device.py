@@ -103,11 +103,12 @@ def make_drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 def skip_unless_usable(attention: str, dtype: str, head_size: int) -> None:
     """Skip with the backend's own reasons."""
     from dovetail.api.attention import AttentionContext, LayerSpec
+    from dovetail_executors.runtime.attention_choice import backend_class
     from tests.runtime.demo import context
 
-    backend = next(
-        target for target in context().attention if target.name == f"dovetail:{attention}"
-    ).load()
+    backend = backend_class(
+        next(target for target in context().attention if target.name == f"dovetail:{attention}")
+    )
     asked = AttentionContext("cuda:0", dtype, backend.capabilities.default_block_size())
     reasons = backend.reasons_against(asked, [LayerSpec(0, 4, 2, head_size, 1.0)])
     if reasons:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend
+from dovetail_executors.runtime.attention_choice import backend_class
 from tests.attention.cases import Bench, Case
 from tests.gpu.device import on_a_gpu, skip_unless_usable
 from tests.runtime.demo import context
@@ -20,9 +21,9 @@ Arrays = list[NDArray[np.float64]]
 
 
 def backend_of(name: str) -> type[AttentionBackend]:
-    return next(
-        target for target in context().attention if target.name == f"dovetail:{name}"
-    ).load()  # type: ignore[no-any-return]
+    return backend_class(
+        next(target for target in context().attention if target.name == f"dovetail:{name}")
+    )
 
 
 def round_inputs(bench: Bench) -> None:

@@ -259,11 +259,12 @@ def native_name(directory: Path) -> str | None:
     """Return the name of the native component that serves a checkpoint; None if transformers' code
     does."""
     serving = type(find_architecture(directory, MODELS).arch)
+    path = f"{serving.__module__}:{serving.__qualname__}"
     return next(
         (
             target.name.partition(":")[2]
             for target in MODELS
-            if target.load() is serving and target.architectures != ("*",)
+            if target.path == path and target.architectures != ("*",)
         ),
         None,
     )

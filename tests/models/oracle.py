@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from dovetail.api.attention import AttentionLayer, LayerCache, LayerSpec
-from dovetail.api.component import NoOptions
 from dovetail.api.executor import ComponentRef, ExecutorConfig
 from dovetail.api.model import ModelArch, ModelContext, ModelInputs, ParallelGroup
 from dovetail.nn.build import RuntimeContext
@@ -73,7 +72,7 @@ def context(
 
 
 def arch_of(config: Any) -> ModelArch:
-    return BY_TYPE[config.model_type].load()(NoOptions(), ModelContext())
+    return BY_TYPE[config.model_type].make(ModelContext())
 
 
 def build(config: Any, **fields: Any) -> Any:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers.cache_utils import MtpCache
 
-from dovetail.api.draft_head import HeadInputs
+from dovetail.api.component import NoOptions
+from dovetail.api.draft_head import HeadContext, HeadInputs
 from dovetail.api.state import StateLayer, StateSteps
 from dovetail.errors import DovetailError, ModelLoadError, UnsupportedError
 from dovetail.nn.parallel import SINGLE
@@ -36,6 +37,11 @@ from tests.models.oracle import FakeGroup, build, checkpoint_tensors, context, f
 from tests.models.test_decoders import assert_close, some_tokens
 
 LENGTH = 13
+NO_OPTIONS = NoOptions()
+
+
+def of(directory: Path, target: Any, *, dummy: bool = False) -> HeadContext:
+    return HeadContext(directory=directory, target=target, dummy=dummy)
 
 
 @torch.no_grad()
@@ -62,7 +68,7 @@ def test_mtp_heads_equal_transformers(family: str) -> None:
         add_tensors(directory, mtp_tensors(theirs))
         ours, arch = (
             build(config, make_state=lambda spec: StateLayer(spec, StateSteps())),
-            Mtp(directory, config, dummy=False),
+            Mtp(NO_OPTIONS, of(directory, config)),
         )
         fill(ours, checkpoint_tensors(model))
         head: Any = arch.build(context(), ours)
@@ -106,7 +112,7 @@ def test_eagle3_heads_equal_the_plain_equations(
     )
     target = build(config)
     target.embedding.weight.data.copy_(tensors["embed_tokens.weight"] + embedding)
-    arch = Eagle3(directory, config, dummy=False)
+    arch = Eagle3(NO_OPTIONS, of(directory, config))
     assert arch.taps == tuple(fields["eagle_aux_hidden_state_layer_ids"])
     head: Any = arch.build(context(), target)
     head.load_checkpoint(directory, 0)
@@ -136,7 +142,7 @@ def made(
     directory: Path, config: Any, fields: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> Any:
     """A head of a checkpoint with these files, loaded."""
-    arch = Eagle3(write_eagle3(directory / "head", fields, tensors), config, dummy=False)
+    arch = Eagle3(NO_OPTIONS, of(write_eagle3(directory / "head", fields, tensors), config))
     head: Any = arch.build(context(), build(config))
     head.load_checkpoint(directory / "head", 0)
     return head
@@ -251,14 +257,14 @@ def test_eagle3_checkpoints_that_cannot_be_right_are_refused(
 )
 def test_models_without_an_mtp_head_are_refused(config: Any, says: str) -> None:
     with checkpoint(config) as (directory, _), pytest.raises(UnsupportedError, match=says):
-        Mtp(directory, config, dummy=False)
+        Mtp(NO_OPTIONS, of(directory, config))
 
 
 def test_more_mtp_layers_than_one_are_refused() -> None:
     with pytest.raises(
         UnsupportedError, match="2 layers of multi-token prediction are not implemented"
     ):
-        Mtp(Path(), glm4_moe(num_nextn_predict_layers=2), dummy=True)
+        Mtp(NO_OPTIONS, of(Path(), glm4_moe(num_nextn_predict_layers=2), dummy=True))
 
 
 @pytest.mark.parametrize("size", [2])
@@ -267,7 +273,10 @@ def test_ranks_store_their_share_of_heads(tmp_path: Path, size: int) -> None:
     directory = write_eagle3(
         tmp_path / "head", eagle3_fields(config), eagle3_tensors(eagle3_fields(config))
     )
-    for arch in (Eagle3(directory, config, dummy=False), Mtp(Path(), glm4_moe(), dummy=True)):
+    for arch in (
+        Eagle3(NO_OPTIONS, of(directory, config)),
+        Mtp(NO_OPTIONS, of(Path(), glm4_moe(), dummy=True)),
+    ):
         [whole], [half] = arch.layer_specs(SINGLE), arch.layer_specs(FakeGroup(1, size))
         assert (half.heads, half.kv_heads, half.index) == (
             whole.heads // size,

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pydantic import BaseModel
+
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ParallelGroup, Tapped, WeightRule
 
@@ -67,19 +69,30 @@ class DraftHead(Protocol):
         to a parameter."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadContext:
+    """Constants passed to a head's constructor."""
+
+    directory: Path  # of the head's checkpoint
+    target: Any  # the target's transformers config
+    dummy: bool = False  # weights will be random, and the directory may hold none
+
+
 class HeadArch(ABC):
     """Builds a head. Made once per rank, before weights are read."""
 
+    options: BaseModel
     taps: tuple[int, ...]  # see `dovetail.api.model.Tapped`
     hidden_size: int  # of its states
     is_stored_as_target = False  # True: its linear layers have the target's weight format
 
-    def __init__(self, directory: Path, target: Any, *, dummy: bool) -> None:
-        """`directory`: of the head's checkpoint; `target`: the target's transformers config.
-        `dummy`: weights will be random, and there may be none.
+    def __init__(self, options: BaseModel, context: HeadContext) -> None:
+        """`options`: of the drafter that names this class.
 
         Raises `UnsupportedError` with the reasons if there is no such head, or it doesn't fit the
         target; `ModelLoadError` if files can't be used."""
+        self.options = options
+        self.context = context
 
     @abstractmethod
     def layer_specs(self, parallel: ParallelGroup) -> list[LayerSpec]:

@@ -76,8 +76,8 @@ class ModelDrafter(Drafter):
     """Drafts come from a smaller model of the same vocabulary, or a head, which the executor runs.
     It draws with the target's noise, temperature and filters."""
 
-    # "package.module:Class" of a `dovetail.api.draft_head.HeadArch`: `model` is a head. None: a
-    # whole model
+    # "package.module:Class" of a `dovetail.api.draft_head.HeadArch`, made with the drafter's
+    # options: `model` is a head. None: a whole model
     head: ClassVar[str | None] = None
 
     @property

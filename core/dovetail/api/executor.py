@@ -43,16 +43,13 @@ class ComponentRef:
     options_model: str | None = None  # "package.module:Model"
     architectures: tuple[str, ...] = ()
 
-    def load(self) -> Any:
-        """Import and return the class. Raises `PluginError` that names the component if the import
-        fails."""
-        return import_target(self.path, self._wrong)
-
     def make(self, context: Any) -> Any:
-        """Instantiate `cls(options, context)`. An error that isn't a `DovetailError` becomes a
-        `PluginError` that names the component."""
+        """Import the class and instantiate `cls(options, context)`. Raises `PluginError` that names
+        the component if the import fails; an error of the class that isn't a `DovetailError`
+        becomes one, too."""
+        cls = import_target(self.path, self._wrong)
         model = import_target(self.options_model, self._wrong) if self.options_model else NoOptions
-        return make_component(self.load(), model(**self.options), context, self.path, self._wrong)
+        return make_component(cls, model(**self.options), context, self.path, self._wrong)
 
     def _wrong(self, what: str) -> PluginError:
         return PluginError(f"{self.kind} {self.name}: {what}")
@@ -98,9 +95,9 @@ class ExecutorConfig:
     max_drafts: int = 0  # most drafts that a row checks in a step; 0: no speculation
     # directory of a model or head that proposes drafts: see `dovetail.api.drafter.ModelDrafter`
     draft_model: str | None = None
-    # "package.module:Class" of the head's `dovetail.api.draft_head.HeadArch`; None: `draft_model`
-    # is a whole model
-    draft_head: str | None = None
+    # the head, a `dovetail.api.draft_head.HeadArch` with its drafter's name and options; None:
+    # `draft_model` is a whole model
+    draft_head: ComponentRef | None = None
     # `pooling` of `engine.yaml`: what it sets differs from the checkpoint's own pooling
     pooling: Mapping[str, Any] = field(default_factory=dict)
     max_adapters: int = 0  # slots for LoRA adapters on the device; 0: none

@@ -32,7 +32,7 @@ from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
 
 if TYPE_CHECKING:
-    from dovetail.api.executor import ExecutorConfig
+    from dovetail.api.executor import ComponentRef, ExecutorConfig
 
 YAML_SUFFIXES = (".yaml", ".yml")
 
@@ -599,7 +599,7 @@ class EngineConfig(BaseModel):
         }
 
     def executor_config(
-        self, model_dir: Path, draft_dir: Path | None = None, draft_head: str | None = None
+        self, model_dir: Path, draft_dir: Path | None = None, draft_head: ComponentRef | None = None
     ) -> ExecutorConfig:
         """Return the settings that concern an executor, for a model whose directory was found, and
         for that which drafts, if one does. `draft_head`: see `ExecutorConfig`."""

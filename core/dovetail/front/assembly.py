@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.api.clock import Clock, VirtualClock, WallClock
 from dovetail.api.drafter import Drafter, DrafterContext, ModelDrafter
-from dovetail.api.executor import Capacity, Executor, ExecutorContext
+from dovetail.api.executor import Capacity, ComponentRef, Executor, ExecutorContext
 from dovetail.api.kv_cache import KVCacheManager, KVContext
 from dovetail.api.observer import EngineStarted, ObserverContext
 from dovetail.api.sampler import SamplerCapabilities
@@ -319,6 +319,13 @@ def _is_of_memory(error: Exception) -> bool:
     )
 
 
+def _draft_head(drafter: ModelDrafter, parts: Parts) -> ComponentRef | None:
+    """Return the reference to the drafter's head, which has the drafter's options."""
+    if drafter.head is None or parts.drafter is None:
+        return None
+    return replace(parts.drafter.ref(), path=drafter.head)
+
+
 def _make_executor(
     config: EngineConfig,
     parts: Parts,
@@ -328,14 +335,17 @@ def _make_executor(
     clock: Clock,
     progress: Callable[[str, int, int], None] | None,
 ) -> Executor:
-    drafting = () if drafter is None else (_draft_dir(drafter, model_dir, registry), drafter.head)
+    draft_dir = draft_head = None
+    if drafter is not None:
+        draft_dir = _draft_dir(drafter, model_dir, registry)
+        draft_head = _draft_head(drafter, parts)
     if (
         not parts.executor.load().capabilities.virtual_clock
     ):  # a simulation computes nothing, and needs no packages for it
         for part in (*parts.attention, parts.sampler, *parts.logits_processors):
             part.check_requires()
     context = ExecutorContext(
-        config=config.executor_config(model_dir, *drafting),
+        config=config.executor_config(model_dir, draft_dir, draft_head),
         clock=clock,
         models=tuple(model.ref() for model in parts.models),
         attention=tuple(backend.ref() for backend in parts.attention),

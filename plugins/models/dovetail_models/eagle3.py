@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import nn
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.component import NoOptions
-from dovetail.api.draft_head import HeadArch, HeadInputs
+from dovetail.api.draft_head import HeadArch, HeadContext, HeadInputs
 from dovetail.api.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.api.json_files import read_json_object
 from dovetail.api.model import BuildContext, ModelContext, ParallelGroup, Tapped, WeightRule
@@ -66,7 +67,9 @@ _OWN_EMBEDDING = "embed_tokens.weight"
 class Eagle3(HeadArch):
     """A head in a checkpoint of its own."""
 
-    def __init__(self, directory: Path, target: Any, *, dummy: bool) -> None:
+    def __init__(self, options: BaseModel, context: HeadContext) -> None:
+        super().__init__(options, context)
+        directory, target = context.directory, context.target
         raw = read_json_object(directory / "config.json")
         if raw.get("speculators_model_type") != "eagle3":
             found = shown(raw.get("speculators_model_type"))
@@ -83,7 +86,7 @@ class Eagle3(HeadArch):
         self.draft_vocab_size = _whole(raw, "draft_vocab_size", layer.vocab_size)
         self.norm_before_residual = bool(raw.get("norm_before_residual", False))
         self.taps = _taps(raw, target.num_hidden_layers)
-        self.has_embedding = not dummy and _OWN_EMBEDDING in tensor_names(directory)
+        self.has_embedding = not context.dummy and _OWN_EMBEDDING in tensor_names(directory)
         why = KEYS.reasons_against(raw)
         why += [
             f"transformer_layer_config: {reason}" for reason in arch.reasons_against_fields(layer)

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import nn
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.component import NoOptions
-from dovetail.api.draft_head import HeadArch, HeadInputs
+from dovetail.api.draft_head import HeadArch, HeadContext, HeadInputs
 from dovetail.api.model import BuildContext, ModelContext, ParallelGroup, Tapped, WeightRule
 from dovetail.errors import UnsupportedError
 from dovetail.nn.attention import spec_of_rank
@@ -75,7 +75,9 @@ class Mtp(HeadArch):
 
     is_stored_as_target = True
 
-    def __init__(self, directory: Path, target: Any, *, dummy: bool) -> None:
+    def __init__(self, options: BaseModel, context: HeadContext) -> None:
+        super().__init__(options, context)
+        target = context.target
         if target.model_type not in _FAMILIES:
             raise UnsupportedError(
                 f"model_type {target.model_type!r} has no multi-token-prediction head that is "
@@ -87,9 +89,9 @@ class Mtp(HeadArch):
         count = next(
             (value for field in _COUNTS if (value := getattr(target, field, None)) is not None), 1
         )
-        if count < 1 or not (
-            dummy or any(name.startswith(self.names.prefix) for name in tensor_names(directory))
-        ):
+        stored = () if context.dummy else tensor_names(context.directory)
+        is_stored = any(name.startswith(self.names.prefix) for name in stored)
+        if count < 1 or not (context.dummy or is_stored):
             raise UnsupportedError(
                 f"this checkpoint has no multi-token-prediction head (tensors {self.names.prefix}*)"
             )

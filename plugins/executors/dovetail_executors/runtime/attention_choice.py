@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dovetail.api.attention import AttentionBackend, AttentionContext, LayerSpec
 from dovetail.api.executor import ComponentRef
+from dovetail.api.targets import import_target
 from dovetail.errors import PluginError, UnsupportedError
 
 
@@ -15,6 +16,16 @@ class ChosenAttention:
 
     name: str
     backend: AttentionBackend
+
+
+def backend_class(ref: ComponentRef) -> type[AttentionBackend]:
+    """Import and return a backend's class. Raises `PluginError` that names it if that fails."""
+
+    def wrong(what: str) -> PluginError:
+        return PluginError(f"{ref.kind} {ref.name}: {what}")
+
+    backend: type[AttentionBackend] = import_target(ref.path, wrong)
+    return backend
 
 
 def choose_attention(
@@ -40,7 +51,7 @@ def choose_attention(
     refused = []
     for target in candidates:
         try:
-            backend: type[AttentionBackend] = target.load()
+            backend = backend_class(target)
         except PluginError as error:
             refused.append(str(error))
             continue

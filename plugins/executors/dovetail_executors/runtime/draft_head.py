@@ -22,11 +22,10 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend, LayerSpec
-from dovetail.api.draft_head import HeadArch, HeadInputs
+from dovetail.api.draft_head import HeadArch, HeadContext, HeadInputs
 from dovetail.api.executor import Drafts, ExecutorConfig
 from dovetail.api.model import ParallelGroup
 from dovetail.api.sampler import Lines
-from dovetail.api.targets import import_target
 from dovetail.errors import DovetailError, PluginError, UnsupportedError, describe
 from dovetail.nn.build import RuntimeContext
 from dovetail_executors.runtime.device_work import DeviceWork
@@ -61,24 +60,23 @@ class HeadPlan(FeaturePlan):
 
     @classmethod
     def of(cls, config: ExecutorConfig, target: ModelPlan, group: ParallelGroup) -> HeadPlan:
-        """Return the plan for `config.draft_head`. Raises `PluginError` if its class can't be made,
-        and `ModelLoadError`, `UnsupportedError` or `ConfigError` that name the checkpoint if it
+        """Return the plan for `config.draft_head`. Raises `PluginError` if it can't be made, and
+        `ModelLoadError`, `UnsupportedError` or `ConfigError` that name the checkpoint if it
         can't be served, or doesn't fit the target."""
         assert config.draft_head is not None
         assert config.draft_model is not None
 
-        def wrong(what: str) -> PluginError:
-            return PluginError(f"draft head {config.draft_head}: {what}")
-
-        make = import_target(config.draft_head, wrong)
         directory = Path(config.draft_model)
+        is_dummy = config.load_format == "dummy"
+        context = HeadContext(directory=directory, target=target.config, dummy=is_dummy)
         try:
-            arch: HeadArch = make(directory, target.config, dummy=config.load_format == "dummy")
+            arch: HeadArch = config.draft_head.make(context)
             specs = arch.layer_specs(group)
         except DovetailError as error:
             raise type(error)(f"draft head {directory}: {error}") from error
         except Exception as error:
-            raise wrong(describe(error)) from error
+            path = config.draft_head.path
+            raise PluginError(f"draft head {path}: {describe(error)}") from error
         layers = int(target.config.num_hidden_layers)
         why = []
         if not target.arch.capabilities.taps:
