@@ -62,7 +62,7 @@ PAPERS = {
 @dataclass(frozen=True, slots=True)
 class Case:
     """A workload, without its duration, and a policy. The runs that are kept were measured before
-    `prefill_limit` was a key: only `fcfs` had one."""
+    all policies had a `prefill_limit`: only `fcfs` had one."""
 
     workload: str
     scheduler: str | dict[str, Any]
@@ -288,10 +288,10 @@ def compare(out: Path, profile: Path, cases: list[str], seconds: float) -> bool:
 def simulate(
     case: Case, real: RunResult, profile: Path, name: str, seconds: float, seed: int
 ) -> RunResult:
-    blocks = {"num_pages": real.settings["num_pages"]}
+    pages = {"num_pages": real.settings["num_pages"]}
     config = {
         **engine("demo", case.scheduler, case.prefill_limit),
-        "executor": {"name": "simulated", "step_time": str(profile), **blocks},
+        "executor": {"name": "simulated", "step_time": str(profile), **pages},
     }
     return replay(
         config,

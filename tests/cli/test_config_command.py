@@ -66,6 +66,10 @@ def test_show_needs_no_file(site: Site) -> None:
             "now",
         ),
         (
+            "executor: {name: local, num_blocks: 64}",
+            "engine.yaml:1: executor.num_blocks: unknown option: it is called `num_pages` now",
+        ),
+        (
             "scheduler: {name: fair, agin_s: 1}",
             "engine.yaml:1: scheduler.agin_s: unknown option, did you mean aging_s?",
         ),

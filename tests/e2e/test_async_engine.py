@@ -72,7 +72,7 @@ async def is_idle(engine: AsyncLLMEngine) -> bool:
     await asyncio.sleep(0)  # whoever was cancelled says so first
     await tokens_of(engine.generate("last", [1], params(max_tokens=1)))
     return (
-        engine.engine.get_num_unfinished_requests() == 0 and engine.engine.stats().blocks.held == 0
+        engine.engine.get_num_unfinished_requests() == 0 and engine.engine.stats().pages.held == 0
     )
 
 

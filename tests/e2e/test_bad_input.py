@@ -109,7 +109,7 @@ def in_company(
     assert tokens_of(outputs) == alone
     assert engine.core.dead is None
     assert engine.get_num_unfinished_requests() == 0
-    assert engine.stats().blocks.held == 0
+    assert engine.stats().pages.held == 0
     engine.core.kv.check_integrity()
 
 

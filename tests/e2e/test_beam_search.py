@@ -59,7 +59,7 @@ EOS = [3, 7]
 def llm() -> Iterator[LLM]:
     with LLM(**SETTINGS) as llm:
         yield llm
-        assert llm.engine.stats().blocks.held == 0
+        assert llm.engine.stats().pages.held == 0
         assert not llm.engine.has_unfinished_requests()
 
 

@@ -55,7 +55,7 @@ def nothing_stays_behind(llm: LLM) -> Iterator[None]:
     assert llm.engine.core.dead is None
     assert not llm.engine.has_unfinished_requests()
     assert llm.engine.get_num_unfinished_requests() == 0
-    assert llm.engine.stats().blocks.held == 0
+    assert llm.engine.stats().pages.held == 0
 
 
 def complete(
@@ -627,7 +627,7 @@ def test_statistics_add_up(llm: LLM) -> None:
         == prompts
     )
     assert after.decode_tokens - before.decode_tokens == 3 * 11
-    assert (after.waiting, after.running, after.blocks.held) == (0, 0, 0)
+    assert (after.waiting, after.running, after.pages.held) == (0, 0, 0)
     assert before.steps < after.steps, "stats() is a snapshot"
 
 
@@ -718,7 +718,7 @@ def test_an_engine_is_closed_by_its_context_and_twice_is_as_good_as_once() -> No
         with pytest.raises(EngineDeadError, match="the engine was closed"):
             call()
     llm.engine.abort_request("left behind")
-    assert llm.engine.stats().blocks.held == 0
+    assert llm.engine.stats().pages.held == 0
 
 
 @pytest.mark.slow("looks through all objects, several times")

@@ -79,7 +79,7 @@ def drained(engine: LLMEngine) -> list[RequestOutput]:
 
 
 def nothing_is_left(llm: LLM) -> bool:
-    return not llm.engine.has_unfinished_requests() and llm.engine.stats().blocks.held == 0
+    return not llm.engine.has_unfinished_requests() and llm.engine.stats().pages.held == 0
 
 
 # `LLM`

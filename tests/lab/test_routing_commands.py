@@ -13,7 +13,7 @@ from dovetail.cli.app import app
 from dovetail.errors import ConfigError, DovetailError, PluginError
 from dovetail_lab.records import RunResult, Timeline
 from dovetail_lab.routers import PrefixAware, RoundRobin, Routing, parse_router
-from tests.lab.runs import engine, request, trace
+from tests.lab.runs import engine
 from tests.registry.fakes import Site
 from tests.registry.site import site  # noqa: F401
 
@@ -59,16 +59,6 @@ def test_a_run_tells_the_replica_of_each_request_and_what_routed_it(
     run = RunResult.load(tmp_path / "out" / "run.json")
     assert (run.settings["replicas"], run.settings["router"]) == (3, "prefix_aware(blocks=9)")
     assert {one.replica for one in run} <= {0, 1, 2}
-
-
-def test_a_file_that_knows_no_replicas_is_of_one(tmp_path: Path) -> None:
-    from dovetail_lab.simulate import replay
-
-    replay(engine(), trace(request(0))).save(path := tmp_path / "run.json")
-    document = json.loads(path.read_text())
-    del document["requests"]["replica"]
-    path.write_text(json.dumps(document))
-    assert [one.replica for one in RunResult.load(path)] == [0]
 
 
 @pytest.mark.usefixtures("no_figures")

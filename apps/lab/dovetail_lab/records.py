@@ -29,20 +29,10 @@ SETTINGS = (
     "prefix_reuse",
     "block_size",
     "num_pages",
+    "prefill_limit",
     "max_model_len",
 )
-FORMAT = 2  # of the file; raised when older readers can no longer read it
-# Columns that older files lack, with their defaults.
-ADDED = {
-    "draft_rows": 0,
-    "draft_tokens": 0,
-    "accepted_drafts": 0,
-    "grammar": False,
-    "masks_s": 0.0,
-    "replica": 0,
-    "session": None,
-    "waited": False,
-}
+FORMAT = 2  # of the file; files of another format are refused
 
 Times = NDArray[np.float64]
 
@@ -266,7 +256,7 @@ class RunResult:
 
     @classmethod
     def _from(cls, document: dict[str, Any]) -> RunResult:
-        columns = {name: _checked(name, _column(document["requests"], name)) for name in _columns()}
+        columns = {name: _checked(name, document["requests"][name]) for name in _columns()}
         times = _from_runs(np.array(document["instants_s"], np.float64), document["tokens"])
         rows = zip(*columns.values(), strict=True)
         settings = document["settings"]
@@ -276,7 +266,7 @@ class RunResult:
             RequestRecord(**dict(zip(columns, row, strict=True)), token_times_s=own)
             for row, own in zip(rows, times, strict=True)
         ]
-        timeline = [_column(document["timeline"], f.name) for f in fields(Timeline)]
+        timeline = [document["timeline"][f.name] for f in fields(Timeline)]
         return cls(
             **{
                 name: document[name]
@@ -286,8 +276,8 @@ class RunResult:
             requests=tuple(records),
             timeline=Timeline.of_rows(list(zip(*timeline, strict=True))),
             notes=tuple(document["notes"]),
-            seeded=document.get("seeded", False),  # missing in older files
-            window=None if document.get("window") is None else _window(*document["window"]),
+            seeded=document["seeded"],
+            window=None if document["window"] is None else _window(*document["window"]),
         )
 
 
@@ -318,15 +308,6 @@ def _columns() -> dict[str, TypeAdapter[list[Any]]]:
         for name, kind in get_type_hints(RequestRecord).items()
         if name != "token_times_s"
     }
-
-
-def _column(table: Mapping[str, list[Any]], name: str) -> list[Any]:
-    """Return a column. Raises `KeyError` if a column that every file has is missing."""
-    return (
-        [ADDED[name]] * len(next(iter(table.values()), []))
-        if name in ADDED and name not in table
-        else table[name]
-    )
 
 
 def _checked(name: str, values: Any) -> list[Any]:

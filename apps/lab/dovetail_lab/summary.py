@@ -104,14 +104,8 @@ def _counts(metrics: RunMetrics) -> tuple[str, ...]:
 def conditions(result: RunResult) -> str:
     settings = result.settings
     overlap, reuse = ("on" if settings[name] else "off" for name in ("overlap", "prefix_reuse"))
-    # missing in older runs
-    prefill_limit = (
-        ""
-        if "prefill_limit" not in settings
-        else ", no prefill limit"
-        if settings["prefill_limit"] is None
-        else f", prefill limit {settings['prefill_limit']:g}"
-    )
+    limit = settings["prefill_limit"]
+    limited = "no prefill limit" if limit is None else f"prefill limit {limit:g}"
     routed = (
         f"{settings['replicas']} replicas, routed by {settings['router']}, each with "
         if "replicas" in settings
@@ -123,8 +117,8 @@ def conditions(result: RunResult) -> str:
         else ""
     )
     return (
-        f"{routed}overlap {overlap}{prefill_limit}, prefix reuse {reuse}, {settings['num_pages']} "
-        f"pages, blocks of {settings['block_size']} tokens{groups}"
+        f"{routed}overlap {overlap}, {limited}, prefix reuse {reuse}, "
+        f"{settings['num_pages']} pages, blocks of {settings['block_size']} tokens{groups}"
     )
 
 

@@ -42,7 +42,7 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class RequestAdmitted:
-    """A request received its first blocks, or blocks again after a preemption."""
+    """A request received its first pages, or pages again after a preemption."""
 
     time: float
     request: Request

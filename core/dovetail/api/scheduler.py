@@ -131,7 +131,7 @@ class Step(Protocol):
     """The step being planned. It is closed once `schedule` returns: later use raises `PolicyError`.
     A decode isn't always one token.
 
-    `waiting` (no blocks), `running` (blocks) and `decoding` (running, prefill done or in flight)
+    `waiting` (no pages), `running` (pages) and `decoding` (running, prefill done or in flight)
     are ordered by (arrival_time, order added), including preempted requests. Each access returns a
     tuple that later calls don't change. A request with its last allowed token in flight is in none
     of them. Neither is a sample of n > 1 while a sibling computes their prompt, or a request whose
@@ -153,7 +153,7 @@ class Step(Protocol):
     @property
     def seqs_left(self) -> int:
         """Number of requests that can still be granted tokens in this step. A request that holds
-        blocks but gets no grant doesn't count."""
+        pages but gets no grant doesn't count."""
 
     @property
     def free_pages(self) -> int:
@@ -162,11 +162,11 @@ class Step(Protocol):
 
     @property
     def waiting(self) -> tuple[Request, ...]:
-        """Requests that hold no blocks."""
+        """Requests that hold no pages."""
 
     @property
     def running(self) -> tuple[Request, ...]:
-        """Requests that hold blocks."""
+        """Requests that hold pages."""
 
     @property
     def decoding(self) -> tuple[Request, ...]:
@@ -219,21 +219,21 @@ class Step(Protocol):
         reserve: bool = False,
         evict: Iterable[Request] = (),
     ) -> Grant:
-        """Let n = min(cost.tokens, max_tokens, tokens_left) of its tokens run, with blocks for all
+        """Let n = min(cost.tokens, max_tokens, tokens_left) of its tokens run, with pages for all
         n; or refuse, with nothing changed.
 
         A prompt that can't be divided (`Request.indivisible`) is granted whole or refused with
         BUDGET, whatever `max_tokens` says.
 
         While answers are streamed, the engine's `prefill_limit` also caps the prompt tokens of a
-        step, unless the policy isn't `prefill_limited`. Fewer than n may run then, with blocks for
+        step, unless the policy isn't `prefill_limited`. Fewer than n may run then, with pages for
         all n nevertheless, but at least `min_tokens`, and the first prompt of a step
-        always gets those. `reserve` allocates the blocks of its whole prefill now. A grant is
+        always gets those. `reserve` allocates the pages of its whole prefill now. A grant is
         refused if n < min(min_tokens, cost.tokens), or if `seqs_left` is 0 or too little memory is left. If
         only memory is short, requests of `evict` are preempted, in that order, until it fits; none
         if evicting all of them wouldn't free enough. `evict` is read up to `request` itself:
-        requests after it keep their blocks. Skipped are requests without blocks, and those with
-        tokens of this very step that `request` would find in the cache, or with blocks that it
+        requests after it keep their pages. Skipped are requests without pages, and those with
+        tokens of this very step that `request` would find in the cache, or with pages that it
         would fork. The iterable `evict` must not act on the step. Raises `PolicyError` on misuse (a
         finished request, one of another engine, invalid numbers).
         """
@@ -243,13 +243,13 @@ class Step(Protocol):
         refused ones, in order."""
 
     def preempt(self, request: Request) -> None:
-        """Free its blocks and revoke its grant. Its tokens are kept and prefilled again later.
+        """Free its pages and revoke its grant. Its tokens are kept and prefilled again later.
         Requests admitted in this step that reuse tokens which it was to compute are preempted too.
         Does nothing if it has been preempted already, or if its last token is in flight."""
 
     def reject(self, request: Request, reason: str) -> None:
         """Finish a waiting or running request as "rejected"; its client gets the reason. Its grant
-        is revoked at once, and its blocks become free after this step. Does nothing if its last
+        is revoked at once, and its pages become free after this step. Does nothing if its last
         token is in flight."""
 
     def wake_at(self, time: float) -> None:

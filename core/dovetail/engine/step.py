@@ -270,7 +270,7 @@ class PlannedStep:
             self._preempt(request)
         elif request.status in (Status.WAITING, Status.GATED) and request.decided_in != self.index:
             raise self._misuse(
-                request, "preempted, but it is waiting and holds no blocks to give back"
+                request, "preempted, but it is waiting and holds no pages to give back"
             )
         else:
             # Preempted with another already, or its last token is in flight: the policy could see

@@ -107,7 +107,7 @@ def plan(
     seed: int = 0,
 ) -> Plan:
     """Let `policy` plan one step. The requests arrive (running ones first), the running ones take
-    their blocks, and `free_pages` remain. Afterwards the policy is notified of preempted and
+    their pages, and `free_pages` remain. Afterwards the policy is notified of preempted and
     rejected requests, as by the engine.
 
     `policy`: a class, constructed with `options`, or an instance from an earlier plan, which keeps

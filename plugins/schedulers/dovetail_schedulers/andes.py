@@ -42,7 +42,7 @@ class AndesOptions(BaseModel, extra="forbid", frozen=True):
 
 class Andes(Scheduler):
     """Policy in which a request is due when its reader will have read all its tokens. While others
-    wait, requests far ahead of their readers pause, and lose their blocks, furthest ahead first, to
+    wait, requests far ahead of their readers pause, and lose their pages, furthest ahead first, to
     requests that are due soon. Otherwise like `fcfs`, with waiting requests in the order in which
     they are due.
 

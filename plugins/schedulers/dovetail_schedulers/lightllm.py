@@ -46,7 +46,7 @@ class LightLLMOptions(CounterOptions, frozen=True):
 class LightLLM(Scheduler):
     """Policy that runs only decodes for `every` steps; then it admits as many whole prompts as fit,
     and computes only these. A prompt fits if the pool can hold the batch's peak; the first always
-    fits. With overlap, blocks become free a step later than assumed, so that memory may still be
+    fits. With overlap, pages become free a step later than assumed, so that memory may still be
     short; then the youngest are preempted."""
 
     capabilities = SchedulerCapabilities(

@@ -31,7 +31,7 @@ class MLFQOptions(BaseModel, extra="forbid", frozen=True):
 class MLFQ(Scheduler):
     """A request joins the first level whose quantum is at least its prompt's length, and drops as
     it generates. Lower levels get the remaining sequences and tokens of a step; otherwise they pause
-    but keep their blocks, unless memory is short: then the lowest are preempted first. A waiting
+    but keep their pages, unless memory is short: then the lowest are preempted first. A waiting
     request preempts only lower levels; otherwise two requests of one level would evict each other
     in turns."""
 

@@ -23,7 +23,7 @@ class SarathiOptions(BaseModel, extra="forbid", frozen=True):
 class Sarathi(Scheduler):
     """Algorithm 3 of the paper: all decodes, then prompts in progress, then new ones, in chunks
     that fit the policy's own budget per step, which may be below the engine's. A prompt takes all
-    its blocks when it starts. If memory is short, the youngest are preempted."""
+    its pages when it starts. If memory is short, the youngest are preempted."""
 
     capabilities = SchedulerCapabilities(order="arrival", idles=True)
     options: SarathiOptions

@@ -20,7 +20,7 @@ class SRPTOptions(BaseModel, extra="forbid", frozen=True):
         ge=0,
         le=1,
         description="Share of the expected answer after which a request precedes all others, since "
-        "it holds many blocks by then.",
+        "it holds many pages by then.",
     )
 
 

@@ -127,7 +127,7 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.memory", since="0.1")
     def test_memory(self) -> None:
-        """The policy corrupted the KV-cache manager's state: blocks leak, belong to two requests,
+        """The policy corrupted the KV-cache manager's state: pages leak, belong to two requests,
         or are missing. Only the step and the core may use the KV-cache manager and modify a
         request."""
 
@@ -139,7 +139,7 @@ class SchedulerSuite(Suite):
             held = world.kv.counts.held
             require(
                 held == 0 or world.dead or world.unfinished,
-                f"{held} blocks are held although all requests have ended",
+                f"{held} pages are held although all requests have ended",
             )
 
         self._in_all(scenarios(aborts=True), 25, in_order, check_books=True)
@@ -198,7 +198,7 @@ class SchedulerSuite(Suite):
         """Requests stay unfinished although no more arrive: the policy grants nothing and sets no
         `wake_at`, or evicts in circles. A prompt may be longer than a step's budget, so grant it in
         chunks; a request that needs memory may have to evict others, the last in your order first.
-        Blocks are pages: a token may need several."""
+        A token may need several pages."""
 
         def all_ended(world: World) -> None:
             require(

@@ -188,7 +188,7 @@ def indivisible(overlap: bool, prefill_limit: float | None) -> Scenario:
 
 def begun_without_memory() -> tuple[Scenario, ...]:
     """A decode, a prompt computed in chunks that runs out of memory, and a short arrival that would
-    fit into the blocks left: it must not pass."""
+    fit into the pages left: it must not pass."""
     decode = Arrive((1,) * 8, max_tokens=20, priority=0, deadline=10.0)
     prompt = Arrive((2,) * 28, max_tokens=2, priority=1, delay=0.001, deadline=20.0)
     short = Arrive((3, 3), max_tokens=2, priority=2, delay=0.01, deadline=30.0)
