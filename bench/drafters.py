@@ -119,7 +119,7 @@ def measure(drafter: str, works: Sequence[Work], max_drafts: int) -> tuple[float
             SamplingParams(max_tokens=len(work.answer)),
             max_tokens=len(work.answer),
         )
-        request.output_token_ids.append(work.answer[0])  # by the prefill
+        request.output.append(work.answer[0])  # by the prefill
         while left := len(work.answer) - request.generated:
             started = time.perf_counter()
             [drafts] = subject.propose([request], [min(max_drafts, left - 1)]) if left > 1 else [[]]
@@ -133,7 +133,7 @@ def measure(drafter: str, works: Sequence[Work], max_drafts: int) -> tuple[float
                 ),
                 len(drafts),
             )
-            request.output_token_ids.extend(expected[: agreed + 1])
+            request.output.extend(expected[: agreed + 1])
             steps += 1
             tokens = tokens + min(agreed + 1, left)
             proposed = proposed + len(drafts)

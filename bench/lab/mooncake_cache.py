@@ -45,7 +45,7 @@ def hits(trace: Trace, num_blocks: int) -> tuple[int, int]:
         computed = one.prompt_tokens + one.output_tokens - 1
         manager.allocate(request, computed)
         # what the engine's core does when ids arrive
-        request.output_token_ids.extend(output_ids(one, VOCAB_SIZE).tolist())
+        request.output.extend(output_ids(one, VOCAB_SIZE).tolist())
         manager.commit(request, computed)
         manager.free(request)
     return found, total

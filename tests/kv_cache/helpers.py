@@ -38,7 +38,7 @@ def request(
 
 def generate(request: LiveRequest, tokens: Sequence[int]) -> None:
     """Append ids as the engine does when they arrive."""
-    request.output_token_ids.extend(tokens)
+    request.output.extend(tokens)
 
 
 def compute(

@@ -48,7 +48,7 @@ def hits_of_the_manager(prompts: list[tuple[int, ...]], num_blocks: int) -> list
         )
         hits.append(manager.lookup(request) // BLOCK)
         assert manager.allocate(request, one.prompt_tokens + OUTPUT - 1) is not None
-        request.output_token_ids.extend(output_ids(one, 32_000).tolist())
+        request.output.extend(output_ids(one, 32_000).tolist())
         manager.commit(request, one.prompt_tokens + OUTPUT - 1)
         manager.free(request)
     return hits

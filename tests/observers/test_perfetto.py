@@ -229,13 +229,13 @@ def test_times_are_microseconds_since_the_start_and_a_second_prefill_ends_with_t
     trace.on_arrived(RequestArrived(100.5, one))
     trace.on_admitted(RequestAdmitted(101.0, one, 2))
     trace.on_step(step(0, 101.0, 102.0))  # a chunk of the prompt: no token
-    one.output_token_ids.append(5)
+    one.output.append(5)
     trace.on_step(step(1, 102.0, 103.0))
     trace.on_preempted(RequestPreempted(104.0, one))
     one.preemptions = 1
     trace.on_admitted(RequestAdmitted(105.0, one, 0))
     trace.on_step(step(2, 105.0, 106.0))
-    one.output_token_ids.append(6)
+    one.output.append(6)
     trace.on_step(step(3, 106.0, 107.0))
     trace.on_finished(RequestFinished(108.0, one, "stop", 6))
     trace.on_stopped(EngineStopped(109.0, None))

@@ -88,7 +88,7 @@ class Sample:
         "first_token_time",
         "listener",
         "number",
-        "output_token_ids",
+        "output",
         "pauses",
         "preemptions",
         "text",
@@ -99,7 +99,7 @@ class Sample:
         self.number = number
         self.arrival_time = arrival_time
         self.watcher = watcher
-        self.output_token_ids: array[int] = array("q")  # without those passed to `Listener.on_text`
+        self.output: array[int] = array("q")  # without those passed to `Listener.on_text`
         self.text: IncrementalText | None = None  # set once `listener` receives plain text
         self.listener: Listener | None = None
         self.first_scheduled_time: float | None = None
@@ -498,7 +498,7 @@ class RemoteEngine:
     ) -> bool:
         """Add a sample's tokens to the results. Return True if a stop string ends it."""
         for place, token in enumerate(tokens, 1):
-            sample.output_token_ids.append(token)
+            sample.output.append(token)
             news.requests.append(sample)
             news.token_ids.append(token)
             if sample.watcher is None:

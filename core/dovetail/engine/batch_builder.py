@@ -121,7 +121,7 @@ class BatchBuilder:
         return self._sharing[1]
 
     def _new_row(self, request: LiveRequest, granted: int) -> NewRow:
-        known = request.prompt_array, request.output_token_ids
+        known = request.prompt_array, request.output
         return NewRow(
             row=request.row,
             request_id=request.id,

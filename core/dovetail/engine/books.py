@@ -131,7 +131,7 @@ class Books:
         if not request.capacity:
             request.prefill_end = request.num_tokens
             return
-        upto = min(request.num_computed, request.prompt_tokens + len(request.output_token_ids))
+        upto = min(request.num_computed, request.prompt_tokens + len(request.output))
         if upto >= request.next_commit:
             self.kv.commit(request, upto)
             request.next_commit = (upto // self.block_size + 1) * self.block_size

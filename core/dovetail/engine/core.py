@@ -338,7 +338,7 @@ class EngineCore:
                 request.in_flight -= 1
             else:  # the token before was accepted ahead of its step, and is computed
                 request.num_computed += 1
-            output = request.output_token_ids
+            output = request.output
             output.append(token)
             requests.append(request)
             token_ids.append(token)

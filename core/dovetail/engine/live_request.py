@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.api.sampler import RowSampling
 from dovetail.request import Request
+from dovetail.request.request import TokenIds
 from dovetail.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class LiveRequest(Request):
     """
 
     __slots__ = (
+        "_output_token_ids",
         "adapter",
         "cached_tokens",
         "capacity",
@@ -64,7 +66,7 @@ class LiveRequest(Request):
         "next_trim",
         "num_computed",
         "order",
-        "output_token_ids",
+        "output",
         "pauses",
         "pooling",
         "preemptions",
@@ -122,7 +124,8 @@ class LiveRequest(Request):
         self.status = Status.NEW
         self.order = 0  # number of requests added before
         # no list: the garbage collector would look at each token, and a step wait for it
-        self.output_token_ids: array[int] = array("q")
+        self.output: array[int] = array("q")
+        self._output_token_ids = TokenIds(self.output)
         self.num_computed: int = 0  # tokens whose K and V are computed or planned
         self.prefill_end = self.prompt_tokens  # it decodes once num_computed reaches this
         # computing this many samples the last allowed token
@@ -155,17 +158,29 @@ class LiveRequest(Request):
         return not any(preparation.closed() for preparation in self.preparations)
 
     @property
+    def output_token_ids(self) -> TokenIds:
+        return self._output_token_ids
+
+    @property
+    def generated(self) -> int:
+        return len(self.output)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt_tokens + len(self.output)
+
+    @property
     def prefill_left(self) -> int:
         return max(0, self.prefill_end - self.num_computed)
 
     @property
     def output_left(self) -> int:
-        return self.max_tokens - len(self.output_token_ids) - self.in_flight
+        return self.max_tokens - len(self.output) - self.in_flight
 
     def receive(self, token: int) -> None:
         """Append a sampled token, whose step has run."""
         self.in_flight -= 1
-        self.output_token_ids.append(token)
+        self.output.append(token)
 
     def watch(self, token: int) -> Finish | None:
         """Pass a token to all watchers. Returns the first `Finish`, if any."""

@@ -204,7 +204,7 @@ class Speculation(PlanTiming):
                 accepted = flight.accepted[request]
                 self._learn(request, accepted, accepted < len(ids))
         for request, (start, ids) in [*self._pending.items()]:
-            come = request.output_token_ids[start : start + len(ids)]
+            come = request.output[start : start + len(ids)]
             same = len(come)
             if come != ids[:same]:
                 same = sum(takewhile(bool, map(eq, come, ids)))
@@ -273,7 +273,7 @@ class Speculation(PlanTiming):
         self._draft_s += 0.1 * (took_s / len(requests) - self._draft_s)
         for request, ids in zip(requests, proposed, strict=True):
             record = self._records[request]
-            known = len(request.output_token_ids)
+            known = len(request.output)
             record.length += 0.2 * (len(ids) - record.length)
             start, _ = self._pending.pop(request, (known, ()))
             if known > start:

@@ -237,7 +237,7 @@ class PlannedStep:
             if request not in known:
                 self._check_known(request)
             in_flight = request.in_flight
-            end = request.prompt_tokens + len(request.output_token_ids) + in_flight
+            end = request.prompt_tokens + len(request.output) + in_flight
             if (
                 request.status is running
                 and request.num_computed + 1
@@ -446,7 +446,7 @@ class PlannedStep:
     def _span(self, request: LiveRequest, source: LiveRequest | None) -> tuple[int, int]:
         """Return the range of its tokens still to compute: from the first without K and V up to the
         last one known or in flight."""
-        end = request.prompt_tokens + len(request.output_token_ids) + request.in_flight
+        end = request.prompt_tokens + len(request.output) + request.in_flight
         if request.status is Status.RUNNING:
             return request.num_computed, end
         return (request.prompt_tokens - 1 if source is not None else self._kv.lookup(request)), end
@@ -590,8 +590,7 @@ class PlannedStep:
         request.granted = tokens
         request.decided_in = self.index
         request.yields_token = (
-            request.num_computed
-            == request.prompt_tokens + len(request.output_token_ids) + request.in_flight
+            request.num_computed == request.prompt_tokens + len(request.output) + request.in_flight
         )
         request.in_flight += request.yields_token
         self.granted[request] = tokens
@@ -709,4 +708,4 @@ class PlannedStep:
 
 
 def _known(request: LiveRequest) -> tuple[int, ...]:
-    return (*request.prompt_token_ids, *request.output_token_ids)
+    return (*request.prompt_token_ids, *request.output)

@@ -35,7 +35,7 @@ class SampleState(Protocol):
     """The progress of one sample, as outputs tell of it: a `LiveRequest`, or what is known of one
     that is in another process."""
 
-    output_token_ids: array[int]
+    output: array[int]
     first_scheduled_time: float | None
     first_token_time: float | None
 
@@ -204,7 +204,7 @@ class SampleOutput:
         """What is new (delta), or all there is."""
         self.read()
         finish = self.finish
-        tokens = self.request.output_token_ids
+        tokens = self.request.output
         text = ""
         log = self.logprobs
         logprobs: Sequence[TokenLogprobMap] | None = None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from dovetail.base.checks import INT64, MAX_TIME_S, as_number, plain_integer
 from dovetail.errors import RequestError, shown
@@ -35,6 +36,33 @@ def token_array(token_ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int3
     except struct.error:
         raise OverflowError("a token id of more than 32 bits") from None
     return np.frombuffer(packed, np.int32)
+
+
+class TokenIds(Sequence[int]):
+    """Read-only view of token ids in an array that grows. Slices are copies."""
+
+    __slots__ = ("_ids",)
+
+    def __init__(self, ids: array[int]) -> None:
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> array[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | array[int]:
+        return self._ids[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids)
+
+    def __repr__(self) -> str:
+        return f"TokenIds({self._ids.tolist()})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +248,8 @@ class Request:
 
     @property
     def output_token_ids(self) -> Sequence[int]:
-        """The generated ids that have arrived; the sequence grows while the request runs.
-
-        Don't change it.
-        """
+        """The generated ids that have arrived: a read-only view, which grows while the request
+        runs. A slice of it is a copy."""
         return ()
 
     @property

@@ -80,7 +80,7 @@ def make_request(
         ttft_deadline=ttft_deadline,
         tbt_s=tbt_s,
     )
-    request.output_token_ids.extend([1] * generated)
+    request.output.extend([1] * generated)
     request.to_compute = computed
     return request
 
@@ -213,7 +213,7 @@ def _start(books: Books, request: _Planned) -> None:
             f"tokens: give it `generated` tokens"
         )
     if request.generated and computed == request.num_tokens - 1:
-        request.output_token_ids.pop()  # sampled again by the grant
+        request.output.pop()  # sampled again by the grant
     books.arrive(request)
     before = PlannedStep(books, EARLIER, request.arrival_time, computed, 1)
     if not before.grant(request, computed - before.cost(request).cached):

@@ -195,7 +195,7 @@ class AppendsItsDrafts(Lookup):
     def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         drafts = super().propose(requests, most)
         for request, draft in zip(requests, drafts, strict=True):
-            request.output_token_ids.extend(draft[:1])  # type: ignore[attr-defined]
+            request.output.extend(draft[:1])  # type: ignore[attr-defined]
         return drafts
 
 

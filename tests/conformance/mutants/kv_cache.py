@@ -282,9 +282,7 @@ class SortsGeneratedTokens(PrefixCache):
 
     def free(self, request: Request) -> None:
         super().free(request)
-        request.output_token_ids[:] = type(request.output_token_ids)(
-            "q", sorted(request.output_token_ids)
-        )  # type: ignore[index]
+        request.output[:] = type(request.output)("q", sorted(request.output))  # type: ignore[attr-defined]
 
 
 @mutant(caught_by="kv_cache.answers", soon=True)

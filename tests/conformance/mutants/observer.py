@@ -37,7 +37,7 @@ class StopsRequestsEarly(Observer):
 @mutant(caught_by="observer.no_effect")
 class DrainsTheTokensItIsShown(Observer):
     def on_preempted(self, event: RequestPreempted) -> None:
-        del event.request.output_token_ids[:]
+        del event.request.output[:]
 
 
 @mutant(caught_by="observer.request_untouched")

@@ -370,7 +370,7 @@ class DrafterSuite(Suite):
                 requests[act.name] = _request(begin)
                 futures[act.name] = begin.output
             elif isinstance(act, Grow):
-                known = requests[act.name].output_token_ids
+                known = requests[act.name].output
                 known.extend(array("q", futures[act.name][len(known) : len(known) + act.tokens]))
             else:
                 if watch is not None:

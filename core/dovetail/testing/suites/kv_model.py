@@ -133,7 +133,7 @@ def make_request(
 
 def generate(request: LiveRequest, tokens: Sequence[int]) -> None:
     """Append tokens as the engine does when ids arrive."""
-    request.output_token_ids.extend(tokens)
+    request.output.extend(tokens)
 
 
 class Contents:
