@@ -25,8 +25,15 @@ from packaging.utils import is_normalized_name
 from typer.testing import CliRunner
 
 from dovetail import LLMEngine, SamplingParams, __version__
-from dovetail.api.component import API_VERSIONS, KINDS, ComponentSpec, Kind
-from dovetail.cli.plugins_new import MAX_NAME, component_name, new, write_package
+from dovetail.api.component import API_VERSIONS, KINDS, CommandSpec, Kind
+from dovetail.cli.plugins_new import (
+    EXTENSIONS,
+    MAX_NAME,
+    NEW,
+    component_name,
+    new,
+    write_package,
+)
 from dovetail.config.engine import COMPONENT_KEYS, EngineConfig
 from dovetail.errors import DISTRIBUTION, ConfigError
 from dovetail.registry.doctor.examine import examine
@@ -154,7 +161,7 @@ def test_its_config_names_it_and_an_engine_runs_with_it(
 
 
 def test_they_are_formatted_and_linted_whatever_their_names(tmp_path: Path) -> None:
-    for kind in KINDS:
+    for kind in NEW:
         for name in ("x", LONGEST):
             (tmp_path / kind).mkdir(exist_ok=True)
             write_package(kind, name, tmp_path / kind)
@@ -282,15 +289,55 @@ def test_no_word_of_the_template_is_left(project: Path) -> None:
         assert not path.is_file() or "acme" not in path.read_text().lower(), path
 
 
-@given(names, st.sampled_from(KINDS))
+@pytest.fixture(params=EXTENSIONS)
+def extension(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def extended(extension: str, tmp_path: Path) -> Path:
+    """The project of an extension, laid out for `PYTHONPATH` in its folder `src`."""
+    project = write_package(extension, f"my_{extension}", tmp_path)
+    metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    points = metadata["entry-points"]["dovetail.plugins"]
+    Site(project / "src").install(
+        project.name, metadata["version"], modules={}, entry_points=points
+    )
+    return project
+
+
+@pytest.mark.slow("runs the tests of a package in a process")
+def test_the_package_of_an_extension_passes_its_suite(extended: Path) -> None:
+    path = os.pathsep.join([str(extended / "src"), *sys.path])
+    python(extended, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", PYTHONPATH=path)
+
+
+def test_no_word_of_the_template_is_left_in_an_extension(tmp_path: Path, extension: str) -> None:
+    project = write_package(extension, f"my_{extension}", tmp_path)
+    for path in project.rglob("*"):
+        assert "acme" not in path.name.lower()
+        assert not path.is_file() or "acme" not in path.read_text().lower(), path
+    assert f"my_{extension}" in (project / "README.md").read_text()
+
+
+def test_the_ci_of_an_extension_runs_the_doctor_and_its_tests(extended: Path) -> None:
+    steps = steps_of(extended, "conformance", "suite")
+    commands = [step["run"] for step in steps if "run" in step]
+    assert f"dovetail plugins doctor {extended.name}" in commands
+    assert commands[-1] == "python -m pytest"
+    assert "badges" not in workflow(extended, "ci")["jobs"]
+
+
+@given(names, st.sampled_from(NEW))
 @examples(quick=15, full=300)
 def test_any_name_gives_names_that_are_valid_and_collide_with_no_import(
-    tmp_path_factory: pytest.TempPathFactory, name: str, kind: Kind
+    tmp_path_factory: pytest.TempPathFactory, name: str, kind: str
 ) -> None:
     project = write_package(kind, name, tmp_path_factory.mktemp("new"))
     component = component_name(name)
     assert is_normalized_name(project.name)
-    ComponentSpec(kind, component, "a:B", "1.0")
+    CommandSpec(component, "a:B")  # every declaration takes the same names
     for path in project.rglob("*.py"):
         tree = ast.parse(path.read_text())
         defined = [

@@ -38,6 +38,13 @@ def _offers(
 
 
 @_offers
+def kinds_and_extensions(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
+    from dovetail.cli.plugins_new import NEW
+
+    yield from ((kind, "") for kind in NEW)
+
+
+@_offers
 def kinds(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
     yield from ((kind, "") for kind in KINDS)
 

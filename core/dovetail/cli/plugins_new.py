@@ -1,8 +1,8 @@
-"""`dovetail plugins new`: a package with one working component, its conformance test and its CI
-file.
+"""`dovetail plugins new`: a package with one working component or extension, its conformance test
+and its CI file.
 
-The templates are such packages themselves, called dovetail-acme: the files in `templates/common`
-and in the folder of the kind. Writing a package replaces the word acme, and in the common files
+The templates are such packages themselves, called dovetail-acme: the files in `templates/common`,
+for an extension also those in `templates/extension`, and in the folder of the kind. Writing a package replaces the word acme, and in the common files
 also the words that begin with it and depend on the kind.
 """
 
@@ -19,9 +19,9 @@ from typing import Annotated
 import typer
 
 from dovetail import __version__
-from dovetail.api.component import KINDS, Kind
+from dovetail.api.component import KINDS
 from dovetail.base.where import did_you_mean
-from dovetail.cli.settings import KindName
+from dovetail.cli import completion
 from dovetail.errors import DISTRIBUTION, ConfigError
 
 MAX_NAME = 40  # in characters
@@ -36,28 +36,56 @@ class Template:
     """The words in which the package of a kind differs, beside the files of its folder."""
 
     title: str
-    module: str  # the component's module
-    needs_torch: bool
+    module: str  # the module with its code
+    extra: str = ""  # of Dovetail, that the code needs
+    use: str = ""  # of an extension: a command that uses it
 
 
-TEMPLATES: Mapping[Kind, Template] = {
-    "scheduler": Template("A scheduling policy", "policy", needs_torch=False),
-    "kv_cache": Template("A KV-cache manager", "manager", needs_torch=False),
-    "attention": Template("An attention backend", "backend", needs_torch=True),
-    "model": Template("A model architecture", "model", needs_torch=True),
-    "sampler": Template("A sampler", "sampler", needs_torch=True),
-    "grammar": Template("A grammar backend", "backend", needs_torch=False),
-    "executor": Template("An executor", "executor", needs_torch=False),
-    "observer": Template("An observer", "observer", needs_torch=False),
-    "drafter": Template("A drafter", "drafter", needs_torch=False),
-    "tokenizer": Template("A tokenizer", "tokenizer", needs_torch=False),
-    "logits_processor": Template("A logits processor", "processor", needs_torch=True),
-    "parser": Template("A parser", "parser", needs_torch=False),
+TEMPLATES: Mapping[str, Template] = {
+    "scheduler": Template("A scheduling policy", "policy"),
+    "kv_cache": Template("A KV-cache manager", "manager"),
+    "attention": Template("An attention backend", "backend", "torch"),
+    "model": Template("A model architecture", "model", "torch"),
+    "sampler": Template("A sampler", "sampler", "torch"),
+    "grammar": Template("A grammar backend", "backend"),
+    "executor": Template("An executor", "executor"),
+    "observer": Template("An observer", "observer"),
+    "drafter": Template("A drafter", "drafter"),
+    "tokenizer": Template("A tokenizer", "tokenizer"),
+    "logits_processor": Template("A logits processor", "processor", "torch"),
+    "parser": Template("A parser", "parser"),
 }
+EXTENSIONS: Mapping[str, Template] = {  # what a plugin may add beside components
+    "route": Template(
+        "A route of the server", "routes", "server", "dovetail serve demo --route acme"
+    ),
+    "command": Template(
+        "A subcommand of `dovetail`", "command", "torch", 'dovetail acme demo "To be"'
+    ),
+    "weight_format": Template(
+        "A weight format",
+        "format",
+        "torch",
+        'dovetail generate demo "To be" --set quantization=acme',
+    ),
+    "router": Template(
+        "A router of replicas",
+        "router",
+        use="dovetail lab run engine.yaml --trace trace.yaml --replicas 3 --router acme",
+    ),
+}
+NEW = (*KINDS, *EXTENSIONS)
 
 
 def new(
-    kind: KindName,
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="KIND",
+            help=f"{', '.join(NEW[:-1])} or {NEW[-1]}.",
+            autocompletion=completion.kinds_and_extensions,
+        ),
+    ],
     name: Annotated[
         str,
         typer.Argument(
@@ -68,13 +96,18 @@ def new(
         Path, typer.Option("--dir", metavar="DIR", help="Where to put the package's folder.")
     ] = Path("."),
 ) -> None:
-    """Write a package with one working component, its conformance test and its CI file."""
+    """Write a package with one working component, or a route, command, weight format or router, its
+    conformance test and its CI file."""
     project = write_package(kind, name, folder)
     component = component_name(name)
     typer.echo(f"{project} has a working {kind} called {component!r}. Next:")
     typer.echo(f"  cd {project}")
     typer.echo('  pip install -e ".[test]"')
-    typer.echo(f"  dovetail plugins test {kind} {component}")
+    typer.echo(
+        "  python -m pytest"
+        if kind in EXTENSIONS
+        else f"  dovetail plugins test {kind} {component}"
+    )
     typer.echo(f"  dovetail plugins doctor {project.name}")
     typer.echo("What to change is in src/, what it must keep to in tests/test_conformance.py.")
 
@@ -82,9 +115,9 @@ def new(
 def write_package(kind: str, name: str, folder: Path) -> Path:
     """Write a package and return its folder, below `folder`. Raises `ConfigError`, with nothing
     written, if kind or name is wrong or the folder exists; also if it can't be written."""
-    if kind not in KINDS:
+    if kind not in NEW:
         raise ConfigError(
-            f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are {', '.join(KINDS)}"
+            f"unknown kind {kind!r}{did_you_mean(kind, NEW)}; kinds are {', '.join(NEW)}"
         )
     component = component_name(name)
     _check_free(kind, component)
@@ -95,7 +128,7 @@ def write_package(kind: str, name: str, folder: Path) -> Path:
         )
     words = _words(kind, component)
     try:
-        for path, text in _files(kind):
+        for path, text in _files(kind).items():
             target = project / _replaced(path, words)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(_replaced(text, words), encoding="utf-8")
@@ -119,7 +152,7 @@ def component_name(name: str) -> str:
     return component
 
 
-def _check_free(kind: Kind, component: str) -> None:
+def _check_free(kind: str, component: str) -> None:
     """Raise `ConfigError` if Dovetail itself has a component or a package of that name: the new one
     would need its full name, or hide the other."""
     from dovetail.registry.loader import find_plugins
@@ -127,7 +160,12 @@ def _check_free(kind: Kind, component: str) -> None:
     from dovetail.registry.selection import PluginSelection
 
     built_in = Registry.discover(PluginSelection(allow=()), environ={}, enforce_require=False)
-    taken = {c.spec.name for c in built_in.components(kind)}
+    taken = {
+        name
+        for plugin in built_in.plugins
+        for what, name in plugin.offers()
+        if what == {"weight_format": "quantization"}.get(kind, kind)
+    }
     packages = {plugin.package for plugin in find_plugins().plugins if plugin.origin.built_in}
     distribution = PREFIX + component.replace("_", "-")
     if (
@@ -140,9 +178,10 @@ def _check_free(kind: Kind, component: str) -> None:
         )
 
 
-def _words(kind: Kind, component: str) -> dict[str, str]:
+def _words(kind: str, component: str) -> dict[str, str]:
     """Return the replacement of each placeholder word in the templates."""
-    template = TEMPLATES[kind]
+    template = {**TEMPLATES, **EXTENSIONS}[kind]
+    extra = f"[{template.extra}]" if template.extra else ""
     major, minor = map(int, __version__.split(".")[:2])
     # the next minor accepts it, too: see docs/plugins/versions.md
     versions = f">={major}.{minor},<{major}.{minor + 2}"
@@ -154,7 +193,8 @@ def _words(kind: Kind, component: str) -> dict[str, str]:
         "acme_kind": kind,
         "acme_title": template.title,
         "acme_module": template.module,
-        "acme_requirement": f"{DISTRIBUTION}{'[torch]' if template.needs_torch else ''}{versions}",
+        "acme_requirement": f"{DISTRIBUTION}{extra}{versions}",
+        "acme_use": template.use.replace("acme", component),
         "acme_testing": f"{DISTRIBUTION}[testing]{versions}",
     }
 
@@ -167,12 +207,15 @@ def _replaced(text: str, words: Mapping[str, str]) -> str:
     return _WORD.sub(replace, text)
 
 
-def _files(kind: Kind) -> Iterator[tuple[str, str]]:
-    """Yield (path, text) of each of the templates' files; "dot-" at the beginning of a name becomes
-    a dot."""
+def _files(kind: str) -> Mapping[str, str]:
+    """Return path -> text of the templates' files; "dot-" at the beginning of a name becomes a dot.
+    Those of `extension` replace common ones."""
     templates = resources.files("dovetail.cli") / "templates"
-    for part in ("common", kind):
-        yield from _below(templates / part, "")
+    parts = ("common", "extension", kind) if kind in EXTENSIONS else ("common", kind)
+    files: dict[str, str] = {}
+    for part in parts:
+        files.update(_below(templates / part, ""))
+    return files
 
 
 def _below(folder: Traversable, path: str) -> Iterator[tuple[str, str]]:

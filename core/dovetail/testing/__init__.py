@@ -13,8 +13,12 @@ from dovetail.base import lazy_names
 if TYPE_CHECKING:
     from dovetail.testing.checks import Waiver
     from dovetail.testing.contract import check_contract
+    from dovetail.testing.extensions.command import CommandSuite
+    from dovetail.testing.extensions.route import RouteExample, RouteSuite
+    from dovetail.testing.extensions.weight_format import WeightFormatSuite
     from dovetail.testing.fake_executor import FakeExecutor, FakeExecutorOptions
     from dovetail.testing.fake_kv import FakeKVCache
+    from dovetail.testing.fake_routes import FakeRouteContext
     from dovetail.testing.ledger import Verdict
     from dovetail.testing.planning import Plan, make_request, plan
     from dovetail.testing.runner import run
@@ -33,11 +37,13 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AttentionSuite": "suites.attention",
+    "CommandSuite": "extensions.command",
     "DrafterSuite": "suites.drafter",
     "ExecutorSuite": "suites.executor",
     "FakeExecutor": "fake_executor",
     "FakeExecutorOptions": "fake_executor",
     "FakeKVCache": "fake_kv",
+    "FakeRouteContext": "fake_routes",
     "GrammarSuite": "suites.grammar",
     "KVCacheSuite": "suites.kv_cache",
     "LogitsProcessorSuite": "suites.logits_processor",
@@ -45,11 +51,14 @@ _HOMES = {
     "ObserverSuite": "suites.observer",
     "ParserSuite": "suites.parser",
     "Plan": "planning",
+    "RouteExample": "extensions.route",
+    "RouteSuite": "extensions.route",
     "SamplerSuite": "suites.sampler",
     "SchedulerSuite": "suites.scheduler",
     "TokenizerSuite": "suites.tokenizer",
     "Verdict": "ledger",
     "Waiver": "checks",
+    "WeightFormatSuite": "extensions.weight_format",
     "check_contract": "contract",
     "make_request": "planning",
     "plan": "planning",
@@ -58,11 +67,13 @@ _HOMES = {
 
 __all__ = [
     "AttentionSuite",
+    "CommandSuite",
     "DrafterSuite",
     "ExecutorSuite",
     "FakeExecutor",
     "FakeExecutorOptions",
     "FakeKVCache",
+    "FakeRouteContext",
     "GrammarSuite",
     "KVCacheSuite",
     "LogitsProcessorSuite",
@@ -70,11 +81,14 @@ __all__ = [
     "ObserverSuite",
     "ParserSuite",
     "Plan",
+    "RouteExample",
+    "RouteSuite",
     "SamplerSuite",
     "SchedulerSuite",
     "TokenizerSuite",
     "Verdict",
     "Waiver",
+    "WeightFormatSuite",
     "check_contract",
     "make_request",
     "plan",

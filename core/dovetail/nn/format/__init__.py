@@ -9,6 +9,14 @@ multiply it. A `Quantization` maps the layers of a checkpoint to formats; it is 
 
 from dovetail.nn.format.base import Quantization, WeightFormat
 from dovetail.nn.format.dense import DENSE, Dense
-from dovetail.nn.format.stored import StoredWeight, TensorShape
+from dovetail.nn.format.stored import StoredFormat, StoredWeight, TensorShape
 
-__all__ = ["DENSE", "Dense", "Quantization", "StoredWeight", "TensorShape", "WeightFormat"]
+__all__ = [
+    "DENSE",
+    "Dense",
+    "Quantization",
+    "StoredFormat",
+    "StoredWeight",
+    "TensorShape",
+    "WeightFormat",
+]
