@@ -50,20 +50,7 @@ class PluginCommand(TyperCommand):
 
     def load(self) -> Any:
         """Import and return the real command. Raises `PluginError` with the plugin's name."""
-        loaded = self.command.load()
-        if isinstance(loaded, typer.Typer):
-            return typer.main.get_command(loaded)
-        if not callable(loaded):
-            raise PluginError(
-                f"command {self.name!r} of plugin {self.command.origin}: "
-                f"{self.command.spec.target} is {loaded!r}, not a Typer app"
-            )
-        # it would swallow "[default: …]"
-        app = typer.Typer(
-            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-        )
-        app.command(name=self.name)(loaded)
-        return typer.main.get_command(app)
+        return typer.main.get_command(self.command.typer_app(self.name))
 
 
 class DovetailGroup(TyperGroup):

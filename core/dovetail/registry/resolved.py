@@ -233,6 +233,26 @@ class ResolvedCommand(_Resolved):
             lambda what: PluginError(f"command {self.spec.name!r} of plugin {self.origin}: {what}"),
         )
 
+    def typer_app(self, name: str | None) -> Any:
+        """Import it, and return it as a `typer.Typer`; a function's command is called `name`.
+        Raises `PluginError` with the plugin's name."""
+        import typer  # here, since it takes a while
+
+        loaded = self.load()
+        if isinstance(loaded, typer.Typer):
+            return loaded
+        if not callable(loaded):
+            raise PluginError(
+                f"command {name!r} of plugin {self.origin}: {self.spec.target} is {loaded!r}, not "
+                f"a Typer app"
+            )
+        # it would swallow "[default: …]"
+        app = typer.Typer(
+            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+        )
+        app.command(name=name)(loaded)
+        return app
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRoutes(_Resolved):

@@ -148,7 +148,12 @@ class WeightFormatSuite(ExtensionSuite):
         from dovetail.nn.parallel import SINGLE
         from dovetail.nn.parameter import Part, Weight
 
-        context = BuildContext(SINGLE, torch.float32, torch.device("cpu"), _no_attention)
+        context = BuildContext(
+            parallel=SINGLE,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            make_attention=_no_attention,
+        )
         return Weight(shape, {None: Part(shape, 0, 0, shape[0])}, context, later=True)
 
     def _filled(self) -> tuple[WeightFormat, Any]:

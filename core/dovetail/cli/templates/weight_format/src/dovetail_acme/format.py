@@ -1,7 +1,8 @@
 """Weights in 8-bit integers, with a scale for each output.
 
 A plain checkpoint is quantized while it loads, with `quantization: acme` in engine.yaml.
-A checkpoint with `quant_method: acme` has two tensors for each layer: `weight` [outputs, inputs] int8, and `weight_scale` [outputs].
+A checkpoint with `quant_method: acme` has two tensors for each layer:
+`weight` [outputs, inputs] int8, and `weight_scale` [outputs].
 """
 
 from collections.abc import Mapping
