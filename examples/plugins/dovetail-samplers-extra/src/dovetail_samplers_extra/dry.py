@@ -47,6 +47,8 @@ class DryArguments(BaseModel):
             return values
         if len(values) > MAX_BREAKERS:  # one error, instead of one for each
             raise ValueError(f"at most {MAX_BREAKERS} breakers are possible, got {len(values)}")
+        if not any(isinstance(value, str) for value in values):
+            return values
         encode = ArgumentContext.of(info).encode
         return [last_token(value, encode) if isinstance(value, str) else value for value in values]
 

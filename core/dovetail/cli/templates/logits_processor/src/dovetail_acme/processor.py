@@ -28,10 +28,12 @@ class AcmeArguments(BaseModel):
         """Replace texts by ids. The tokenizer is in the context when a request arrives; on the ranks there are only ids."""
         if not isinstance(values, list | tuple):
             return values
-        context = ArgumentContext.of(info)
-        if context.encode is None and any(isinstance(value, str) for value in values):
+        if not any(isinstance(value, str) for value in values):
+            return values
+        encode = ArgumentContext.of(info).encode
+        if encode is None:
             raise ValueError("texts need a tokenizer, which the engine doesn't have: give token ids")
-        return [token for value in values for token in (context.encode(value) if context.encode and isinstance(value, str) else [value])]
+        return [token for value in values for token in (encode(value) if isinstance(value, str) else [value])]
 
 
 class AcmeLogitsProcessor(LogitsProcessor):
