@@ -10,11 +10,14 @@ import pytest
 from pydantic import BaseModel
 
 from dovetail.api.drafter import Drafter, DrafterContext
+from dovetail.api.kv_cache import Allocation, KVContext, Pages
+from dovetail.api.prefix_cache import PrefixCache
 from dovetail.errors import UnsupportedError
 from dovetail.request import Request
 from dovetail.testing.checks import Absent, CheckFailed, checks_of
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.drafter import DrafterSuite
+from dovetail.testing.suites.kv_cache import KVCacheSuite
 
 OF_ALL_KINDS = "hygiene."  # in processes of their own; `test_builtins.py` runs them
 
@@ -34,6 +37,48 @@ class OfOneTokenizer(Drafter):
             [second] if (one.output_token_ids or one.prompt_token_ids)[-1] == first else []
             for one in requests
         ]
+
+
+class ById(PrefixCache):
+    """Keeps the request that came first with an id until `free`, and reads no other with this id,
+    as one does that keeps hashes of its tokens."""
+
+    def __init__(self, options: BaseModel, context: KVContext) -> None:
+        super().__init__(options, context)
+        self.known: dict[str, Request] = {}
+
+    def first(self, request: Request) -> Request:
+        return self.known.setdefault(request.id, request)
+
+    def lookup(self, request: Request) -> int:
+        return super().lookup(self.first(request))
+
+    def pages_needed(
+        self, request: Request, num_tokens: int, without: Sequence[Request] = ()
+    ) -> int:
+        others = [self.first(other) for other in without]
+        return super().pages_needed(self.first(request), num_tokens, others)
+
+    def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        return super().allocate(self.first(request), num_tokens)
+
+    def tables(self, request: Request) -> tuple[Pages, ...]:
+        return super().tables(self.first(request))
+
+    def commit(self, request: Request, upto: int) -> None:
+        super().commit(self.first(request), upto)
+
+    def uncommit(self, request: Request, upto: int) -> None:
+        super().uncommit(self.first(request), upto)
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
+        return super().fork(self.first(parent), self.first(child), num_tokens)
+
+    def trim(self, request: Request, computed: int) -> None:
+        super().trim(self.first(request), computed)
+
+    def free(self, request: Request) -> None:
+        super().free(self.known.pop(request.id, request))
 
 
 ITS_TOKENIZER = DrafterContext(
@@ -57,3 +102,8 @@ def test_a_drafter_of_one_tokenizer_conforms_with_it() -> None:
 def test_a_drafter_that_rejects_the_suites_tokenizer_is_told_what_to_set() -> None:
     with pytest.raises(CheckFailed, match=r"expected \[7, 8\]. .* set `context` of its suite"):
         run_checks(DrafterSuite, component=OfOneTokenizer)
+
+
+@pytest.mark.slow("replays the scripts of the kind")
+def test_a_manager_that_keeps_values_by_id_conforms() -> None:
+    run_checks(KVCacheSuite, component=ById)

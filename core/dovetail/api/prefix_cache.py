@@ -244,6 +244,7 @@ class PrefixCache(KVCacheManager):
     `free`. Hashes of a beginning shared with the previous request aren't recomputed."""
 
     capabilities = KVCapabilities(reuse=True, fork=True, trim=True, groups=True, states=True)
+    options: PrefixOptions
 
     def __init__(self, options: BaseModel, context: KVContext) -> None:
         super().__init__(options, context)

@@ -333,7 +333,8 @@ class KVCacheSuite(Suite):
                 if ended:
                     kv.free(first)
                 for same in range(len(tokens) + 1):
-                    other = make_request("other", [*tokens[:same], *[-1] * (len(tokens) - same), 7])
+                    rest = [-1] * (len(tokens) - same)
+                    other = make_request(f"other {same}", [*tokens[:same], *rest, 7])
                     self._finds(
                         kv,
                         other,
@@ -359,7 +360,7 @@ class KVCacheSuite(Suite):
         for bit in range(TOKEN_BITS):
             self._finds(
                 kv,
-                make_request("other", [0, 1, 2, 3 ^ 1 << bit, 7]),
+                make_request(f"other {bit}", [0, 1, 2, 3 ^ 1 << bit, 7]),
                 0,
                 f"with a token id that differs from the computed one in bit {bit} alone",
             )
@@ -444,7 +445,7 @@ class KVCacheSuite(Suite):
                 expected = 8 if others == keys else 0
                 self._finds(
                     kv,
-                    make_request("other", range(9), keys=others),
+                    make_request(f"other {others}", range(9), keys=others),
                     expected,
                     f"with cache_keys {others}, computed under {keys}",
                 )
@@ -814,7 +815,7 @@ class KVCacheSuite(Suite):
             )
             ends = [checkpoint.tokens for checkpoint in written] if self.capabilities.reuse else []
             for same in range(0, 22, size):
-                other = make_request("other", [*tokens[:same], *[-1] * (21 - same), 7])
+                other = make_request(f"other {same}", [*tokens[:same], *[-1] * (21 - same), 7])
                 expected = max([0, *(end for end in ends if end <= same)])
                 self._finds(
                     kv,
@@ -824,7 +825,7 @@ class KVCacheSuite(Suite):
                 )
             self._finds(
                 kv,
-                make_request("other", [*tokens, 7], keys=("a",)),
+                make_request("of other keys", [*tokens, 7], keys=("a",)),
                 0,
                 "with other cache_keys than those of the checkpoint",
             )

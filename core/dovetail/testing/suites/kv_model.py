@@ -371,6 +371,8 @@ class KVWorld:
             child.computed = child.copied = tokens
             self.ids.pop()
             self.live.append(child)
+        else:
+            self._tell("free", child.request)  # its id is used again
 
     def preempt(self, who: int) -> None:
         row = self._row(who)
