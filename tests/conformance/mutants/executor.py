@@ -836,7 +836,7 @@ class PenalisesKnownTokensAlone(LocalExecutor):
         sampler: Any = self.worker.runner.sampling.sampler  # type: ignore[union-attr]
         change = sampler._change_logits
         sampler._change_logits = lambda logits, lines, *rest: change(
-            logits, lines._replace(ahead=torch.zeros_like(lines.ahead)), *rest
+            logits, replace(lines, ahead=torch.zeros_like(lines.ahead)), *rest
         )
         return capacity
 

@@ -589,7 +589,8 @@ class LogprobsAfterPenalties(ByMode):
 class LogprobsAfterTemperature(LogprobsAfterPenalties):
     def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
         scaled = logits.float() / torch.from_numpy(self._table.temperature[host_rows])[:, None]
-        result = DefaultSampler.sample(self, logits.clone(), lines, host_rows)
+        inputs = SampleInputs(logits=logits.clone(), lines=lines, host_rows=host_rows)
+        result = DefaultSampler.sample(self, inputs)
         return replace(result, logprobs=result.logprobs and self.of(scaled, result.logprobs))
 
 

@@ -76,10 +76,10 @@ class ModelSuite(Suite):
         if capability == "causal":
             return not self.encodes
         if capability == "drafts":
-            return any(map(self.takes_drafts, self.configs()))
+            return any(map(self.checks_drafts, self.configs()))
         return super().declares(capability)
 
-    def takes_drafts(self, config: Any) -> bool:
+    def checks_drafts(self, config: Any) -> bool:
         specs = self.arch.state_specs(config, SINGLE)
         return bool(specs) and all(spec.drafts for spec in specs)
 
@@ -438,7 +438,7 @@ class ModelSuite(Suite):
         preemption. Read `StateBatch.ahead` and `StateBatch.drafted`, leave the live state as it is
         after the known token, and note the changes of drafts in `StateLayer.changes`."""
         for config, reference, bench in self.pairs():
-            if not self.takes_drafts(config):
+            if not self.checks_drafts(config):
                 continue
             texts = {name: some_tokens(config, LENGTH, seed=ord(name)) for name in "abcde"}
             for sibling in "de":

@@ -134,8 +134,8 @@ class Bench:
         parameters holds before. `quantization`: gives linear layers their formats."""
         self.sequences, self.made = Sequences(), list[StateSpec]()
         declared = arch.state_specs(config, parallel)
-        self.takes_drafts = bool(declared) and all(spec.drafts for spec in declared)
-        most_lines = MOST_LINES if self.takes_drafts else 0
+        self.checks_drafts = bool(declared) and all(spec.drafts for spec in declared)
+        most_lines = MOST_LINES if self.checks_drafts else 0
         self.states = bind_states(declared, ROWS, dtype, max_lines=most_lines) if declared else None
         self._checked: CheckedDrafts | None = None  # of the last step
         self._parts: tuple[Chunk, ...] = ()  # of the last step
