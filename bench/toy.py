@@ -149,7 +149,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="executor",
             name="toy",
             target="bench.toy:ToyExecutor",
-            api="0.9",
+            api="1.0",
             options="bench.toy:ToyOptions",
             summary="No model: tokens are a function of seed and position",
         ),
@@ -157,7 +157,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="sampler",
             name="toy",
             target="bench.toy:ToySampler",
-            api="0.5",
+            api="1.0",
             summary="Samples nothing, and needs no torch",
         ),
     ]

@@ -6,7 +6,7 @@ from dovetail.api.component import ComponentSpec
 from dovetail.registry.plugin import LoadedPlugin, PluginOrigin
 from dovetail.registry.registry import Registry
 
-API = "0.4"  # of schedulers
+API = "1.0"  # of schedulers
 
 
 def registry_with(name: str, target: str, options: str | None = None) -> Registry:

@@ -18,18 +18,18 @@ class TinySuite(Suite):
     component = None
     test_spawn = None  # type: ignore[assignment]  # it takes a process each time
 
-    @check("tiny.first", since="0.1")
+    @check("tiny.first", since="1.0")
     def test_first(self) -> None:
         """Never fails."""
 
-    @check("tiny.second", since="0.1")
+    @check("tiny.second", since="1.0")
     def test_second(self) -> None:
         """The component is called Broken. Give it another name."""
         require(self.component_class is not Broken, "it is called Broken")
         if self.component_class is Hanging:
             Hanging.wait()
 
-    @check("tiny.third", since="0.1", capability="order")
+    @check("tiny.third", since="1.0", capability="order")
     def test_third(self) -> None:
         """Never fails."""
 

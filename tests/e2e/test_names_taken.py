@@ -37,7 +37,7 @@ def taken(site: Site) -> Site:
         'kind="model", name="none", target="my_models:Mine", architectures=("NoneForCausalLM",)',
         *(
             f'kind="{kind}", api="{api}", name="{name}", target="my_models:Other"'
-            for kind, api, name in (("scheduler", "0.4", "fcfs"), ("sampler", "0.5", "default"))
+            for kind, api, name in (("scheduler", "1.0", "fcfs"), ("sampler", "1.0", "default"))
         ),
     ]
     site.install("dovetail-mine", modules={"mine_plugin": components(*specs), "my_models": MODEL})

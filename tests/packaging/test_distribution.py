@@ -118,6 +118,9 @@ def test_new_packages_install_in_a_clean_venv_from_an_index_that_holds_the_wheel
     assert "CONFORMANT observer" in run(
         command, "plugins", "test", "observer", "mine", cwd=tmp_path
     )
+    assert "interface Observer" in run(
+        command, "plugins", "contract", "--kind", "observer", cwd=tmp_path
+    )
     assert run(
         command,
         "generate",

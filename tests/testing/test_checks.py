@@ -38,7 +38,7 @@ test_undocumented.__test__ = False  # type: ignore[attr-defined]
 )
 def test_what_is_no_check_is_refused(id: str, method: Any) -> None:
     with pytest.raises(TypeError, match="must be"):
-        check(id, since="0.1")(method)
+        check(id, since="1.0")(method)
 
 
 def test_a_check_tied_to_a_capability_is_absent_without_it() -> None:
@@ -47,7 +47,7 @@ def test_a_check_tied_to_a_capability_is_absent_without_it() -> None:
         component = FCFS
         capabilities = FCFS.capabilities
 
-        @check("needy.rejects", since="0.1", capability="rejects")
+        @check("needy.rejects", since="1.0", capability="rejects")
         def test_rejects(self) -> None:
             """It rejects."""
 

@@ -24,7 +24,7 @@ def dovetail_commands() -> list[CommandSpec]:
 def dovetail_components() -> list[ComponentSpec]:
     return [
         ComponentSpec(
-            "parser", name, f"dovetail_server.parsers.{name}:{target}", "0.1", summary=summary
+            "parser", name, f"dovetail_server.parsers.{name}:{target}", "1.0", summary=summary
         )
         for name, target, summary in (
             (

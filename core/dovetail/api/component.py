@@ -37,18 +37,18 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
-    "scheduler": "0.4",
-    "kv_cache": "0.4",
-    "attention": "0.5",
-    "model": "0.4",
-    "sampler": "0.5",
-    "grammar": "0.1",
-    "executor": "0.9",
-    "observer": "0.2",
-    "drafter": "0.2",
-    "tokenizer": "0.1",
-    "logits_processor": "0.1",
-    "parser": "0.1",
+    "scheduler": "1.0",
+    "kv_cache": "1.0",
+    "attention": "1.0",
+    "model": "1.0",
+    "sampler": "1.0",
+    "grammar": "1.0",
+    "executor": "1.0",
+    "observer": "1.0",
+    "drafter": "1.0",
+    "tokenizer": "1.0",
+    "logits_processor": "1.0",
+    "parser": "1.0",
 }
 
 hookimpl = pluggy.HookimplMarker("dovetail")

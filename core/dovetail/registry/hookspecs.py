@@ -41,7 +41,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
                 kind="scheduler",
                 name="fair",
                 target="dovetail_fair.policy:Fair",
-                api="0.4",
+                api="1.0",
                 options="dovetail_fair.policy:FairOptions",
             )
         ```

@@ -2,7 +2,7 @@
 documentation.
 
     class SchedulerSuite(Suite):
-        @check("scheduler.budget", since="0.1")
+        @check("scheduler.budget", since="1.0")
         def test_budget(self) -> None:
             "A step computed more tokens than `SchedulerContext.max_tokens`. Grant through the step,
             and don't touch its fields."

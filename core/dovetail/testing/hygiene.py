@@ -50,7 +50,7 @@ pickle.loads(options)
 class Hygiene(Binding):
     """Checks that a component can be found, configured and started in another process."""
 
-    @check("hygiene.declaration", since="0.1", capability="declared")
+    @check("hygiene.declaration", since="1.0", capability="declared")
     def test_declaration(self) -> None:
         """Declaring components raised, or imported torch or transformers. The entry point's module
         should hold only strings and small values: move imports of torch to the modules that
@@ -64,7 +64,7 @@ class Hygiene(Binding):
             origin.entry_point,
         )
 
-    @check("hygiene.capabilities", since="0.1")
+    @check("hygiene.capabilities", since="1.0")
     def test_capabilities(self) -> None:
         """The component doesn't declare its capabilities in its kind's terms. Give the class
         `capabilities`, an instance of the dataclass in `dovetail.api` for its kind."""
@@ -84,7 +84,7 @@ class Hygiene(Binding):
         )
         self.note(f"capabilities: {', '.join(declared)}")
 
-    @check("hygiene.options", since="0.1")
+    @check("hygiene.options", since="1.0")
     def test_options(self) -> None:
         """The options accept an unknown key, so a misspelled one would be ignored. Give the model
         `model_config = ConfigDict(extra="forbid")`."""
@@ -100,7 +100,7 @@ class Hygiene(Binding):
         else:
             fail(f"{self.options_model.__name__} took the unknown key {UNKNOWN_KEY!r}")
 
-    @check("hygiene.options_pickle", since="0.1")
+    @check("hygiene.options_pickle", since="1.0")
     def test_options_pickle(self) -> None:
         """The options changed or failed when pickled, as for worker processes. Use plain values and
         importable types."""
@@ -114,7 +114,7 @@ class Hygiene(Binding):
             f"pickling turned {options!r} into {again!r}",
         )
 
-    @check("hygiene.spawn", since="0.1")
+    @check("hygiene.spawn", since="1.0")
     def test_spawn(self) -> None:
         """A new process can't import the class or unpickle its options. Define both at the top
         level of a module that can be imported anywhere, without depending on the state of this
@@ -139,7 +139,7 @@ class Hygiene(Binding):
                 return base
         return getattr(api, BASE_CLASSES[self.kind])  # type: ignore[no-any-return]
 
-    @check("hygiene.signatures", since="0.1")
+    @check("hygiene.signatures", since="1.0")
     def test_signatures(self) -> None:
         """A method can't be called as its kind's api calls it. Keep the names and the order of
         parameters in `dovetail.api`; additional ones need defaults."""
@@ -160,7 +160,7 @@ class Hygiene(Binding):
                     f"the api has {inspect.signature(method)}"
                 )
 
-    @check("hygiene.callbacks", since="0.1")
+    @check("hygiene.callbacks", since="1.0")
     def test_callbacks(self) -> None:
         """A method is named like a callback, `on_…`, but the kind has no such callback, so it will
         never be called. Fix the spelling; begin the names of helpers with `_`."""

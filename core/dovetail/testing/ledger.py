@@ -122,7 +122,7 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """Verdict in one line: "CONFORMANT scheduler api=0.4, 41/41, 3 capabilities absent, 0
+        """Verdict in one line: "CONFORMANT scheduler api=1.0, 41/41, 3 capabilities absent, 0
         waived"."""
         word = "CONFORMANT" if self.conformant else "NOT CONFORMANT"
         counts = (

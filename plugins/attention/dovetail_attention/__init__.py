@@ -10,7 +10,7 @@ def dovetail_components() -> list[ComponentSpec]:
     return [
         ComponentSpec(
             kind="attention",
-            api="0.5",
+            api="1.0",
             name="torch",
             target="dovetail_attention.sdpa:TorchAttention",
             summary="PyTorch's scaled dot product over gathered K and V: any device, dtype, head "
@@ -19,7 +19,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ),
         ComponentSpec(
             kind="attention",
-            api="0.5",
+            api="1.0",
             name="triton",
             target="dovetail_attention.triton_backend:TritonAttention",
             summary="Dovetail's paged Triton kernels for NVIDIA GPUs: split decode, ragged "
@@ -28,7 +28,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ),
         ComponentSpec(
             kind="attention",
-            api="0.5",
+            api="1.0",
             name="flash_attn",
             target="dovetail_attention.flash:FlashAttention",
             summary="FlashAttention 2 or 3, whichever is installed: NVIDIA GPUs, float16 and "
@@ -39,7 +39,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ),
         ComponentSpec(
             kind="attention",
-            api="0.5",
+            api="1.0",
             name="packed",
             target="dovetail_attention.packed:PackedAttention",
             summary="For encoders: whole prompts, tokens attend to later ones too; no KV cache, no "

@@ -12,7 +12,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="executor",
             name="local",
             target="dovetail_executors.local:LocalExecutor",
-            api="0.9",
+            api="1.0",
             options="dovetail_executors.options:LocalOptions",
             summary="The model on one device, in this process",
             requires=("torch>=2.11", "transformers>=5", "safetensors>=0.5"),
@@ -21,7 +21,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="executor",
             name="tensor",
             target="dovetail_executors.tensor:TensorExecutor",
-            api="0.9",
+            api="1.0",
             options="dovetail_executors.options:TensorOptions",
             summary="The model split over several GPUs, of this host or several, or over processes "
             "on CPUs",

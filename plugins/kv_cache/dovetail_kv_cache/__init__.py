@@ -11,7 +11,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ComponentSpec(
             kind="kv_cache",
             name="prefix",
-            api="0.4",
+            api="1.0",
             target="dovetail.api.prefix_cache:PrefixCache",
             options="dovetail.api.prefix_cache:PrefixOptions",
             summary="Prefix caching by hash chains of tokens, with LRU eviction",

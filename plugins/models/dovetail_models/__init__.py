@@ -14,7 +14,7 @@ def _model(
         kind="model",
         name=name,
         target=f"dovetail_models.{module or name}:{target}",
-        api="0.4",
+        api="1.0",
         summary=summary,
         requires=_NEEDS,
         architectures=(architecture, *more),

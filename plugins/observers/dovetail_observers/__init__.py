@@ -11,7 +11,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ComponentSpec(
             kind="observer",
             name="log",
-            api="0.2",
+            api="1.0",
             target="dovetail_observers.log:LogObserver",
             options="dovetail_observers.log:LogOptions",
             summary="Logs a line every few seconds: requests, tokens per second, KV pool, "
@@ -20,7 +20,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ComponentSpec(
             kind="observer",
             name="otlp",
-            api="0.2",
+            api="1.0",
             target="dovetail_observers.otlp:OtlpObserver",
             options="dovetail_observers.otlp:OtlpOptions",
             request_extra="dovetail_observers.otlp:TraceContext",
@@ -30,7 +30,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ComponentSpec(
             kind="observer",
             name="perfetto",
-            api="0.2",
+            api="1.0",
             target="dovetail_observers.perfetto:PerfettoObserver",
             options="dovetail_observers.perfetto:PerfettoOptions",
             summary="Writes a trace of steps and requests to a file for Perfetto",
@@ -38,7 +38,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ComponentSpec(
             kind="observer",
             name="prometheus",
-            api="0.2",
+            api="1.0",
             target="dovetail_observers.prometheus:PrometheusObserver",
             options="dovetail_observers.prometheus:PrometheusOptions",
             summary="Serves Prometheus metrics, with vLLM's names, from an engine without a server",

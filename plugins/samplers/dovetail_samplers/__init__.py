@@ -13,7 +13,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="sampler",
         name="default",
         target="dovetail_samplers.default:DefaultSampler",
-        api="0.5",
+        api="1.0",
         summary="greedy, temperature, top-k, top-p, min-p, penalties, bans, logprobs; reproducible "
         "by seed",
         requires=("torch>=2.11",),

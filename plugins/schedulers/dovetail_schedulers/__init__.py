@@ -53,7 +53,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="scheduler",
             name=name,
             target=f"dovetail_schedulers.{name}:{cls}",
-            api="0.4",
+            api="1.0",
             options=f"dovetail_schedulers.{name}:{cls}Options" if has_options else None,
             summary=summary,
         )

@@ -30,7 +30,7 @@ MANY_ROWS = 70
 class AttentionSuite(AttentionGroups):
     """Suite of attention backends: computed values and declared capabilities."""
 
-    @check("attention.values", since="0.1")
+    @check("attention.values", since="1.0")
     def test_any_mix_of_prefills_chunks_and_decodes_is_attended_as_defined(self) -> None:
         """One step may contain all kinds of rows, including padding, in any order. The pool's other
         slots hold NaN: reading outside of the row's tokens makes the result NaN, even with weight
@@ -59,7 +59,7 @@ class AttentionSuite(AttentionGroups):
         )
         assert_as_defined(self.bench(self.case((LONGER, LONGER), (1, 3), heads=2, kv_heads=1)))
 
-    @check("attention.causal", since="0.1", capability="causal")
+    @check("attention.causal", since="1.0", capability="causal")
     def test_a_query_sees_the_tokens_up_to_its_own(self) -> None:
         """A query at position p attends to positions 0 to p, including those of its own step, for
         any history. Off-by-one errors are typical if queries are counted from the start of the step
@@ -71,7 +71,7 @@ class AttentionSuite(AttentionGroups):
             )
         )
 
-    @check("attention.window", since="0.1", capability="window")
+    @check("attention.window", since="1.0", capability="window")
     def test_a_query_with_a_window_sees_that_many_tokens_itself_included(self) -> None:
         """With `LayerSpec.window = w` a query at position p attends to positions p - w + 1 to p.
         Blocks wholly before the windows of a row's queries have been released: the entries of its
@@ -94,7 +94,7 @@ class AttentionSuite(AttentionGroups):
             row += 1  # so that the mean of many isn't near 0
         assert_as_defined(bench, f"with a window of {LONG}: ")
 
-    @check("attention.bidirectional", since="0.5", capability="bidirectional")
+    @check("attention.bidirectional", since="1.0", capability="bidirectional")
     def test_tokens_of_an_encoder_attend_to_later_ones(self) -> None:
         """With `LayerSpec.causal` False each token attends to all tokens of its row, or with a
         window w to those less than w tokens away on both sides, and to no other row; for any
@@ -121,7 +121,7 @@ class AttentionSuite(AttentionGroups):
             for _ in range(2):
                 assert_close(bench, bench.attend(), f"in {dtype}, after a smaller step: ")
 
-    @check("attention.gqa", since="0.1")
+    @check("attention.gqa", since="1.0")
     def test_heads_share_kv_heads_in_groups_that_follow_each_other(self) -> None:
         """Head h reads kv head h // (heads // kv_heads), for any ratio: 1, odd, larger than a tile;
         and for any number of kv heads."""
@@ -150,7 +150,7 @@ class AttentionSuite(AttentionGroups):
                     f"{read[0, head, 0]:.2f} instead of kv head {expected}",
                 )
 
-    @check("attention.scale", since="0.1")
+    @check("attention.scale", since="1.0")
     def test_scores_are_scaled_by_what_the_layer_says(self) -> None:
         """`LayerSpec.scale` multiplies q·k, also with a window; 1 / sqrt(head_size) is only its
         usual value."""
@@ -166,7 +166,7 @@ class AttentionSuite(AttentionGroups):
                     )
                 )
 
-    @check("attention.huge_scores", since="0.1")
+    @check("attention.huge_scores", since="1.0")
     def test_huge_scores_overflow_nothing(self) -> None:
         """Subtract a row's largest score before exp()."""
         bench = self.bench(self.case((0, 20, 30), (25, 1, 3)))
@@ -174,7 +174,7 @@ class AttentionSuite(AttentionGroups):
             q *= 300
         assert_as_defined(bench)
 
-    @check("attention.dtypes", since="0.1")
+    @check("attention.dtypes", since="1.0")
     def test_each_declared_dtype_is_as_exact_as_plain_arithmetic_in_it(self) -> None:
         """Sums over many tokens must be accumulated in float32, for any dtype of K and V. If a
         dtype isn't supported, remove it from `capabilities.dtypes`."""
@@ -189,7 +189,7 @@ class AttentionSuite(AttentionGroups):
                 row *= 0.1  # flat weights: every token counts in the sums
             assert_as_defined(bench)
 
-    @check("attention.head_sizes", since="0.1")
+    @check("attention.head_sizes", since="1.0")
     def test_each_declared_head_size_is_served(self) -> None:
         """All of `capabilities.head_sizes`, or a selection if any is allowed; each with a dtype and
         a block size in turn."""
@@ -214,7 +214,7 @@ class AttentionSuite(AttentionGroups):
                 )
             )
 
-    @check("attention.block_sizes", since="0.1")
+    @check("attention.block_sizes", since="1.0")
     def test_each_declared_block_size_is_served(self) -> None:
         """All of `capabilities.block_sizes`, or some multiples of `block_size_multiple`; with rows
         ending right before, at and right after a block's end."""
@@ -230,7 +230,7 @@ class AttentionSuite(AttentionGroups):
                 )
             )
 
-    @check("attention.refusals", since="0.1")
+    @check("attention.refusals", since="1.0")
     def test_what_is_not_declared_is_refused_in_words(self) -> None:
         """`reasons_against` must have a sentence for each unsupported feature, naming the value.
         The default derives them from `capabilities`; an override may add reasons, but not remove
@@ -294,7 +294,7 @@ class AttentionSuite(AttentionGroups):
             f"{context} with head size {layer.head_size} is declared, but refused: {list(reasons)}",
         )
 
-    @check("attention.shared_prefix", since="0.1", capability="shared_prefix")
+    @check("attention.shared_prefix", since="1.0", capability="shared_prefix")
     def test_a_prefix_that_rows_share_is_attended_as_defined(self) -> None:
         """`shared_prefix_blocks` means that the first blocks of all rows are the same in the first
         group, so that they may be read once; it changes no value. Rows may still be of any kind,
@@ -314,7 +314,7 @@ class AttentionSuite(AttentionGroups):
             )
             self.assert_shares(bench, blocks, told)
 
-    @check("attention.fused_write", since="0.1", capability="fused_write")
+    @check("attention.fused_write", since="1.0", capability="fused_write")
     def test_what_is_written_into_the_open_cache_is_what_write_writes(self) -> None:
         """`cache_for_fused_write` exposes the cache: token i's K at k[slots[i] // block_size,
         slots[i] % block_size]. It must be the memory that `attend` reads, with `slots` of the last
@@ -324,7 +324,7 @@ class AttentionSuite(AttentionGroups):
             self.bench(self.case((0, 20), (9, 1), padding=2, poisoned=False))
         )
 
-    @check("attention.mixed_graph", since="0.1", capability="mixed_graph")
+    @check("attention.mixed_graph", since="1.0", capability="mixed_graph")
     def test_a_step_planned_for_a_mixed_graph_is_attended_as_any_other(self) -> None:
         """With `mixed_graph`, `attend` launches kernels for any step with the same padded number of
         tokens: decodes, prefills, both, or none at all. Size grids for all tokens, let idle
@@ -350,7 +350,7 @@ class AttentionSuite(AttentionGroups):
             bench.plan_padding(8)
             bench.layers[0].attend(bench.tensor(bench.q[0])[:1].repeat(8, 1, 1))
 
-    @check("attention.graph", since="0.1", capability="cuda_graph")
+    @check("attention.graph", since="1.0", capability="cuda_graph")
     def test_a_captured_step_serves_any_other_of_its_size(self) -> None:
         """A graph replays the kernels of its capture: everything that differs between steps must be
         in buffers that `plan` fills, at fixed addresses. `plan` doesn't wait for the device and

@@ -37,7 +37,7 @@ class AttentionGroups(AttentionLatent):
             ),
         )
 
-    @check("attention.groups", since="0.4", capability="groups")
+    @check("attention.groups", since="1.0", capability="groups")
     def test_layers_read_and_write_by_the_tables_of_their_own_group(self) -> None:
         """Each cache group has its own block tables and slots,
         `AttentionBatch.block_tables[cache.group]`; and its layers have the same window. All groups'
@@ -55,7 +55,7 @@ class AttentionGroups(AttentionLatent):
                 "three groups, planned with mixed_graph: ",
             )
 
-    @check("attention.group_pages", since="0.4", capability="groups")
+    @check("attention.group_pages", since="1.0", capability="groups")
     def test_a_layer_has_its_own_page_of_a_block(self) -> None:
         """A block of a group may be several pages, `pages_per_block`, neighbours or not: the
         layer's is `block_tables[group][cache.page]`, and `slots[group][cache.page]` lead to it. One
@@ -70,7 +70,7 @@ class AttentionGroups(AttentionLatent):
             "blocks of one page and of three: ",
         )
 
-    @check("attention.group_block_sizes", since="0.4", capability="groups")
+    @check("attention.group_block_sizes", since="1.0", capability="groups")
     def test_the_block_size_is_that_of_the_layers_group(self) -> None:
         """Groups may have blocks of different numbers of tokens, `LayerCache.block_size`; that of
         the context is the smallest. A page's row is as long as the largest of the layers' blocks
@@ -103,7 +103,7 @@ class AttentionGroups(AttentionLatent):
             )
             self.assert_written_when_open(self.bench(case), index=2)
 
-    @check("attention.unseen_pages", since="0.4", capability="window")
+    @check("attention.unseen_pages", since="1.0", capability="window")
     def test_pages_that_no_query_sees_do_not_matter(self) -> None:
         """Blocks before the windows of a row's queries may have been released, or never held (at a
         prefix hit): their entries are any pages, which may hold NaN. Don't load them, or mask V as
@@ -118,7 +118,7 @@ class AttentionGroups(AttentionLatent):
             case = self.case(history, queries, windows=(window,), heads=2, kv_heads=1)
             assert_as_defined(self.bench(case), f"with a window of {window} and blocks of {size}: ")
 
-    @check("attention.shares", since="0.4", capability="causal")
+    @check("attention.shares", since="1.0", capability="causal")
     def test_a_layer_reads_the_cache_that_it_shares(self) -> None:
         """A layer with `LayerSpec.shares` is bound to the cache of an earlier one: it attends over
         that layer's K and V with its own q, heads and scale, and writes nothing."""

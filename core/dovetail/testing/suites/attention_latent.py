@@ -14,7 +14,7 @@ MANY_HEADS = 72
 class AttentionLatent(AttentionScores):
     """The same contract, for layers with `LayerSpec.v_in_k`."""
 
-    @check("attention.v_in_k", since="0.3", capability="v_in_k")
+    @check("attention.v_in_k", since="1.0", capability="v_in_k")
     def test_the_first_numbers_of_k_are_v(self) -> None:
         """With `LayerSpec.v_in_k` the first `v_head_size` numbers of K are V: `write(k, None)`
         stores K, in half the memory; scores are of all of K; `attend` returns `v_head_size` numbers
@@ -34,7 +34,7 @@ class AttentionLatent(AttentionScores):
             )
             assert_as_defined(self.bench(case), f"with {heads} heads: ")
 
-    @check("attention.v_in_k_memory", since="0.3", capability="v_in_k")
+    @check("attention.v_in_k_memory", since="1.0", capability="v_in_k")
     def test_a_block_of_latents_takes_the_memory_of_k_and_is_copied(self) -> None:
         """`tensor_bytes` has one tensor, with K; a page that is copied there holds V too."""
         size = self.claims.default_block_size()

@@ -32,7 +32,7 @@ POOLS = (64, 64 + 512)  # pages
 class AttentionMemory(AttentionSubject):
     """Blocks, copies, padding, and state between calls."""
 
-    @check("attention.block_table", since="0.1", capability="causal")
+    @check("attention.block_table", since="1.0", capability="causal")
     def test_which_physical_blocks_a_row_has_changes_nothing(self) -> None:
         """K and V of token t are at slot block_table[row, t // block_size] * block_size + t %
         block_size: blocks are in no order, and entries that no query sees are any pages, whose
@@ -51,7 +51,7 @@ class AttentionMemory(AttentionSubject):
                 f"other physical blocks change the result by {change.max():.3g}",
             )
 
-    @check("attention.layers", since="0.1", capability="causal")
+    @check("attention.layers", since="1.0", capability="causal")
     def test_layers_have_caches_of_their_own(self) -> None:
         """`make_layer` may be called with equal specs: each layer still has its own K and V. A
         result is valid until the next `attend`: `write` of another layer and a plan must not change
@@ -75,7 +75,7 @@ class AttentionMemory(AttentionSubject):
         bench.plan((0, 0), (1, 1))
         require(torch.equal(result, before), "the next plan() changed a result of attend()")
 
-    @check("attention.unlike_layers", since="0.1")
+    @check("attention.unlike_layers", since="1.0")
     def test_layers_of_one_model_may_have_different_shapes(self) -> None:
         """A layer was assumed to have the same number of heads, or head size, as another one. Each
         has its own `LayerSpec`; values that a plan derives from one shape don't apply to
@@ -89,7 +89,7 @@ class AttentionMemory(AttentionSubject):
             "beside layers of other shapes, ",
         )
 
-    @check("attention.write_first", since="0.1", capability="causal")
+    @check("attention.write_first", since="1.0", capability="causal")
     def test_a_row_sees_what_another_row_writes_in_the_same_step(self) -> None:
         """Rows may share blocks that are computed in this step (a common prefix), so `write` stores
         K and V of the whole step before `attend` reads, and `attend` reads the cache, not the
@@ -107,7 +107,7 @@ class AttentionMemory(AttentionSubject):
             "a row that shares a block with one that computes it in this step: ",
         )
 
-    @check("attention.padding", since="0.1", capability="causal")
+    @check("attention.padding", since="1.0", capability="causal")
     def test_padding_touches_nothing(self) -> None:
         """K and V of padding tokens (NaN here) are stored in the waste page, where their slots are,
         and nowhere else."""
@@ -123,7 +123,7 @@ class AttentionMemory(AttentionSubject):
             bench.plan(case.history, case.lens)
             assert_close(bench, bench.attend(), "after a step with padding: ")
 
-    @check("attention.again", since="0.1", capability="causal")
+    @check("attention.again", since="1.0", capability="causal")
     def test_nothing_of_one_call_is_left_in_the_next(self) -> None:
         """`attend` depends only on the cache, the plan and q: fill or mask reused buffers each
         time."""
@@ -137,7 +137,7 @@ class AttentionMemory(AttentionSubject):
         bench.plan(bench.case.history, bench.case.lens)
         assert_close(bench, bench.attend(), "after the plan of a smaller step: ")
 
-    @check("attention.replan", since="0.1", capability="causal")
+    @check("attention.replan", since="1.0", capability="causal")
     def test_a_plan_is_that_of_its_own_step(self) -> None:
         """A step's plan was taken for that of the previous step, because rows and lengths were the
         same. Successive decodes have one more token per row, and rows of the same lengths may have
@@ -184,7 +184,7 @@ class AttentionMemory(AttentionSubject):
                     bench, [result], "after a plan of the same tensors, which held another step: "
                 )
 
-    @check("attention.limits", since="0.1")
+    @check("attention.limits", since="1.0")
     def test_what_was_prepared_for_can_be_used_up(self) -> None:
         """A step with exactly `max_rows` rows and `max_tokens` tokens, with sequences of exactly
         `max_len`, failed or was wrong. `max_len` may not be a multiple of the block size: a block
@@ -205,7 +205,7 @@ class AttentionMemory(AttentionSubject):
                 f"{longest}: ",
             )
 
-    @check("attention.large_pool", since="0.1", capability="causal")
+    @check("attention.large_pool", since="1.0", capability="causal")
     def test_slots_are_numbered_beyond_16_bits(self) -> None:
         """In a pool of more than 65,536 slots a row used the wrong slot: slots are int64, page ids
         int32, and indices computed from them need 64 bits."""
@@ -223,7 +223,7 @@ class AttentionMemory(AttentionSubject):
             self.bench(case), f"in a pool of {case.num_pages} pages of {size} tokens: "
         )
 
-    @check("attention.read_only", since="0.1")
+    @check("attention.read_only", since="1.0")
     def test_what_it_is_given_is_only_read(self) -> None:
         """q, k, v or a tensor of the batch was modified. They belong to the model and the runner,
         which reuse them: work on copies."""
@@ -250,7 +250,7 @@ class AttentionMemory(AttentionSubject):
             same = np.array_equal(_host(value), _host(before[name]), equal_nan=True)
             require(same, f"{name} isn't what it was before plan(), write() and attend()")
 
-    @check("attention.strides", since="0.1")
+    @check("attention.strides", since="1.0")
     def test_q_k_and_v_may_be_parts_of_one_tensor(self) -> None:
         """q, k and v may be strided views of one tensor, the output of a merged projection."""
         for rows in (((0, 0), (12, 5)), ((20, 5), (1, 1))):
@@ -275,7 +275,7 @@ class AttentionMemory(AttentionSubject):
                 "q, k and v as parts of one tensor: ",
             )
 
-    @check("attention.pages", since="0.4", capability="causal")
+    @check("attention.pages", since="1.0", capability="causal")
     def test_a_page_is_all_that_a_block_is(self) -> None:
         """The executor copies pages: row `page` of each of `LayerCache.memory`. All of a block's K
         and V must lie there, in this layer's part, and depend on neither the page's number nor
@@ -328,7 +328,7 @@ class AttentionMemory(AttentionSubject):
                 f"write() changed one of the pages {unused}, which no row has",
             )
 
-    @check("attention.memory", since="0.1", capability="causal")
+    @check("attention.memory", since="1.0", capability="causal")
     def test_blocks_take_the_memory_that_tensor_bytes_says(self) -> None:
         """The engine sizes the pool by `tensor_bytes`: K and V of one block, of this layer, in the
         cache's dtype. A backend has no memory of its own that grows with the pool, and after

@@ -62,7 +62,7 @@ class AttentionScores(AttentionSmallCache):
                 (blocks,),
             )
 
-    @check("attention.sinks", since="0.3", capability="sinks")
+    @check("attention.sinks", since="1.0", capability="sinks")
     def test_a_sink_takes_part_in_the_denominator_once(self) -> None:
         """With `LayerSpec.sinks` head h's softmax has one additional logit, `sinks[h]`, whose
         weight applies to no value. It isn't scaled; it counts once per query, in however many parts
@@ -84,7 +84,7 @@ class AttentionScores(AttentionSmallCache):
                 sinks.copy_(values)
                 layer.sinks.copy_(values)
 
-    @check("attention.softcap", since="0.3", capability="softcap")
+    @check("attention.softcap", since="1.0", capability="softcap")
     def test_scores_are_capped_after_they_are_scaled(self) -> None:
         """With `LayerSpec.softcap = c` a scaled score s becomes c * tanh(s / c), before masking.
         Layers of one model may differ in it. Huge scores reach the cap; a sink isn't capped."""

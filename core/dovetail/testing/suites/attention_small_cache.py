@@ -35,7 +35,7 @@ class AttentionSmallCache(AttentionMemory):
                 history, queries, **({"cache_dtype": name, "kv_scales": KV_SCALES} | fields)
             )
 
-    @check("attention.cache_dtypes", since="0.2", capability="cache_dtypes")
+    @check("attention.cache_dtypes", since="1.0", capability="cache_dtypes")
     def test_k_and_v_in_a_smaller_dtype_are_attended_as_they_are_stored(self) -> None:
         """For each of `capabilities.cache_dtypes`: attention uses K / k_scale rounded to nearest,
         times k_scale; V likewise, with its own scale, and so each layer, for arbitrarily small
@@ -79,7 +79,7 @@ class AttentionSmallCache(AttentionMemory):
             bench.case = replace(case, kv_scales=((1.5, 0.75),))
             assert_as_defined(bench, "after its scales have changed: ")
 
-    @check("attention.cache_saturates", since="0.2", capability="cache_dtypes")
+    @check("attention.cache_saturates", since="1.0", capability="cache_dtypes")
     def test_what_is_too_large_for_a_smaller_dtype_becomes_its_largest_number(self) -> None:
         """Values beyond the dtype's range must saturate: NaN or infinity would corrupt everything
         that attends to the token. Infinity saturates, too."""
@@ -92,7 +92,7 @@ class AttentionSmallCache(AttentionMemory):
                     row[1::5, :, ::2] *= torch.inf
             assert_as_defined(bench, f"with K and V beyond {limit:g} times the scales: ")
 
-    @check("attention.cache_places", since="0.2", capability="cache_dtypes")
+    @check("attention.cache_places", since="1.0", capability="cache_dtypes")
     def test_a_smaller_dtype_keeps_the_rest_of_the_contract(self) -> None:
         """With K and V in each of `capabilities.cache_dtypes`: blocks have the size of
         `tensor_bytes`, pages can be copied, k and v are only read, shared prefixes are read, an

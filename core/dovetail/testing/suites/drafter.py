@@ -138,7 +138,7 @@ class DrafterSuite(Suite):
             else super().declares(capability)
         )
 
-    @check("drafter.raises_nothing", since="0.1")
+    @check("drafter.raises_nothing", since="1.0")
     def test_any_request_has_an_answer(self) -> None:
         """A method raised. Requests may have one token, thousands, or the same one always; grow by
         many tokens between two calls, or by none; be left out of calls; be samples of one prompt;
@@ -162,7 +162,7 @@ class DrafterSuite(Suite):
             f"for each request of a call (not judged)"
         )
 
-    @check("drafter.most", since="0.1")
+    @check("drafter.most", since="1.0")
     def test_no_more_drafts_than_asked_for(self) -> None:
         """`propose` returned more tokens for a request than `most` says, or not one sequence for
         each request, in order."""
@@ -183,7 +183,7 @@ class DrafterSuite(Suite):
                     f"at most",
                 )
 
-    @check("drafter.ids", since="0.1")
+    @check("drafter.ids", since="1.0")
     def test_drafts_are_token_ids(self) -> None:
         """A draft isn't a token id, an integer from 0 to `context.vocab_size` - 1. The engine drops
         all drafts of such a step."""
@@ -199,7 +199,7 @@ class DrafterSuite(Suite):
                     f"it proposed {token!r:.200}, expected an id from 0 to {self._vocab_size - 1}",
                 )
 
-    @check("drafter.deterministic", since="0.1")
+    @check("drafter.deterministic", since="1.0")
     def test_equal_calls_have_equal_answers(self) -> None:
         """Two drafters that were called in the same way proposed different tokens. Draw no random
         numbers without a fixed seed, read no clock, and don't depend on the order of sets."""
@@ -210,7 +210,7 @@ class DrafterSuite(Suite):
                 "another drafter, called in the same way,",
             )
 
-    @check("drafter.client", since="0.1")
+    @check("drafter.client", since="1.0")
     def test_nothing_is_learned_from_other_clients(self) -> None:
         """The drafter proposed tokens for one client's request that depend on the text of another
         client, or of another request without a client. Drafts show in the timing of answers, so a
@@ -234,7 +234,7 @@ class DrafterSuite(Suite):
                     if client is not None:
                         break
 
-    @check("drafter.any_thread", since="0.1")
+    @check("drafter.any_thread", since="1.0")
     def test_any_thread_may_call(self) -> None:
         """Called from another thread each time, it raised or proposed other tokens. Keep nothing by
         thread, and no lock from one call to the next."""
@@ -245,7 +245,7 @@ class DrafterSuite(Suite):
                 "the same, called from threads in turn,",
             )
 
-    @check("drafter.forgets", since="0.1")
+    @check("drafter.forgets", since="1.0")
     def test_requests_that_ended_are_forgotten(self) -> None:
         """After `on_finished` the drafter keeps a request or its id, proposes by the text of an
         earlier request with the same id, or keeps what no other request may be given: the tokens of
@@ -296,14 +296,14 @@ class DrafterSuite(Suite):
             f"bytes",
         )
 
-    @check("drafter.request_untouched", since="0.1")
+    @check("drafter.request_untouched", since="1.0")
     def test_requests_are_only_read(self) -> None:
         """The drafter modified a request, its tokens or its parameters. They are the engine's: keep
         state about requests in your own dict, by id."""
         for seed in range(STORIES):
             self._play(self._story(seed), watch=_Watch())
 
-    @check("drafter.model", since="0.1", capability="model")
+    @check("drafter.model", since="1.0", capability="model")
     def test_a_model_is_named(self) -> None:
         """A `ModelDrafter` has no `model`, the name or directory of one (None: its `head` is in the
         target's checkpoint); or `head` isn't "package.module:Class"; or it drafts itself: the

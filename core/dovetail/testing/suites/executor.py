@@ -58,7 +58,7 @@ class ExecutorSuite(
     """Suite of executors: start and stop, and the tokens of a request, which depend on nothing
     else."""
 
-    @check("executor.capacity", since="0.1")
+    @check("executor.capacity", since="1.0")
     def test_the_capacity_makes_sense(self) -> None:
         """`start` returned a `Capacity` that no engine can work with: it needs at least one page,
         one step in flight, two token ids; a pool that holds one sequence of `max_model_len`, which
@@ -99,7 +99,7 @@ class ExecutorSuite(
             )
             require(words, f"details are for people, words by words: {capacity.details!r}")
 
-    @check("executor.stop", since="0.1")
+    @check("executor.stop", since="1.0")
     def test_stop_may_come_at_any_time(self) -> None:
         """`stop` raised. It may be called before `start`, twice, and while a step is in flight: the
         engine calls it after any failure."""
@@ -114,7 +114,7 @@ class ExecutorSuite(
             stop(executor, "with a step in flight")
         stop(executor, "a second time")
 
-    @check("executor.failed_start", since="0.1")
+    @check("executor.failed_start", since="1.0")
     def test_a_start_that_fails_says_why_in_dovetails_terms(self) -> None:
         """The model's directory doesn't exist, and `start` raised something other than
         `DovetailError` (`ModelLoadError`, `UnsupportedError`), which users would see as a crash; or
@@ -133,7 +133,7 @@ class ExecutorSuite(
         left = before.left_behind()
         require(not left, f"after a start that failed, and stop, there is still: {', '.join(left)}")
 
-    @check("executor.leaves_nothing", since="0.1")
+    @check("executor.leaves_nothing", since="1.0")
     def test_nothing_is_left_behind(self) -> None:
         """After `stop` there are threads, processes, open files, temporary files or tensors of more
         than a megabyte that weren't there before `start`. (Resources that only the very first start
@@ -151,7 +151,7 @@ class ExecutorSuite(
         left = before.left_behind() + left
         require(not left, f"after stop there is still: {', '.join(left)}")
 
-    @check("executor.healthy", since="0.1")
+    @check("executor.healthy", since="1.0")
     def test_check_is_quiet_while_all_is_well(self) -> None:
         """`check` raised although nothing is wrong. The server calls it repeatedly to see whether
         the engine is alive."""
@@ -163,7 +163,7 @@ class ExecutorSuite(
             bench.collect()
             require_quiet(bench.executor, "after a step")
 
-    @check("executor.dead_worker", since="0.1", capability="workers")
+    @check("executor.dead_worker", since="1.0", capability="workers")
     def test_a_dead_worker_is_reported(self) -> None:
         """One of its processes was killed, and `check` didn't report it. Watch the processes
         (`exitcode`, `poll`), raise `DovetailError` that names the dead one, and let `collect` raise
@@ -181,7 +181,7 @@ class ExecutorSuite(
                 time.sleep(0.01)
             fail(f"process {pid} was killed, and check() found all well for {NOTICES_S:g} seconds")
 
-    @check("executor.failure", since="0.1")
+    @check("executor.failure", since="1.0")
     def test_after_a_step_that_failed_it_says_so_or_goes_on_rightly(self) -> None:
         """A step was rejected (it requested more tokens of a row than are known), and afterwards
         `check` didn't raise, but the next valid step raised or gave wrong tokens, for this or
@@ -213,7 +213,7 @@ class ExecutorSuite(
                 for name in LENGTHS:
                     require_same(bench, name, expected[name], "after a step that was refused")
 
-    @check("executor.neighbours", since="0.1")
+    @check("executor.neighbours", since="1.0")
     def test_a_row_does_not_depend_on_its_neighbours(self) -> None:
         """A request generated other tokens beside others, in another row and in other blocks, than
         by itself. Look for state shared between rows, and for reads by position in the batch
@@ -233,7 +233,7 @@ class ExecutorSuite(
                     bench, name, expected[name], "beside others, in another row and other blocks"
                 )
 
-    @check("executor.ids_stay", since="0.1")
+    @check("executor.ids_stay", since="1.0")
     def test_sampled_ids_stay_with_their_row(self) -> None:
         """A request that kept its row generated other tokens than one that was added to a row again
         with all its tokens. While a request has a row the core sends no ids: the next input is the
@@ -254,7 +254,7 @@ class ExecutorSuite(
                     )
                     bench.remove(name)
 
-    @check("executor.chunks", since="0.1")
+    @check("executor.chunks", since="1.0")
     def test_a_prompt_in_chunks_is_the_prompt_at_once(self) -> None:
         """A prompt computed in chunks, beside decodes, gave other tokens than in one step. A chunk
         starts where the row has stopped, attends to everything before it, and samples only at the
@@ -274,7 +274,7 @@ class ExecutorSuite(
                     "the prompt of c in chunks of 1, 3, 16 and the rest, beside a",
                 )
 
-    @check("executor.idle", since="0.1")
+    @check("executor.idle", since="1.0")
     def test_a_row_that_sits_out_steps_is_kept(self) -> None:
         """A request without grants for some steps continued with other tokens. A row is held until
         a batch lists it in `removed`."""
@@ -287,7 +287,7 @@ class ExecutorSuite(
             for name in "ac":
                 require_same(bench, name, expected[name], "after steps in which it had no part")
 
-    @check("executor.row_reuse", since="0.1")
+    @check("executor.row_reuse", since="1.0")
     def test_a_row_given_away_begins_anew(self) -> None:
         """A row was removed and added in one batch, and the new request generated other tokens than
         by itself, or the step failed, or rows that stayed were affected. `removed` precedes
@@ -317,7 +317,7 @@ class ExecutorSuite(
                     bench, name, expected[name], "while b left its row and came back to it"
                 )
 
-    @check("executor.limits", since="0.1")
+    @check("executor.limits", since="1.0")
     def test_what_the_config_allows_can_be_used_up(self) -> None:
         """A step with the maximum number of rows or tokens, or a sequence of
         `Capacity.max_model_len`, failed or gave other tokens than small ones. Buffers must hold all

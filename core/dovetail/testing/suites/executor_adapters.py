@@ -36,7 +36,7 @@ Weights = Mapping[str, tuple[NDArray[np.float32], NDArray[np.float32]]]
 class ExecutorAdapters(ExecutorSubject):
     """LoRA adapters. `Capacity.adapters` tells whether an executor can use them."""
 
-    @check("executor.adapters", since="0.7", capability="adapters")
+    @check("executor.adapters", since="1.0", capability="adapters")
     def test_rows_with_different_adapters_share_steps(self) -> None:
         """In steps with rows of two adapters and of none, some in chunks, a request generated other
         tokens than alone; or what an adapter changed, changed nothing; or a request without one
@@ -70,7 +70,7 @@ class ExecutorAdapters(ExecutorSubject):
                     bench, name, expected[name], "beside rows with other adapters, and without"
                 )
 
-    @check("executor.adapter_merged", since="0.7", capability="adapters")
+    @check("executor.adapter_merged", since="1.0", capability="adapters")
     def test_an_adapter_computes_what_merged_weights_do(self) -> None:
         """With an adapter of all modules a request generated other tokens than without it on a
         model with (B A) added to the weights; or with an adapter of rank 0 or of zeros, other
@@ -101,7 +101,7 @@ class ExecutorAdapters(ExecutorSubject):
                             f"{expected}",
                         )
 
-    @check("executor.adapter_slots", since="0.7", capability="adapters")
+    @check("executor.adapter_slots", since="1.0", capability="adapters")
     def test_a_slot_may_get_another_adapter(self) -> None:
         """After a slot got another adapter, a request in it generated other tokens than with that
         adapter in another slot, or the step in flight, which used the one before, had other tokens

@@ -7,7 +7,7 @@ from dovetail.testing.suites.executor_subject import ExecutorSubject, require_sa
 class ExecutorBlocks(ExecutorSubject):
     """Blocks that are appended, shared and copied."""
 
-    @check("executor.new_blocks", since="0.1")
+    @check("executor.new_blocks", since="1.0")
     def test_blocks_are_appended_in_order(self) -> None:
         """Requests with growing tables generated other tokens. Append `new_pages` (group, row,
         page) to the tables of their rows and groups, in order, for any order of rows; another
@@ -45,7 +45,7 @@ class ExecutorBlocks(ExecutorSubject):
                     "on the blocks of another, which were appended to its table",
                 )
 
-    @check("executor.cached", since="0.1")
+    @check("executor.cached", since="1.0")
     def test_a_row_may_begin_on_blocks_that_others_wrote(self) -> None:
         """A request started with `computed` tokens in blocks written by another, before or in the
         same step, and generated other tokens than by itself. `computed` tokens need no work; write
@@ -71,7 +71,7 @@ class ExecutorBlocks(ExecutorSubject):
                 del bench.requests["a"].blocks[:2]  # they are still the other's
                 bench.remove("a")
 
-    @check("executor.shared_prefix", since="0.1", capability="shared_prefix")
+    @check("executor.shared_prefix", since="1.0", capability="shared_prefix")
     def test_a_shared_prefix_changes_no_token(self) -> None:
         """The executor declares `Capacity.shared_prefix`, and requests with
         `Batch.shared_prefix_blocks` generated other tokens than by themselves. Exactly these blocks
@@ -94,7 +94,7 @@ class ExecutorBlocks(ExecutorSubject):
             for name in prompts:
                 require_same(bench, name, expected[name], "with two blocks shared by all rows")
 
-    @check("executor.copies", since="0.1")
+    @check("executor.copies", since="1.0")
     def test_copies_run_in_order_and_before_the_step_writes(self) -> None:
         """A request started on copies of another's blocks and generated other tokens than by
         itself. Run copies in order (one may read what the previous one wrote), after the rows'

@@ -35,7 +35,7 @@ DRAFTERS: Mapping[str, Drafter] = {
 class ExecutorDrafts(ExecutorSubject):
     """Steps with drafts. `Capacity.max_lines` tells whether an executor checks them."""
 
-    @check("executor.drafts", since="0.6", capability="drafts")
+    @check("executor.drafts", since="1.0", capability="drafts")
     def test_drafts_change_no_token(self) -> None:
         """Requests with drafts generated other tokens than one by one, or got more or fewer of them
         than the drafts that were right, and one. A row keeps the tokens of its lines up to the
@@ -59,7 +59,7 @@ class ExecutorDrafts(ExecutorSubject):
                 bench.decode("b", "c", "a")
                 self._end(bench, expected, f"with drafts {which}")
 
-    @check("executor.drafts_beside", since="0.6", capability="drafts")
+    @check("executor.drafts_beside", since="1.0", capability="drafts")
     def test_rows_with_drafts_do_not_depend_on_others_nor_others_on_them(self) -> None:
         """In steps in which rows check different numbers of drafts, and others compute prompts,
         parts of these, or one token, a request generated other tokens than by itself; or one that
@@ -101,7 +101,7 @@ class ExecutorDrafts(ExecutorSubject):
             )
             self._end(bench, expected, "beside rows with more or fewer drafts, and prompts")
 
-    @check("executor.drafts_sampling", since="0.6", capability="drafts")
+    @check("executor.drafts_sampling", since="1.0", capability="drafts")
     def test_each_line_is_sampled_with_the_drafts_before_it(self) -> None:
         """With drafts, requests with a temperature, penalties, bad words or `min_tokens` generated
         other tokens than one by one. The n-th line of a row is sampled as if the drafts before it
@@ -135,7 +135,7 @@ class ExecutorDrafts(ExecutorSubject):
                     )
                 self._end(bench, expected, f"with drafts {which}")
 
-    @check("executor.drafts_logprobs", since="0.6", capability="drafts")
+    @check("executor.drafts_logprobs", since="1.0", capability="drafts")
     def test_each_yielded_token_has_its_log_probabilities(self) -> None:
         """`Result.logprobs` of a step with drafts must have a line for each token that its rows
         yielded, row by row, and none for other lines; with the log-probabilities that the token has
@@ -165,7 +165,7 @@ class ExecutorDrafts(ExecutorSubject):
                 told = f"without drafts a token's log-probabilities are {exact}, with them {line}"
                 require(exact is not None and bool(np.allclose(line, exact, atol=1e-4)), told)
 
-    @check("executor.drafts_masks", since="0.6", capability="drafts")
+    @check("executor.drafts_masks", since="1.0", capability="drafts")
     def test_masks_are_of_lines(self) -> None:
         """In a late step with drafts a line sampled a token that its mask forbids, or a line
         without a mask another than it would. `Masks.lines` counts all lines of the batch, row by
@@ -206,7 +206,7 @@ class ExecutorDrafts(ExecutorSubject):
             bench.prefill("a", "c")
             self._end(bench, {name: expected[name] for name in "ac"}, told)
 
-    @check("executor.drafts_limits", since="0.6", capability="drafts")
+    @check("executor.drafts_limits", since="1.0", capability="drafts")
     def test_as_many_lines_as_declared_can_be_checked(self) -> None:
         """A step with `Capacity.max_lines` lines, or with drafts up to the last token of the
         longest sequence, failed or gave other tokens."""

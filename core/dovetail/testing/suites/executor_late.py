@@ -18,7 +18,7 @@ from dovetail.testing.suites.executor_subject import (
 class ExecutorLate(ExecutorSubject):
     """Steps with sampling that waits for masks."""
 
-    @check("executor.late", since="0.3", capability="masks")
+    @check("executor.late", since="1.0", capability="masks")
     def test_a_late_step_without_masks_samples_as_any_other(self) -> None:
         """`late` steps sampled without a mask gave other tokens. `submit` of a late batch only runs
         the model, `sample` samples for the rows that yield a token."""
@@ -41,7 +41,7 @@ class ExecutorLate(ExecutorSubject):
             for name in LENGTHS:
                 require_same(bench, name, expected[name], "in late steps without masks")
 
-    @check("executor.masks", since="0.3", capability="masks")
+    @check("executor.masks", since="1.0", capability="masks")
     def test_masked_rows_sample_what_is_allowed_and_others_what_they_would(self) -> None:
         """A row sampled a token that its mask forbids; or not the most likely of two allowed ones,
         which it had sampled before; or a row without a mask sampled another token than by itself,
@@ -83,7 +83,7 @@ class ExecutorLate(ExecutorSubject):
                 bench, "c", expected["c"], "after a step with a mask, in late steps without one"
             )
 
-    @check("executor.masked_draws", since="0.3", capability="masks")
+    @check("executor.masked_draws", since="1.0", capability="masks")
     def test_a_masked_row_draws_among_what_is_allowed(self) -> None:
         """At a temperature at which nearly all tokens are likely, rows with two allowed ids drew
         another one, or all drew the same, or drew others when repeated with the same seeds. Apply
@@ -103,7 +103,7 @@ class ExecutorLate(ExecutorSubject):
             require(set(drawn) == set(allowed), told)
             require(drawn == again, f"{told}, and then {again}")
 
-    @check("executor.late_overlap", since="0.3", capability="masks")
+    @check("executor.late_overlap", since="1.0", capability="masks")
     def test_a_late_step_may_be_submitted_while_another_is_in_flight(self) -> None:
         """With two steps in flight, a late step was submitted before the results of the previous
         one were collected, and sampled afterwards, and its tokens differ. The next step reads the
@@ -126,7 +126,7 @@ class ExecutorLate(ExecutorSubject):
                 "sampled late, each mask allowing the token that it generates by itself",
             )
 
-    @check("executor.masked_logprobs", since="0.3", capability="logprobs")
+    @check("executor.masked_logprobs", since="1.0", capability="logprobs")
     def test_masks_leave_log_probabilities_as_they_are(self) -> None:
         """The log-probability of a token sampled under a mask isn't that of the unmasked
         distribution, or the most likely tokens aren't."""

@@ -13,7 +13,7 @@ from dovetail.testing.suites.executor_subject import LENGTHS, ExecutorSubject
 class ExecutorLogprobs(ExecutorSubject):
     """Log-probabilities of sampled tokens and of prompts."""
 
-    @check("executor.logprobs", since="0.1", capability="logprobs")
+    @check("executor.logprobs", since="1.0", capability="logprobs")
     def test_logprobs_are_of_the_rows_that_sample(self) -> None:
         """`Result.logprobs` must have a line for each row with `yields_token`, in order, if any row
         requests them, with 1 + k columns, where k is the largest number requested: column 0 is the
@@ -44,7 +44,7 @@ class ExecutorLogprobs(ExecutorSubject):
                     f"the rank of a greedy token is {result.logprobs.ranks[greedy]}, expected 1",
                 )
 
-    @check("executor.prompt_logprobs", since="0.1", capability="logprobs")
+    @check("executor.prompt_logprobs", since="1.0", capability="logprobs")
     def test_prompt_logprobs_are_of_the_token_after_each_one_computed(self) -> None:
         """The part `PromptLogprobs` must have, for i, a line for each token that the row at
         position i of the batch computed, about the known token after it (there is none after the

@@ -27,7 +27,7 @@ Vector = NDArray[np.float32]
 class ExecutorPooled(ExecutorSubject):
     """Rows that pool. `Capacity.pooling` tells whether an executor has any."""
 
-    @check("executor.pooled", since="0.7", capability="pooling")
+    @check("executor.pooled", since="1.0", capability="pooling")
     def test_a_row_pools_once_at_the_end_of_its_prompt(self) -> None:
         """The part `Pooled` must have one array, float32, for each row in `PoolingRows.due` and no
         other: as many numbers as `Capacity.pooling.size` says, or labels, in a row for each token
@@ -62,7 +62,7 @@ class ExecutorPooled(ExecutorSubject):
                 )
                 bench.remove("a", "c")
 
-    @check("executor.pooled_beside", since="0.7", capability="pooling")
+    @check("executor.pooled_beside", since="1.0", capability="pooling")
     def test_what_is_pooled_depends_on_the_prompt_alone(self) -> None:
         """A prompt in chunks, beside others, or in a row that another had before, pooled something
         else than by itself at once, by last token, mean or first token (`pooling.method`); or a
@@ -123,7 +123,7 @@ class ExecutorPooled(ExecutorSubject):
                         )
                     bench.remove("a", "b")
 
-    @check("executor.pooled_again", since="0.7", capability="pooling")
+    @check("executor.pooled_again", since="1.0", capability="pooling")
     def test_a_row_that_begins_again_pools_anew(self) -> None:
         """A prompt that was stopped halfway and given a row again pooled something else than at
         once. Nothing of the first attempt remains: with mean, first token and "token_" tasks it
@@ -165,7 +165,7 @@ class ExecutorPooled(ExecutorSubject):
                         )
                         bench.remove("c")
 
-    @check("executor.pooled_settings", since="0.7", capability="pooling")
+    @check("executor.pooled_settings", since="1.0", capability="pooling")
     def test_rows_differ_in_what_they_want(self) -> None:
         """In one step, rows want other sizes, or the numbers before the last function. `dimensions`
         keeps the leading numbers, and `activate` then normalizes them to length 1 if the model does
@@ -201,7 +201,7 @@ class ExecutorPooled(ExecutorSubject):
                     require_close(found, expected, f"a row with {pooling}, beside others")
                 bench.remove(*wanted)
 
-    @check("executor.pooled_failed", since="0.7", capability="pooling")
+    @check("executor.pooled_failed", since="1.0", capability="pooling")
     def test_a_row_whose_states_are_nan_fails_alone(self) -> None:
         """One request's hidden states were NaN. Only its row may be in `Result.failed`, and it must
         be, without a result; others in the step have theirs. (A checkpoint in several files isn't

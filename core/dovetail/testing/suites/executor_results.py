@@ -24,7 +24,7 @@ LEAST_SHARE = 0.01  # minimum share of device time in a long step, even if littl
 class ExecutorResults(ExecutorSubject):
     """Results, their order and their times."""
 
-    @check("executor.order", since="0.1")
+    @check("executor.order", since="1.0")
     def test_results_come_in_the_order_of_submission(self) -> None:
         """With the maximum number of steps in flight, `collect` of the oldest handle returned
         another step, or the tokens of another. Results are a queue; a step's samples must not be
@@ -47,7 +47,7 @@ class ExecutorResults(ExecutorSubject):
                     bench, name, expected[name], "with steps in flight, and others beside it"
                 )
 
-    @check("executor.results", since="0.1")
+    @check("executor.results", since="1.0")
     def test_each_row_of_the_batch_has_its_result(self) -> None:
         """`token_ids` must be [rows of the batch], in the order of `batch.rows`: an id of the
         vocabulary where `yields_token` is true, otherwise -1; `failed` must be empty if nothing
@@ -79,7 +79,7 @@ class ExecutorResults(ExecutorSubject):
             )
             require(not result.failed, f"nothing failed, and Result.failed is {result.failed}")
 
-    @check("executor.failed_row", since="0.3", capability="samples")
+    @check("executor.failed_row", since="1.0", capability="samples")
     def test_a_row_may_fail_alone(self) -> None:
         """The model's values for one row of a step were NaN, and the whole step failed, or
         `Result.failed` lists another position in the batch, or other rows generated other tokens
@@ -109,7 +109,7 @@ class ExecutorResults(ExecutorSubject):
                     "in the row and the blocks of one whose values were NaN",
                 )
 
-    @check("executor.batch_untouched", since="0.1")
+    @check("executor.batch_untouched", since="1.0")
     def test_a_batch_is_only_read(self) -> None:
         """The executor modified an array of its batch, which the core may reuse. Copy before
         modifying."""
@@ -138,7 +138,7 @@ class ExecutorResults(ExecutorSubject):
                     f"an array of the batch was {values} and is now {array.tolist()}",
                 )
 
-    @check("executor.ownership", since="0.3")
+    @check("executor.ownership", since="1.0")
     def test_results_are_the_cores_and_batches_no_longer_needed(self) -> None:
         """A result changed when later steps ran: results belong to the core, which may keep them.
         Or later tokens changed when the arrays of a batch were overwritten after its results were
@@ -178,7 +178,7 @@ class ExecutorResults(ExecutorSubject):
                     "collected",
                 )
 
-    @check("executor.durations", since="0.3")
+    @check("executor.durations", since="1.0")
     def test_a_step_takes_the_time_that_passes(self) -> None:
         """`ended - started` was a negligible part of the time between submit and collect of the
         largest possible step. They are seconds on the device; the estimates of step times that
@@ -201,7 +201,7 @@ class ExecutorResults(ExecutorSubject):
             )
             require(max(shares) >= LEAST_SHARE, f"{told}; at least one should take {LEAST_SHARE}")
 
-    @check("executor.times", since="0.1")
+    @check("executor.times", since="1.0")
     def test_times_are_those_of_the_engines_clock(self) -> None:
         """`Result.started` and `ended` must be between the submit and the collect of their step on
         `context.clock`, in this order, and a step must not end before the previous one, including
@@ -234,7 +234,7 @@ class ExecutorResults(ExecutorSubject):
                 all(one <= other for one, other in pairwise(ends)), f"steps ended at {ends[1:]}"
             )
 
-    @check("executor.virtual_clock", since="0.1", capability="virtual_clock")
+    @check("executor.virtual_clock", since="1.0", capability="virtual_clock")
     def test_a_virtual_clock_moves_only_in_collect(self) -> None:
         """The executor declares `virtual_clock`: `collect` must advance `context.clock` to the end
         of its step, and `start`, `submit` and `check` must not change it, since the core plans the

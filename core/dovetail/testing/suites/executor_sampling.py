@@ -15,7 +15,7 @@ SEEDS = 6
 class ExecutorSampling(ExecutorSubject):
     """Checks that the sampler is used; it has its own suite."""
 
-    @check("executor.sampling", since="0.3", capability="samples")
+    @check("executor.sampling", since="1.0", capability="samples")
     def test_each_row_is_sampled_by_its_own_parameters(self) -> None:
         """A row's `NewRow.sampling` was ignored, in whole or in part: rows were greedy that
         shouldn't be, or the other way round, or a rule had no effect. Pass each added row's

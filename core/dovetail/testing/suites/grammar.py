@@ -104,7 +104,7 @@ class GrammarSuite(Suite):
             else super().declares(capability)
         )
 
-    @check("grammar.mask", since="0.1")
+    @check("grammar.mask", since="1.0")
     def test_a_mask_has_just_what_may_come(self) -> None:
         """A mask allows a token that leads to no text of the language, or lacks one that does;
         including tokens that split a character or span several parts of the grammar, and other ids
@@ -112,7 +112,7 @@ class GrammarSuite(Suite):
         for case, matcher, text in self._places():
             self._require_mask(case, matcher, text)
 
-    @check("grammar.never_text", since="0.1")
+    @check("grammar.never_text", since="1.0")
     def test_what_is_no_text_never_comes(self) -> None:
         """A token with None or empty bytes is allowed; or a stop id because its bytes would fit,
         although the text isn't complete."""
@@ -123,7 +123,7 @@ class GrammarSuite(Suite):
             silent = {id for id in _allowed(matcher) - CONTEXT.stop_ids if not text_of(id)}
             require(not silent, f"ids {sorted(silent)} are allowed, which are never text")
 
-    @check("grammar.words", since="0.1")
+    @check("grammar.words", since="1.0")
     def test_all_words_are_written(self) -> None:
         """`fill` leaves old words, or sets bits beyond the vocabulary. Write every word, and clear
         the rest of the last one."""
@@ -140,7 +140,7 @@ class GrammarSuite(Suite):
                 not beyond.any(), f"with a vocabulary of {context.vocab_size}, bits beyond it are 1"
             )
 
-    @check("grammar.fill_pure", since="0.1")
+    @check("grammar.fill_pure", since="1.0")
     def test_filling_changes_nothing(self) -> None:
         """The second mask at a position differs from the first, or the answer continues differently
         after a mask was filled."""
@@ -160,7 +160,7 @@ class GrammarSuite(Suite):
                 f"{case}: the mask differs from that of an answer for which none was asked before",
             )
 
-    @check("grammar.accept", since="0.1")
+    @check("grammar.accept", since="1.0")
     def test_it_accepts_just_what_the_mask_allows(self) -> None:
         """`accept` returns False for a token that the mask allows, or True for one that it forbids
         (or that doesn't exist), or a rejected token changes the state."""
@@ -190,7 +190,7 @@ class GrammarSuite(Suite):
                     f"the mask allows",
                 )
 
-    @check("grammar.end", since="0.1")
+    @check("grammar.end", since="1.0")
     def test_nothing_comes_behind_a_stop_id(self) -> None:
         """A stop id isn't accepted where the text is complete; or after it a token is still allowed
         or forced, or `complete` is False; including after another answer of the same grammar has
@@ -220,7 +220,7 @@ class GrammarSuite(Suite):
                     for token in sorted(_allowed(other_matcher))[:1]:
                         other_matcher.accept(token)
 
-    @check("grammar.complete", since="0.1")
+    @check("grammar.complete", since="1.0")
     def test_complete_is_where_only_an_end_may_come(self) -> None:
         """`complete` is True although a token other than a stop id is allowed, or False where none
         is: the answer would run one step too long."""
@@ -231,7 +231,7 @@ class GrammarSuite(Suite):
                 f"{case}, after {text!r}: complete is {matcher.complete}",
             )
 
-    @check("grammar.rollback", since="0.1", capability="rollback")
+    @check("grammar.rollback", since="1.0", capability="rollback")
     def test_tokens_can_be_taken_back(self) -> None:
         """After `rollback` the masks differ from the previous ones, or those after replacing the
         removed tokens are wrong; a stop id can't be rolled back, or a rejected one is counted; or
@@ -314,7 +314,7 @@ class GrammarSuite(Suite):
                     f"which was refused, it isn't where it was",
                 )
 
-    @check("grammar.forced", since="0.1", capability="forced")
+    @check("grammar.forced", since="1.0", capability="forced")
     def test_forced_tokens_are_the_only_ones(self) -> None:
         """`forced` returns a token although another, or the end, is allowed (possibly with one stop
         id, or none); or it changes the matcher; or it never returns any, although it is
@@ -350,7 +350,7 @@ class GrammarSuite(Suite):
             "`forced`",
         )
 
-    @check("grammar.separate", since="0.1")
+    @check("grammar.separate", since="1.0")
     def test_matchers_dont_disturb_each_other(self) -> None:
         """Tokens accepted by one answer change the masks of another with the same grammar: they
         share mutable state."""
@@ -366,7 +366,7 @@ class GrammarSuite(Suite):
                     f"{case}: the first mask of an answer depends on where another one is",
                 )
 
-    @check("grammar.begin", since="0.1")
+    @check("grammar.begin", since="1.0")
     def test_an_answer_begins_at_once(self) -> None:
         """The fastest of several calls of `begin` took a millisecond or more. It is called while a
         step waits, for each sample of a request: move slow work to `compile`."""
@@ -389,7 +389,7 @@ class GrammarSuite(Suite):
                 f"takes microseconds",
             )
 
-    @check("grammar.same_text", since="0.1")
+    @check("grammar.same_text", since="1.0")
     def test_a_text_of_another_kind_is_another_spec(self) -> None:
         """Two specs with the same text, one of them a regular expression, or two regular
         expressions that differ in case or white space, have the same first mask: cache compiled
@@ -403,7 +403,7 @@ class GrammarSuite(Suite):
                     f"{specs[0]} and, compiled later, {specs[1]} have the same first mask",
                 )
 
-    @check("grammar.failed", since="0.1")
+    @check("grammar.failed", since="1.0")
     def test_an_answer_that_cant_go_on_fails_for_good_and_alone(self) -> None:
         """No token of the vocabulary fits, and the text isn't complete, but `fill` didn't raise
         `DovetailError` with a reason; or `fill`, `accept` or `forced` didn't after one of them had;
@@ -475,7 +475,7 @@ class GrammarSuite(Suite):
                         f"changed",
                     )
 
-    @check("grammar.threads", since="0.1")
+    @check("grammar.threads", since="1.0")
     def test_several_threads_compile_at_once(self) -> None:
         """Several threads compiled grammars at the same time, and one compilation raised or gave
         the masks of another grammar: don't share state between compilations."""
@@ -494,7 +494,7 @@ class GrammarSuite(Suite):
                 matcher.accept(token)
                 expected.accept(token)
 
-    @check("grammar.fill_many", since="0.1")
+    @check("grammar.fill_many", since="1.0")
     def test_many_masks_at_once_are_the_same(self) -> None:
         """`fill_many` writes other masks than `fill`, or to other rows; including if one of the
         answers has ended, or if there is only one."""
@@ -518,7 +518,7 @@ class GrammarSuite(Suite):
                     f"{where} isn't the one that fill writes: {_difference(found, wanted)}",
                 )
 
-    @check("grammar.no_stop_ids", since="0.1")
+    @check("grammar.no_stop_ids", since="1.0")
     def test_a_model_may_have_no_stop_id(self) -> None:
         """Without stop ids in the context, the backend can't be constructed, or a mask has other
         tokens than with them, or `complete` differs, or tokens can't be rolled back."""
@@ -540,7 +540,7 @@ class GrammarSuite(Suite):
                     f"{where}, and after taking all back: {_difference(found, wanted)}",
                 )
 
-    @check("grammar.refuses", since="0.1")
+    @check("grammar.refuses", since="1.0")
     def test_what_it_cant_do_it_refuses(self) -> None:
         """`compile` raises something other than `RequestError` for a spec that is invalid, or isn't
         regular, or describes no text; or it compiles it; or the error's text is empty. The text is
@@ -559,7 +559,7 @@ class GrammarSuite(Suite):
                         f"{'is wrong' if declared else 'is of a kind that the backend does not declare'}"
                     )
 
-    @check("grammar.grammars", since="0.1", capability="grammar")
+    @check("grammar.grammars", since="1.0", capability="grammar")
     def test_grammars_are_context_free(self) -> None:
         """Neither Lark's nor GBNF's syntax is compiled, or a grammar that counts (equally many "a"
         and "b") allows something else, possibly if the start rule isn't the first."""
@@ -572,7 +572,7 @@ class GrammarSuite(Suite):
                 self._require_mask(case, matcher, text)
         self.note(f"grammars in the syntax of {' and '.join(compiled)}")
 
-    @check("grammar.structural_tags", since="0.1", capability="structural_tag")
+    @check("grammar.structural_tags", since="1.0", capability="structural_tag")
     def test_structural_tags_follow_their_flags(self) -> None:
         """With `at_least_one`, `stop_after_first`, a `separator`, or two structures that begin with
         the same text, a mask is wrong. Reject options that aren't supported."""
@@ -580,7 +580,7 @@ class GrammarSuite(Suite):
             for text in case.language.examples():
                 self._require_mask(case, self._at(case.spec, text), text)
 
-    @check("grammar.regexes", since="0.1", capability="regex")
+    @check("grammar.regexes", since="1.0", capability="regex")
     def test_regular_expressions_are_those_of_python(self) -> None:
         """A regular expression matches a text that `re.fullmatch` with the flag ASCII doesn't, or
         the other way round. Check classes, alternatives where one is a prefix of the other,
@@ -597,7 +597,7 @@ class GrammarSuite(Suite):
                         f"{matches}",
                     )
 
-    @check("grammar.keywords", since="0.1", capability="json_schema")
+    @check("grammar.keywords", since="1.0", capability="json_schema")
     def test_each_keyword_is_followed_or_refused_wherever_it_stands(self) -> None:
         """A JSON Schema keyword was compiled, possibly within another schema, and a value that it
         forbids can be written, or one exactly at its limit can't. Lengths count code points, not
@@ -619,7 +619,7 @@ class GrammarSuite(Suite):
                             f"written",
                         )
 
-    @check("grammar.json_schema", since="0.1", capability="json_schema")
+    @check("grammar.json_schema", since="1.0", capability="json_schema")
     def test_json_follows_its_schema(self) -> None:
         """A value that satisfies the schema can't be written in any of the usual spellings, one
         that doesn't can, or an answer of random allowed tokens isn't JSON, or doesn't satisfy
@@ -632,7 +632,7 @@ class GrammarSuite(Suite):
                 require(not self._can_write(spec, value), f"{spec.text}: {value!r} can be written")
             self._require_answers(spec, known.follows, random.Random(number))
 
-    @check("grammar.json_object", since="0.1", capability="json_object")
+    @check("grammar.json_object", since="1.0", capability="json_object")
     def test_json_objects_are_objects(self) -> None:
         """An object can't be written in any of the usual spellings, something other than an object
         can, or a random answer isn't an object."""
@@ -643,7 +643,7 @@ class GrammarSuite(Suite):
             require(not self._can_write(spec, value), f"{value!r} can be written")
         self._require_answers(spec, lambda value: isinstance(value, dict), random.Random(0))
 
-    @check("grammar.white_space", since="0.1")
+    @check("grammar.white_space", since="1.0")
     def test_no_answer_runs_on_in_white_space(self) -> None:
         """In JSON, a hundred consecutive characters of white space are possible outside of strings.
         Models get stuck in it: bound it."""

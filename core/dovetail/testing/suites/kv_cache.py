@@ -91,21 +91,21 @@ class KVCacheSuite(Suite):
 
     # Ownership of blocks
 
-    @check("kv_cache.private", since="0.1")
+    @check("kv_cache.private", since="1.0")
     def test_no_request_reads_what_another_wrote(self) -> None:
         """A request read K and V of other tokens, or of other cache keys, than its own. A block may
         be overwritten only when no request holds it; it may be found only for exactly the tokens
         (all from the first on) and keys that it was written for."""
         self._explore("private")
 
-    @check("kv_cache.exclusive", since="0.1")
+    @check("kv_cache.exclusive", since="1.0")
     def test_a_new_block_is_nobodys(self) -> None:
         """`allocate` or `fork` returned a page that a table holds already, the same page twice, or
         one outside of the pool. Pin the prefix hit of every group before taking new blocks, and
         never evict a held block."""
         self._explore("exclusive")
 
-    @check("kv_cache.table", since="0.1")
+    @check("kv_cache.table", since="1.0")
     def test_a_table_has_as_many_blocks_as_its_tokens_need(self) -> None:
         """After `allocate(request, n)` the table of each group must have exactly
         `CacheGroup.blocks(n)` blocks of `pages_per_block` pages, including those of the prefix hit
@@ -113,32 +113,32 @@ class KVCacheSuite(Suite):
         without a slot."""
         self._explore("table")
 
-    @check("kv_cache.holes", since="0.3")
+    @check("kv_cache.holes", since="1.0")
     def test_no_block_that_a_query_sees_is_a_hole(self) -> None:
         """`allocate` or `fork` returned a `HOLE` for a page of a block that later tokens see
         (`CacheGroup.first_visible_block(cached)` and later), or for some pages of an earlier block
         but not for all."""
         self._explore("holes")
 
-    @check("kv_cache.tables", since="0.3")
+    @check("kv_cache.tables", since="1.0")
     def test_tables_are_what_was_given(self) -> None:
         """`tables` must return, by group, the pages that `allocate` and `fork` returned, in their
         order; for blocks released since, `HOLE` or any pages."""
         self._explore("tables")
 
-    @check("kv_cache.held_by_group", since="0.3")
+    @check("kv_cache.held_by_group", since="1.0")
     def test_pages_held_by_group_are_those_in_tables(self) -> None:
         """`PageCounts.held_by_group` must be empty, or the number of different pages in the tables
         of each group, as `held` is of all."""
         self._explore("held_by_group")
 
-    @check("kv_cache.counts", since="0.1")
+    @check("kv_cache.counts", since="1.0")
     def test_free_held_and_cached_are_all(self) -> None:
         """`counts` must always add up to the pool, with `held` the pages in tables, and
         `available_pages` must be free + cached: the step admits requests by these numbers."""
         self._explore("counts")
 
-    @check("kv_cache.no_leak", since="0.1")
+    @check("kv_cache.no_leak", since="1.0")
     def test_when_everybody_has_left_the_whole_pool_can_be_taken(self) -> None:
         """All requests have ended, but pages are still held, or a request that needs the whole pool
         doesn't get it. `free` must return every page of a table, including those of shared, copied
@@ -146,25 +146,25 @@ class KVCacheSuite(Suite):
         run out."""
         self._explore("no_leak")
 
-    @check("kv_cache.lawful", since="0.1")
+    @check("kv_cache.lawful", since="1.0")
     def test_no_lawful_call_raises(self) -> None:
         """A valid call raised: `free` of a request without blocks, `trim` with nothing to trim,
         `commit` of committed tokens, an id reused after its request ended, …"""
         self._explore("lawful")
 
-    @check("kv_cache.integrity", since="0.1")
+    @check("kv_cache.integrity", since="1.0")
     def test_the_books_are_found_in_order(self) -> None:
         """`check_integrity` raised after valid calls: the state is inconsistent, or the check
         rejects a valid state (a block in two tables, a trimmed table)."""
         self._explore("integrity")
 
-    @check("kv_cache.request_untouched", since="0.1")
+    @check("kv_cache.request_untouched", since="1.0")
     def test_requests_are_only_read(self) -> None:
         """The manager modified a request or its tokens. Keep per-request state in your own table,
         by id, until `free`."""
         self._explore("request_untouched")
 
-    @check("kv_cache.forgets", since="0.1")
+    @check("kv_cache.forgets", since="1.0")
     def test_requests_that_ended_are_forgotten(self) -> None:
         """The manager keeps requests that were freed, or their ids, so that a server's memory grows
         forever. In `free`, drop all state of a request, including that from `lookup`, even if it
@@ -185,13 +185,13 @@ class KVCacheSuite(Suite):
             f"ids",
         )
 
-    @check("kv_cache.answers", since="0.1")
+    @check("kv_cache.answers", since="1.0")
     def test_answers_are_the_callers(self) -> None:
         """`Allocation.pages` isn't a tuple of ints for each group, or a result of `take_copies`
         changed afterwards. Return values, not a list that you keep modifying."""
         self._explore("answers")
 
-    @check("kv_cache.misuse", since="0.1")
+    @check("kv_cache.misuse", since="1.0")
     def test_misuse_is_refused(self) -> None:
         """`tables`, `commit`, `uncommit`, `fork` and `trim` of a request that holds no blocks, or
         such a request in `without`, `fork` into one that holds blocks, and `allocate` for fewer
@@ -243,7 +243,7 @@ class KVCacheSuite(Suite):
 
     # Answers to a step
 
-    @check("kv_cache.failed_allocate", since="0.1")
+    @check("kv_cache.failed_allocate", since="1.0")
     def test_an_allocation_that_fails_changes_nothing(self) -> None:
         """`allocate` returned None but changed the counts, or what lookups find, or then rejected
         fewer tokens, which would fit. Check that the blocks suffice before taking the first, and
@@ -266,21 +266,21 @@ class KVCacheSuite(Suite):
                     fail(f"{told} was refused two blocks: {error}")
         self._explore("failed_allocate")
 
-    @check("kv_cache.pages_needed", since="0.1")
+    @check("kv_cache.pages_needed", since="1.0")
     def test_an_allocation_takes_what_was_foretold(self) -> None:
         """`allocate` must succeed exactly if `pages_needed` is at most `available_pages`, and take
         exactly that many: the pages of a hit on a cached block count, since they are no longer
         available; those of a hit on a held one don't."""
         self._explore("pages_needed")
 
-    @check("kv_cache.pages_needed_without", since="0.2")
+    @check("kv_cache.pages_needed_without", since="1.0")
     def test_pages_needed_without_others_count_what_freeing_them_gives_back(self) -> None:
         """`pages_needed(…, without=others)` must equal `pages_needed` after freeing these, minus
         the pages that this makes available: those in no other table, each counted once. A hit on
         one of these counts again. A step preempts by this number."""
         self._explore("pages_needed_without")
 
-    @check("kv_cache.pure", since="0.1")
+    @check("kv_cache.pure", since="1.0")
     def test_questions_change_nothing(self) -> None:
         """`lookup`, `pages_needed` and `counts` must change nothing, not even the order of
         eviction; and two managers with the same calls must behave the same (draw randomness only
@@ -289,13 +289,13 @@ class KVCacheSuite(Suite):
 
     # Lookups
 
-    @check("kv_cache.hit_length", since="0.1")
+    @check("kv_cache.hit_length", since="1.0")
     def test_a_hit_is_whole_blocks_and_leaves_a_token_to_compute(self) -> None:
         """`lookup` must be a multiple of `KVLayout.hit_tokens` and less than the request's known
         tokens: the last one has to be computed, or there would be nothing to sample from."""
         self._explore("hit_length")
 
-    @check("kv_cache.hit", since="0.1")
+    @check("kv_cache.hit", since="1.0")
     def test_only_what_was_committed_is_found(self) -> None:
         """`lookup` found tokens that weren't committed under the same `cache_keys` since the last
         `reset`, or any for a request that asks for prompt logprobs, or without the capability
@@ -317,7 +317,7 @@ class KVCacheSuite(Suite):
             )
         self._explore("hit")
 
-    @check("kv_cache.reuse", since="0.1", capability="reuse")
+    @check("kv_cache.reuse", since="1.0", capability="reuse")
     def test_a_computed_prompt_is_found_up_to_where_it_differs(self) -> None:
         """A prompt was computed, nothing was evicted, and a request with the same beginning,
         running or after the first ended, didn't find exactly the full blocks before the first
@@ -390,7 +390,7 @@ class KVCacheSuite(Suite):
                 "all of whose blocks that its last token sees are held; those before are taken",
             )
 
-    @check("kv_cache.same_step", since="0.1", capability="reuse")
+    @check("kv_cache.same_step", since="1.0", capability="reuse")
     def test_a_prefix_is_shared_within_the_step_that_computes_it(self) -> None:
         """Blocks committed by one grant must be found by the next request of the same step, and
         then be held by both: the backend writes the K and V of the whole batch before it
@@ -417,7 +417,7 @@ class KVCacheSuite(Suite):
                 f"its own",
             )
 
-    @check("kv_cache.generated", since="0.1", capability="reuse")
+    @check("kv_cache.generated", since="1.0", capability="reuse")
     def test_generated_tokens_are_found_like_those_of_the_prompt(self) -> None:
         """A request generated tokens, they were committed, it was freed, and they weren't found: by
         itself (resumed after preemption) or by another with them in its prompt (the next turn of a
@@ -433,7 +433,7 @@ class KVCacheSuite(Suite):
             turn = make_request("turn", [*range(block_size + 1), *range(100, 101 + block_size)])
             self._finds(kv, turn, 2 * block_size, "whose prompt another generated")
 
-    @check("kv_cache.cache_keys", since="0.1", capability="reuse")
+    @check("kv_cache.cache_keys", since="1.0", capability="reuse")
     def test_requests_with_different_cache_keys_share_nothing(self) -> None:
         """The same tokens were found under other `cache_keys` (adapters, salts of tenants who must
         not see each other), or not under equal ones. The keys are a sequence: ("a", "b") is neither
@@ -450,7 +450,7 @@ class KVCacheSuite(Suite):
                     f"with cache_keys {others}, computed under {keys}",
                 )
 
-    @check("kv_cache.prompt_logprobs", since="0.1", capability="reuse")
+    @check("kv_cache.prompt_logprobs", since="1.0", capability="reuse")
     def test_a_request_for_prompt_logprobs_finds_nothing(self) -> None:
         """Logprobs of a prompt require computing all of it: `lookup` must be 0 if
         `request.params.prompt_logprobs` isn't None (0 is a request, too), and `allocate` must pin
@@ -466,7 +466,7 @@ class KVCacheSuite(Suite):
                 f"with prompt_logprobs={wanted}, allocate answered {allocation}",
             )
 
-    @check("kv_cache.uncommit", since="0.1", capability="reuse")
+    @check("kv_cache.uncommit", since="1.0", capability="reuse")
     def test_what_is_uncommitted_is_not_found(self) -> None:
         """Tokens were committed on grant, the grant was revoked, `uncommit` was called, and they
         were found; or tokens were dropped that weren't covered, or that another request
@@ -534,7 +534,7 @@ class KVCacheSuite(Suite):
                 f"whose prefix a sample shares with its parent, after uncommit(sample, {upto})",
             )
 
-    @check("kv_cache.reset", since="0.1", capability="reuse")
+    @check("kv_cache.reset", since="1.0", capability="reuse")
     def test_after_a_reset_nothing_old_is_found(self) -> None:
         """`reset` means that the weights have changed: no block cached or held before may be found,
         nor what a request running at that time commits later, since it depends on old values.
@@ -638,7 +638,7 @@ class KVCacheSuite(Suite):
 
     # Forks and windows
 
-    @check("kv_cache.fork", since="0.1", capability="fork")
+    @check("kv_cache.fork", since="1.0", capability="fork")
     def test_a_fork_shares_the_full_blocks(self) -> None:
         """The child's tables must begin with the parent's full blocks and have own blocks for
         partial ones; `cached` is the number of tokens. Blocks that the parent has released, or that
@@ -667,7 +667,7 @@ class KVCacheSuite(Suite):
             f"{told}: what was released can't be shared",
         )
 
-    @check("kv_cache.fork_copies", since="0.1", capability="fork")
+    @check("kv_cache.fork_copies", since="1.0", capability="fork")
     def test_a_fork_copies_the_partial_block(self) -> None:
         """The tokens of the partial block weren't in the child's copy of it. `take_copies` must
         return a copy of each of its pages once, in the order of the forks, from the parent's page
@@ -710,13 +710,13 @@ class KVCacheSuite(Suite):
             require(not again, f"take_copies, called again, returned {again}")
         self._explore("fork_copies")
 
-    @check("kv_cache.failed_fork", since="0.1", capability="fork")
+    @check("kv_cache.failed_fork", since="1.0", capability="fork")
     def test_a_fork_that_fails_changes_nothing(self) -> None:
         """`fork` returned None for lack of pages for the copies, but changed the counts, or what
         lookups find. Take those pages first."""
         self._explore("failed_fork")
 
-    @check("kv_cache.trim", since="0.1", capability="trim")
+    @check("kv_cache.trim", since="1.0", capability="trim")
     def test_trim_lets_go_of_the_blocks_that_no_query_will_see(self) -> None:
         """`trim(request, computed)` must release, in each group with a window, exactly the blocks
         before `first_visible_block(computed)`, with all their pages: fewer waste memory, and one
@@ -726,14 +726,14 @@ class KVCacheSuite(Suite):
 
     # States
 
-    @check("kv_cache.states", since="0.4", capability="states")
+    @check("kv_cache.states", since="1.0", capability="states")
     def test_nobody_goes_on_from_a_state_that_is_not_its_own(self) -> None:
         """A request went on from another state than that after its own tokens. Its live state is
         one block, the same from the first `allocate` to `free`, and of nobody else; tokens
         generated later don't move it."""
         self._explore("states")
 
-    @check("kv_cache.state_copies", since="0.4", capability="states")
+    @check("kv_cache.state_copies", since="1.0", capability="states")
     def test_a_hit_copies_the_checkpoint_to_the_live_state(self) -> None:
         """A request that had found a prefix didn't start from the checkpoint after exactly these
         tokens. `allocate` must queue one copy for each of its pages, from the checkpoint's to the
@@ -773,7 +773,7 @@ class KVCacheSuite(Suite):
                 )
         self._explore("state_copies")
 
-    @check("kv_cache.checkpoints", since="0.4", capability="states")
+    @check("kv_cache.checkpoints", since="1.0", capability="states")
     def test_a_step_writes_a_checkpoint_of_what_it_computes(self) -> None:
         """`take_checkpoints` returned a checkpoint of a request that isn't in the step, two of one
         request, one after tokens that the step doesn't compute or that aren't whole blocks, or in
@@ -788,7 +788,7 @@ class KVCacheSuite(Suite):
             )
         self._explore("checkpoints")
 
-    @check("kv_cache.checkpoint_found", since="0.4", capability="states")
+    @check("kv_cache.checkpoint_found", since="1.0", capability="states")
     def test_a_checkpoint_is_found_once_its_step_is_submitted(self) -> None:
         """A prefix was found without a checkpoint, or before `take_checkpoints` had returned it; or
         a checkpoint wasn't found afterwards by a request with the same tokens before it, was found
@@ -830,7 +830,7 @@ class KVCacheSuite(Suite):
                 "with other cache_keys than those of the checkpoint",
             )
 
-    @check("kv_cache.checkpoint_dropped", since="0.4", capability="states")
+    @check("kv_cache.checkpoint_dropped", since="1.0", capability="states")
     def test_a_checkpoint_that_is_not_written_is_dropped(self) -> None:
         """A checkpoint was returned by `take_checkpoints` or found, or its pages stayed held,
         though before the step was submitted its request was freed, its tokens were uncommitted, or

@@ -105,7 +105,7 @@ class LogitsProcessorSuite(Suite):
     ) -> ProcessorBench:
         return ProcessorBench(self.make, lines, places, device=self.place, **fields)
 
-    @check("logits_processor.arguments", since="0.1")
+    @check("logits_processor.arguments", since="1.0")
     def test_arguments(self) -> None:
         """`Arguments` isn't a pydantic model that forbids unknown keys, or doesn't accept its own
         values. They are validated when a request arrives, sent to the ranks as JSON
@@ -125,7 +125,7 @@ class LogitsProcessorSuite(Suite):
                 f'`model_config = ConfigDict(extra="forbid")`'
             )
 
-    @check("logits_processor.bad_arguments", since="0.1")
+    @check("logits_processor.bad_arguments", since="1.0")
     def test_bad_arguments(self) -> None:
         """An invalid value of an argument was accepted, and `update` or `apply` raised, other rows
         changed, or the largest logit wasn't finite afterwards; or `Arguments` raised something else
@@ -208,7 +208,7 @@ class LogitsProcessorSuite(Suite):
         require_same(fine, found[[0, 2]], expected, f"{told} from a neighbour")
         _require_usable(found, told)
 
-    @check("logits_processor.examples", since="0.1")
+    @check("logits_processor.examples", since="1.0")
     def test_examples(self) -> None:
         """The examples of the suite change no logit, so the suite proves nothing: set `arguments`,
         a list of mappings. Or the largest logit isn't finite afterwards, which ends the request
@@ -223,7 +223,7 @@ class LogitsProcessorSuite(Suite):
         )
         _require_usable(after, "an example")
 
-    @check("logits_processor.banned", since="0.1")
+    @check("logits_processor.banned", since="1.0")
     def test_banned(self) -> None:
         """A logit of -inf was raised. Such a token can't be sampled, by the request's rules or its
         grammar; add to logits, or use `masked_fill` with -inf, but don't assign other values."""
@@ -238,7 +238,7 @@ class LogitsProcessorSuite(Suite):
                 f"was changed",
             )
 
-    @check("logits_processor.others", since="0.1")
+    @check("logits_processor.others", since="1.0")
     def test_others(self) -> None:
         """Logits of a row that didn't ask, or of padding, were changed; even the bits of NaN and -0
         must stay. Adding 0 and multiplying by 1 change them on some devices: use `torch.where`, or
@@ -274,7 +274,7 @@ class LogitsProcessorSuite(Suite):
                 _bits_equal(after[padding], before[padding]), "the logits of padding were changed"
             )
 
-    @check("logits_processor.batch", since="0.1")
+    @check("logits_processor.batch", since="1.0")
     def test_batch(self) -> None:
         """A line's logits depend on the other lines of the step: their number, content, order, or
         padding. Sums over the vocabulary (`sum`, `std`, `softmax`) may round differently in another
@@ -311,7 +311,7 @@ class LogitsProcessorSuite(Suite):
                 f"alone, of {LARGE_VOCAB} tokens",
             )
 
-    @check("logits_processor.row", since="0.1")
+    @check("logits_processor.row", since="1.0")
     def test_row(self) -> None:
         """A line's logits depend on the index of its row."""
         lines, places = self.lines()
@@ -324,7 +324,7 @@ class LogitsProcessorSuite(Suite):
             "in another row",
         )
 
-    @check("logits_processor.lines", since="0.1")
+    @check("logits_processor.lines", since="1.0")
     def test_lines(self) -> None:
         """A line after drafts doesn't get what a row gets whose output ends with these, bit for
         bit. The drafts are in the history, after `num_tokens`; `history.lengths(lines)` is the
@@ -338,7 +338,7 @@ class LogitsProcessorSuite(Suite):
             "compared with a row that ends with the drafts",
         )
 
-    @check("logits_processor.stale_history", since="0.1")
+    @check("logits_processor.stale_history", since="1.0")
     def test_stale_history(self) -> None:
         """A line's logits depend on what its row of the history holds after its tokens, or on other
         rows' tokens. Read only the first `lengths(lines)` of its row."""
@@ -355,7 +355,7 @@ class LogitsProcessorSuite(Suite):
         loud.history.num_tokens[loud.max_rows] = WIDTH - MOST_DRAFTS
         require_same(lines, loud.apply(), quiet.apply(), "with other tokens after the row's own")
 
-    @check("logits_processor.stateless", since="0.1")
+    @check("logits_processor.stateless", since="1.0")
     def test_stateless(self) -> None:
         """A line's logits changed when the processor was called again, after other calls, after
         drafts that were rejected, or in another instance. Keep nothing from one call to the next,
@@ -383,7 +383,7 @@ class LogitsProcessorSuite(Suite):
             "after its drafts were replaced",
         )
 
-    @check("logits_processor.preemption", since="0.1")
+    @check("logits_processor.preemption", since="1.0")
     def test_preemption(self) -> None:
         """A request that was preempted and resumed in another row, with its history rebuilt, got
         other logits."""
@@ -402,7 +402,7 @@ class LogitsProcessorSuite(Suite):
         bench.update([], lines, range(count, 2 * count))
         require_same(lines, bench.apply(range(count, 2 * count)), before, "after a preemption")
 
-    @check("logits_processor.reused_rows", since="0.1")
+    @check("logits_processor.reused_rows", since="1.0")
     def test_reused_rows(self) -> None:
         """`update` kept state of a row's previous request, raised for an unknown row, or didn't
         start rows that are both removed and added. Removals come first. It may also be called again
@@ -427,7 +427,7 @@ class LogitsProcessorSuite(Suite):
         bench.update([], lines)
         require_same(lines, bench.apply(), self.bench(lines, places).apply(), "added again")
 
-    @check("logits_processor.read_only", since="0.1")
+    @check("logits_processor.read_only", since="1.0")
     def test_read_only(self) -> None:
         """The history, `lines`, a row's arguments or the list of rows was changed, but only
         `logits` may be."""
@@ -451,7 +451,7 @@ class LogitsProcessorSuite(Suite):
             "the arguments of a row were changed",
         )
 
-    @check("logits_processor.sizes", since="0.1")
+    @check("logits_processor.sizes", since="1.0")
     def test_sizes(self) -> None:
         """It failed at a limit, or the result depends on it: a vocabulary of 1 or 3 tokens, one
         row, histories of one token or that fill their row, no drafts, no lines, or many times more
@@ -495,7 +495,7 @@ class LogitsProcessorSuite(Suite):
         ]
         yield from (short[:1], full[:1], [*short, *full])
 
-    @check("logits_processor.extremes", since="0.1")
+    @check("logits_processor.extremes", since="1.0")
     def test_extremes(self) -> None:
         """Logits of NaN, inf or -inf in a row made `apply` raise, or changed other rows."""
         lines, _ = self.lines(drafts=False)
@@ -506,7 +506,7 @@ class LogitsProcessorSuite(Suite):
             found = self.bench([*lines, *broken, *partly]).apply()
             require_same(lines, found[: len(lines)], expected, f"beside rows of {value}")
 
-    @check("logits_processor.replayed", since="0.1", capability="cuda_graph")
+    @check("logits_processor.replayed", since="1.0", capability="cuda_graph")
     def test_replayed(self) -> None:
         """The operations of `apply`, recorded and replayed for other lines, arguments and
         histories, didn't give what `apply` does then: it read a value on the host, or a buffer that
@@ -525,7 +525,7 @@ class LogitsProcessorSuite(Suite):
 
         self._require_replays(record)
 
-    @check("logits_processor.graph", since="0.1", capability="cuda_graph")
+    @check("logits_processor.graph", since="1.0", capability="cuda_graph")
     def test_graph(self) -> None:
         """A CUDA graph of `apply` can't be captured, or its replay for other lines, arguments and
         histories doesn't give what `apply` does then."""

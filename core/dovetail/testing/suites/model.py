@@ -108,7 +108,7 @@ class ModelSuite(Suite):
 
     # ---- numbers
 
-    @check("model.transformers", since="0.1")
+    @check("model.transformers", since="1.0")
     def test_transformers(self) -> None:
         """Hidden states (after the last norm) or logits differ from transformers' in float32.
         Compare layer by layer, starting at the embedding: norms and their eps, rotary embedding,
@@ -131,7 +131,7 @@ class ModelSuite(Suite):
                     "logits() of some rows differ from those rows of all logits",
                 )
 
-    @check("model.config_fields", since="0.1")
+    @check("model.config_fields", since="1.0")
     def test_config_fields(self) -> None:
         """A config field that changes the numbers was accepted, and the numbers differ from
         transformers'. Implement it, or name it in `reasons_against`. Extreme values count, too: an
@@ -167,7 +167,7 @@ class ModelSuite(Suite):
                         f"transformers'",
                     )
 
-    @check("model.unknown_fields", since="0.1")
+    @check("model.unknown_fields", since="1.0")
     def test_unknown_fields(self) -> None:
         """A field unknown to the architecture was ignored, although it may change the numbers (a
         softcap, a scale, a weight format). Reject fields by name unless they are known to be
@@ -185,7 +185,7 @@ class ModelSuite(Suite):
                     f"a config with {field} = {value} isn't refused by that name: {reasons}",
                 )
 
-    @check("model.rope_types", since="0.1")
+    @check("model.rope_types", since="1.0")
     def test_unknown_ropes(self) -> None:
         """An unknown rope type, or an unknown parameter of a rope type, was ignored: positions
         would be those of another model. Reject it by name."""
@@ -214,7 +214,7 @@ class ModelSuite(Suite):
 
     # ---- steps
 
-    @check("model.positions", since="0.1", capability="causal")
+    @check("model.positions", since="1.0", capability="causal")
     def test_positions(self) -> None:
         """Two steps with the same number of tokens and the same first position had the same
         rotation, although other positions differ. Key anything cached between steps by all
@@ -243,7 +243,7 @@ class ModelSuite(Suite):
                 f"position",
             )
 
-    @check("model.owns_nothing", since="0.1")
+    @check("model.owns_nothing", since="1.0")
     def test_inputs_and_results_are_the_callers(self) -> None:
         """`forward` or `logits` modified its input; or its result is something that it reads again,
         so that a caller that overwrites it (a sampler may overwrite logits) changes later ones; or
@@ -284,7 +284,7 @@ class ModelSuite(Suite):
                 again, expected[wanted], "logits after the caller has overwritten earlier results"
             )
 
-    @check("model.chunks", since="0.1", capability="causal")
+    @check("model.chunks", since="1.0", capability="causal")
     def test_chunks(self) -> None:
         """A prompt computed in chunks gives other logits than at once. Use the given positions
         instead of counting, and keep nothing between calls."""
@@ -299,7 +299,7 @@ class ModelSuite(Suite):
                 f"whole",
             )
 
-    @check("model.decode", since="0.1", capability="causal")
+    @check("model.decode", since="1.0", capability="causal")
     def test_decode(self) -> None:
         """Tokens computed one by one give other logits than in one forward pass."""
         for config, reference, bench in self.pairs():
@@ -316,7 +316,7 @@ class ModelSuite(Suite):
                     f"those of the whole",
                 )
 
-    @check("model.prefix", since="0.1", capability="causal")
+    @check("model.prefix", since="1.0", capability="causal")
     def test_prefix(self) -> None:
         """A sequence whose first K and V come from another one (a prefix hit) gives other logits
         than if computed. A hit starts at a position that the model has never seen in this
@@ -335,7 +335,7 @@ class ModelSuite(Suite):
                 f"are recomputed",
             )
 
-    @check("model.ragged", since="0.1")
+    @check("model.ragged", since="1.0")
     def test_ragged(self) -> None:
         """Sequences that share a step give other logits than by themselves. A step is a flat list
         of tokens of several sequences, each with its position; only attention knows which belong
@@ -387,7 +387,7 @@ class ModelSuite(Suite):
             )
             assert_close(bench.logits(bench.step(*falling)), torch.cat(expected), told)
 
-    @check("model.states", since="0.3")
+    @check("model.states", since="1.0")
     def test_states(self) -> None:
         """The states of recurrent layers after the same tokens differ with the steps that computed
         these: whole, in chunks of 1, 7 and the rest, over the states of an earlier request, beside
@@ -452,7 +452,7 @@ class ModelSuite(Suite):
                 told = f"{one.what}, of {_told(config)}, differ from those of one step"
                 assert_close(one.found, one.expected, told)
 
-    @check("model.wanted", since="0.2")
+    @check("model.wanted", since="1.0")
     def test_wanted(self) -> None:
         """With `wanted`, `forward` doesn't return the states of those tokens, in that order, equal
         to those without it; or a later step misses K and V of the others: these must be written in
@@ -512,7 +512,7 @@ class ModelSuite(Suite):
             none = bench.step(Chunk("none", tokens, 0))
             assert_close(none, zeros, f"hidden states of {_told(config)} with types None and all 0")
 
-    @check("model.taps", since="0.4", capability="taps")
+    @check("model.taps", since="1.0", capability="taps")
     def test_taps(self) -> None:
         """`forward_tapped` doesn't return the residual stream of all tokens after the first t
         layers for a tap t, and the final states for the number of layers, one after the other, as
@@ -553,7 +553,7 @@ class ModelSuite(Suite):
                     states, expected, f"states of {told} at taps are changed by later steps"
                 )
 
-    @check("model.side_by_side", since="0.1")
+    @check("model.side_by_side", since="1.0")
     def test_side_by_side(self) -> None:
         """A second model in the process changed the results of the first: state is kept outside of
         the module that `build` returned."""
@@ -571,7 +571,7 @@ class ModelSuite(Suite):
 
     # ---- weights
 
-    @check("model.weight_names", since="0.1")
+    @check("model.weight_names", since="1.0")
     def test_weight_names(self) -> None:
         """`weights()` doesn't list exactly the tensors of a checkpoint, with parameters that have
         `load`; only those that may be missing (a tied head) are optional."""
@@ -607,7 +607,7 @@ class ModelSuite(Suite):
                 f"{missing}",
             )
 
-    @check("model.weight_use", since="0.1")
+    @check("model.weight_use", since="1.0")
     def test_weight_use(self) -> None:
         """A tensor of the checkpoint is read but doesn't affect the numbers, or was never loaded
         into its parameter."""
@@ -644,7 +644,7 @@ class ModelSuite(Suite):
                 f"{_told(config)}: another {name} in the checkpoint changes no logit",
             )
 
-    @check("model.weight_complete", since="0.1")
+    @check("model.weight_complete", since="1.0")
     def test_weight_complete(self) -> None:
         """Something that affects the numbers isn't loaded: they change with the previous content of
         the parameters' memory. `build` leaves parameters uninitialized; each part of each needs a
@@ -662,7 +662,7 @@ class ModelSuite(Suite):
                 f"written to",
             )
 
-    @check("model.checkpoint", since="0.1")
+    @check("model.checkpoint", since="1.0")
     def test_checkpoint(self) -> None:
         """A checkpoint can't be loaded from its files, or then gives other logits than
         transformers. Dovetail reads safetensors files by `weights()`: `parameter.load` gets a
@@ -689,7 +689,7 @@ class ModelSuite(Suite):
             fail(f"a checkpoint of {_told(config)} can't be loaded: {describe(error)}")
         return bench
 
-    @check("model.tied", since="0.1", capability="causal")
+    @check("model.tied", since="1.0", capability="causal")
     def test_tied(self) -> None:
         """With `tie_word_embeddings` the head is the embedding, whether the checkpoint has one of
         the two or both; otherwise it has separate weights. Let both rules name one parameter, the
@@ -720,7 +720,7 @@ class ModelSuite(Suite):
 
     # ---- ranks, specs and dtypes
 
-    @check("model.shards", since="0.1", capability="tensor_parallel")
+    @check("model.shards", since="1.0", capability="tensor_parallel")
     def test_shards(self) -> None:
         """Split over 2 or 4 ranks, the model gives other logits than unsplit, or different ones by
         rank. Reduce row-parallel sums once (only one rank adds a bias), repeat K and V heads if
@@ -745,7 +745,7 @@ class ModelSuite(Suite):
     ) -> torch.Tensor:
         return Bench(self.arch, config, tensors, parallel=group).run(tokens)
 
-    @check("model.layer_specs", since="0.1")
+    @check("model.layer_specs", since="1.0")
     def test_layer_specs(self) -> None:
         """`layer_specs` isn't what `build` passes to `make_attention`, in the same order and for
         the same rank: the KV pool would have another shape than the model."""
@@ -757,7 +757,7 @@ class ModelSuite(Suite):
                         f"{_told(config)}: layer_specs says {specs}, build() made {made}",
                     )
 
-    @check("model.state_specs", since="0.3")
+    @check("model.state_specs", since="1.0")
     def test_state_specs(self) -> None:
         """`state_specs` isn't what `build` passes to `make_state`, in the same order and for the
         same rank: the pool would have no room for the states."""
@@ -769,7 +769,7 @@ class ModelSuite(Suite):
                         f"{_told(config)}: state_specs says {specs}, build() made {made}",
                     )
 
-    @check("model.max_len", since="0.1")
+    @check("model.max_len", since="1.0")
     def test_max_len(self) -> None:
         """Built for shorter sequences than the model allows (`BuildContext.max_len`), it gives
         other logits, or fails at the last position."""
@@ -796,7 +796,7 @@ class ModelSuite(Suite):
             self.arch, config, None, parallel=group
         ).made
 
-    @check("model.dtype", since="0.1")
+    @check("model.dtype", since="1.0")
     def test_dtype(self) -> None:
         """Parameters and hidden states don't have the requested dtype, or half precision is
         inaccurate: compute norms, rotary embedding and softmax in float32, as squares of large

@@ -127,7 +127,7 @@ class ObserverSuite(Suite):
     kind = "observer"
 
     # First, since process-wide changes by an observer happen only once.
-    @check("observer.process_untouched", since="0.1")
+    @check("observer.process_untouched", since="1.0")
     def test_what_belongs_to_the_whole_process_is_left_alone(self) -> None:
         """The observer changed process-wide state: the seeds of `random` or numpy, the environment,
         the working directory, the import path, standard output, signal handlers, exception hooks,
@@ -151,7 +151,7 @@ class ObserverSuite(Suite):
                 f"{spy.changed} was changed during {when}, for all who run in the meantime",
             )
 
-    @check("observer.no_effect", since="0.1")
+    @check("observer.no_effect", since="1.0")
     def test_an_observer_changes_nothing(self) -> None:
         """With the observer, a request ended differently, or another step was planned, or another
         observer got other events, than without it. Events are read-only: copy before modifying, and
@@ -165,7 +165,7 @@ class ObserverSuite(Suite):
                     f"{what} with the observer: {found}; without: {expected.get(what)}",
                 )
 
-    @check("observer.raises_nothing", since="0.1")
+    @check("observer.raises_nothing", since="1.0")
     def test_no_event_makes_it_raise(self) -> None:
         """A method raised. The engine continues, but drops an observer after repeated errors. Any
         event may occur at any time: a request may end without having been admitted, an id may be
@@ -196,13 +196,13 @@ class ObserverSuite(Suite):
                 f"and the whole suite took long (not judged)"
             )
 
-    @check("observer.empty_run", since="0.1")
+    @check("observer.empty_run", since="1.0")
     def test_it_survives_a_run_without_requests(self) -> None:
         """A method raised when the engine started and stopped without requests: there may be no
         step to divide by."""
         self._play((), stopped=True).require_quiet("a run without requests")
 
-    @check("observer.failed_run", since="0.1")
+    @check("observer.failed_run", since="1.0")
     def test_it_survives_a_run_that_fails(self) -> None:
         """A method raised after an error ended the engine: `on_finished` is called with "error" for
         every request, and `on_stopped` with the exception. Report it, don't raise it."""
@@ -210,7 +210,7 @@ class ObserverSuite(Suite):
         require(spy.world.dead is not None, "the suite's failing policy didn't end the engine")
         spy.require_quiet("a run that an error ended")
 
-    @check("observer.request_untouched", since="0.1")
+    @check("observer.request_untouched", since="1.0")
     def test_requests_are_only_read(self) -> None:
         """The observer modified a request of an event, its `params` or its prompt, if only for a
         while. Keep state about requests in your own dict, by id."""
@@ -223,7 +223,7 @@ class ObserverSuite(Suite):
                     f"{request} was given another {', '.join(changed)}; it has now {changed}",
                 )
 
-    @check("observer.forgets", since="0.1")
+    @check("observer.forgets", since="1.0")
     def test_requests_that_ended_are_forgotten(self) -> None:
         """The observer keeps requests that have ended, or their ids, so that a server's memory
         grows forever. Drop them in `on_finished`, including aborted and rejected ones, or in the
@@ -243,7 +243,7 @@ class ObserverSuite(Suite):
                     f"{path} holds the id {value!r} after its request's end",
                 )
 
-    @check("observer.leaves_nothing", since="0.1")
+    @check("observer.leaves_nothing", since="1.0")
     def test_nothing_is_left_behind(self) -> None:
         """After `on_stopped` there are threads, processes, open files or temporary files that
         weren't there before. Close everything (an exporter's thread, a file) in `on_stopped`.

@@ -96,7 +96,7 @@ class ParserSuite(Suite):
     def declares(self, capability: str) -> bool:
         return bool(self._forms) if capability == "call_form" else super().declares(capability)
 
-    @check("parser.examples", since="0.1")
+    @check("parser.examples", since="1.0")
     def test_it_finds_what_its_examples_say(self) -> None:
         """An example wasn't parsed as it says; or the class lacks examples: of a call with
         arguments, of reasoning followed by content (each if it finds them), and of text that is
@@ -127,7 +127,7 @@ class ParserSuite(Suite):
                 f"{example.text!r} is parsed as {found}; the example says {expected}",
             )
 
-    @check("parser.raises_nothing", since="0.1")
+    @check("parser.raises_nothing", since="1.0")
     def test_no_text_and_no_tools_make_it_raise(self) -> None:
         """The constructor or a method raised. The text may be anything, and end anywhere; tools
         come from the client, and may have no parameters or an invalid schema."""
@@ -145,7 +145,7 @@ class ParserSuite(Suite):
                 except Exception as error:
                     fail(f"after {text!r} it raised {describe(error)}", error)
 
-    @check("parser.chunking", since="0.1")
+    @check("parser.chunking", since="1.0")
     def test_the_cuts_between_pieces_change_nothing(self) -> None:
         """A text cut into other pieces was parsed differently. Hold back text that may be part of a
         mark, and no more. Pieces may be empty, or one character."""
@@ -168,7 +168,7 @@ class ParserSuite(Suite):
             cuts = sorted(chance.choices(range(len(text) + 1), k=min(6, len(text))))
             self._require_same(text, cuts, whole, starts=starts)
 
-    @check("parser.events", since="0.1")
+    @check("parser.events", since="1.0")
     def test_events_come_in_order(self) -> None:
         """An event isn't one of `dovetail.api.parser`; or has no text; or a call is numbered
         otherwise than 0, 1, 2 …, or begins twice, or has no id or name, or the id of another call
@@ -201,7 +201,7 @@ class ParserSuite(Suite):
                     case _:
                         fail(f"{text!r}: {event!r} isn't an event of dovetail.api.parser")
 
-    @check("parser.content", since="0.1")
+    @check("parser.content", since="1.0")
     def test_what_is_neither_call_nor_reasoning_is_content(self) -> None:
         """An answer without calls and reasoning isn't content character by character, with the
         marks in it; or the text before, between or after examples is missing or changed. Emit
@@ -240,7 +240,7 @@ class ParserSuite(Suite):
                         f"{found.content!r}",
                     )
 
-    @check("parser.no_tools", since="0.1")
+    @check("parser.no_tools", since="1.0")
     def test_without_tools_nothing_is_a_call(self) -> None:
         """A call was found although the request has no tools. Then all text, marks included, is
         content or reasoning."""
@@ -252,7 +252,7 @@ class ParserSuite(Suite):
                 f"{text!r}: without tools, its content is {found.content!r}",
             )
 
-    @check("parser.in_call", since="0.1", capability="calls")
+    @check("parser.in_call", since="1.0", capability="calls")
     def test_it_knows_when_a_call_is_cut_off(self) -> None:
         """After a prefix of an example, `in_call` isn't True exactly if the arguments of the last
         call are incomplete JSON."""
@@ -269,7 +269,7 @@ class ParserSuite(Suite):
                     f"{parser.in_call}",
                 )
 
-    @check("parser.reasoning", since="0.1", capability="reasoning")
+    @check("parser.reasoning", since="1.0", capability="reasoning")
     def test_reasoning_is_between_the_marks(self) -> None:
         """Text between the marks of `capabilities.reasoning` isn't reasoning, or what comes after
         isn't content; with `starts_in_reasoning`, without the first mark; or `in_reasoning` is
@@ -302,7 +302,7 @@ class ParserSuite(Suite):
                 f"{first}A thought, with starts_in_reasoning={starts}, is parsed as {open_end}",
             )
 
-    @check("parser.separate", since="0.1")
+    @check("parser.separate", since="1.0")
     def test_answers_dont_disturb_each_other(self) -> None:
         """Two answers parsed in turns differ from each parsed separately: parsers share mutable
         state, in the class or module."""
@@ -318,7 +318,7 @@ class ParserSuite(Suite):
                     f"{text!r}, in turns with another answer, is parsed as {found}",
                 )
 
-    @check("parser.streams", since="0.1")
+    @check("parser.streams", since="1.0")
     def test_plain_text_is_not_held_back(self) -> None:
         """In prose, events lag far behind the text: content, or reasoning with
         `starts_in_reasoning`. Emit text that can't be a mark any more."""
@@ -338,7 +338,7 @@ class ParserSuite(Suite):
                     f"after {fed} characters of prose, it has emitted {emitted}",
                 )
 
-    @check("parser.held", since="0.1")
+    @check("parser.held", since="1.0")
     def test_what_is_held_back_has_a_limit(self) -> None:
         """Much more than `MAX_HELD` characters of a long text that looks like the beginning of a
         call were held back; or the result depends on how the text was cut. Give up exactly where
@@ -360,7 +360,7 @@ class ParserSuite(Suite):
                 f"{pattern!r} and {more!r}, again and again, are parsed differently in pieces",
             )
 
-    @check("parser.linear", since="0.1")
+    @check("parser.linear", since="1.0")
     def test_time_is_proportional_to_length(self) -> None:
         """A text eight times as long took far more than eight times the time. Don't search the
         whole text again for each piece."""
@@ -373,7 +373,7 @@ class ParserSuite(Suite):
                 f"{took_s[1]:.2f} s",
             )
 
-    @check("parser.call_form", since="0.1", capability="call_form")
+    @check("parser.call_form", since="1.0", capability="call_form")
     def test_it_reads_the_calls_that_a_model_is_constrained_to(self) -> None:
         """A call in the form that `call_form` returns isn't parsed as that call and nothing else;
         or the text before its arguments doesn't begin with `trigger`."""

@@ -42,7 +42,7 @@ ASKED = (0, 1, 3, 100)  # logprobs
 class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
     """Suite of samplers: sampled tokens and log-probabilities."""
 
-    @check("sampler.output", since="0.1")
+    @check("sampler.output", since="1.0")
     def test_output(self) -> None:
         """`sample` returns ids of the vocabulary as int64 [n], on the logits' device, in the order
         of `lines`; for no lines, none."""
@@ -62,7 +62,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
                 f"{ids.tolist()}",
             )
 
-    @check("sampler.greedy", since="0.1")
+    @check("sampler.greedy", since="1.0")
     def test_greedy(self) -> None:
         """Temperature 0 takes the largest logit for any seed; so does every filter that leaves one
         token (top_k=1, a tiny top_p, a temperature near 0)."""
@@ -91,7 +91,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
                 f"{said(sampling)}: {len(wrong)} of 30 rows didn't get their largest logit",
             )
 
-    @check("sampler.ties", since="0.1")
+    @check("sampler.ties", since="1.0")
     def test_ties(self) -> None:
         """Ties are broken by the lowest id: in greedy rows, and at the end of what top-k and top-p
         keep. A result that depends on the order in which threads finish isn't reproducible."""
@@ -112,7 +112,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
         self.assert_support(tied, RowSampling(top_k=2))
         self.assert_support([1.5] * 8, RowSampling(top_p=0.5))
 
-    @check("sampler.temperature", since="0.1")
+    @check("sampler.temperature", since="1.0")
     def test_temperature(self) -> None:
         """Logits are divided by the temperature, however small or large: only 0 is greedy. Power:
         an error of 5 % is missed less than once in 10^9 (noncentral chi-square, 300 degrees of
@@ -126,7 +126,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
                 RowSampling(temperature=temperature), [x * temperature for x in HALF]
             )
 
-    @check("sampler.top_k", since="0.1")
+    @check("sampler.top_k", since="1.0")
     def test_top_k(self) -> None:
         """Exactly the k most likely tokens are left; 0, or more than there are, leaves all. Power:
         one token more or less is always detected, since each occurs in at least 2 % of 1,000
@@ -147,7 +147,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
             require(0.97 * k < came.max() < k, told)
         self.assert_drawn_in_proportion(RowSampling(top_k=8))
 
-    @check("sampler.top_p", since="0.1")
+    @check("sampler.top_p", since="1.0")
     def test_top_p(self) -> None:
         """The fewest most likely tokens with a total probability of at least p are kept, including
         the one that crosses p. 1 keeps all. Sum in float32, and don't round p. Power: one token
@@ -158,7 +158,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
         self.assert_support([0.0, 0.0, 0.0, 0.0], RowSampling(top_p=0.5))  # reached exactly by two
         self.assert_drawn_in_proportion(RowSampling(top_p=0.8))
 
-    @check("sampler.min_p", since="0.1")
+    @check("sampler.min_p", since="1.0")
     def test_min_p(self) -> None:
         """Tokens at least p times as likely as the most likely one are kept (not: with a
         probability of p). 0 keeps all, 1 the most likely and its ties. Power: one token more or
@@ -169,7 +169,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
         self.assert_support([1.0, 3.0, 3.0, 2.0, 2.98], RowSampling(min_p=1.0))
         self.assert_drawn_in_proportion(RowSampling(min_p=0.1))
 
-    @check("sampler.filter_order", since="0.1")
+    @check("sampler.filter_order", since="1.0")
     def test_filter_order(self) -> None:
         """First temperature, then top-k, top-p and min-p, each over what the previous one kept:
         top-p uses probabilities among the tokens that top-k kept. Power: in each case another order
@@ -184,7 +184,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
             self.assert_support(SLOPE, sampling)
         self.assert_drawn_in_proportion(RowSampling(temperature=0.8, top_k=20, top_p=0.95))
 
-    @check("sampler.large_vocabulary", since="0.1")
+    @check("sampler.large_vocabulary", since="1.0")
     def test_large_vocabulary(self) -> None:
         """50,000 tokens in five classes of equal logits occur in proportion. They win by the
         smallest of many random numbers, which must be exact where they are small, and independent
@@ -209,7 +209,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
             f"repeats shuts out the latter",
         )
 
-    @check("sampler.extremes", since="0.1")
+    @check("sampler.extremes", since="1.0")
     def test_extremes(self) -> None:
         """Logits of -inf never win against others, +inf always does, no temperature produces NaN,
         and a row of only -inf or NaN gets some id of the vocabulary and affects no other row."""
@@ -252,7 +252,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
             (token,) = self.bench([Row([0.0, -np.inf, np.inf, 5.0], sampling)]).tokens()
             require(token == 2, f"{said(sampling)}: token {token} came of [0, -inf, +inf, 5]")
 
-    @check("sampler.dtypes", since="0.1")
+    @check("sampler.dtypes", since="1.0")
     def test_dtypes(self) -> None:
         """Logits of any float dtype are sampled as their exact float32 values."""
         generator = torch.Generator().manual_seed(0)
@@ -283,7 +283,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
                 f"{wide}",
             )
 
-    @check("sampler.logprobs", since="0.1", capability="logprobs")
+    @check("sampler.logprobs", since="1.0", capability="logprobs")
     def test_logprobs(self) -> None:
         """Log-probabilities are of the unmodified distribution, before temperature, filters, rules
         and penalties. Column 0 is the sampled token, followed by the k most likely, best first; its
@@ -351,7 +351,7 @@ class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
             f"{shape}",
         )
 
-    @check("sampler.logprobs_harmless", since="0.1", capability="logprobs")
+    @check("sampler.logprobs_harmless", since="1.0", capability="logprobs")
     def test_logprobs_harmless(self) -> None:
         """Requesting logprobs doesn't change tokens, neither the row's own nor those of others."""
         rows = mixed_rows()

@@ -19,7 +19,7 @@ from dovetail.testing.suites.sampler_subject import SamplerSubject, near, said
 class SamplerGraphs(SamplerSubject):
     """Checks that `sample` returns the same with a capture as without."""
 
-    @check("sampler.captured", since="0.1", capability="cuda_graph")
+    @check("sampler.captured", since="1.0", capability="cuda_graph")
     def test_captured(self) -> None:
         """`sample` with `TOKENS` returns the tokens that it does without a capture if `capture_for`
         returns `TOKENS`, and padding rows (`max_rows`) get some id of the vocabulary and change
@@ -28,7 +28,7 @@ class SamplerGraphs(SamplerSubject):
         require(rows, "capture_for() returned TOKENS for no row, not even plain ones")
         _require_captured(bench, rows, Capture.TOKENS)
 
-    @check("sampler.capturable", since="0.1", capability="cuda_graph")
+    @check("sampler.capturable", since="1.0", capability="cuda_graph")
     def test_capturable(self) -> None:
         """`capture_for` returns no capture that doesn't fully support what a row requests:
         logprobs, rules or penalties. One such row among others is enough."""
@@ -58,7 +58,7 @@ class SamplerGraphs(SamplerSubject):
                     f"capture_for() said {capture.name} to {fields}: ",
                 )
 
-    @check("sampler.captured_again", since="0.2", capability="cuda_graph")
+    @check("sampler.captured_again", since="1.0", capability="cuda_graph")
     def test_captured_again(self) -> None:
         """`sample` with `TOKENS`, called again, returns the tokens that it does without a capture
         at that time: for the same rows, after `update`, after the history grew, and for tied
@@ -68,7 +68,7 @@ class SamplerGraphs(SamplerSubject):
             raise Untried("cuda_graph", f"capture_for() says TOKENS to no rows on {self.place}")
         _require_captured_again(bench, rows, Capture.TOKENS)
 
-    @check("sampler.fully_captured_again", since="0.2", capability="full_graph")
+    @check("sampler.fully_captured_again", since="1.0", capability="full_graph")
     def test_fully_captured_again(self) -> None:
         """`sample` with `FULL`, called again, returns all that it does without a capture at that
         time, as in `sampler.captured_again`; also where rows exchange their numbers of
@@ -81,7 +81,7 @@ class SamplerGraphs(SamplerSubject):
             bench, rows = self.fully_capturable(some)
             _require_captured_again(bench, rows, Capture.FULL)
 
-    @check("sampler.graph", since="0.1", capability="cuda_graph")
+    @check("sampler.graph", since="1.0", capability="cuda_graph")
     def test_graph(self) -> None:
         """A captured graph replays for other rows and requests: parameters are read where `update`
         stored them, at the same addresses."""
@@ -95,7 +95,7 @@ class SamplerGraphs(SamplerSubject):
             Capture.TOKENS,
         )
 
-    @check("sampler.fully_captured", since="0.1", capability="full_graph")
+    @check("sampler.fully_captured", since="1.0", capability="full_graph")
     def test_fully_captured(self) -> None:
         """`sample` with `FULL` returns all that it does without a capture if `capture_for` returns
         one: tokens, and the log-probabilities of each row that requests them, with at least as many
@@ -106,7 +106,7 @@ class SamplerGraphs(SamplerSubject):
         )
         _require_captured(bench, rows, Capture.FULL)
 
-    @check("sampler.full_graph", since="0.1", capability="full_graph")
+    @check("sampler.full_graph", since="1.0", capability="full_graph")
     def test_full_graph(self) -> None:
         """A graph of `FULL` also replays for other requests: rules, penalties, and the number of
         log-probabilities are read where `update` stored them, at the same addresses."""

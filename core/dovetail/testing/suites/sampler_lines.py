@@ -20,7 +20,7 @@ MOST_DRAFTS = 3
 class SamplerLines(SamplerSubject):
     """Lines with drafts before them, as in speculative decoding."""
 
-    @check("sampler.lines", since="0.3", capability="drafts")
+    @check("sampler.lines", since="1.0", capability="drafts")
     def test_lines(self) -> None:
         """A line after drafts isn't sampled as a row whose output ends with these, bit for bit: the
         drafts are in the history, after `num_tokens`, and count for the output position, penalties,
@@ -44,7 +44,7 @@ class SamplerLines(SamplerSubject):
                     )
                     require(captured == expected, told)
 
-    @check("sampler.lines_apart", since="0.3", capability="drafts")
+    @check("sampler.lines_apart", since="1.0", capability="drafts")
     def test_lines_apart(self) -> None:
         """A line got another token, or other log-probabilities, when other lines of its row had
         other logits, or weren't there. The executor decides which lines count; each is sampled by

@@ -42,7 +42,7 @@ JUNK: tuple[Any, ...] = (  # values that a request may give for a key of `extra_
 class SamplerRequests(SamplerSubject):
     """Seeds, rows, batches, preemptions, and the values of `extra_args`."""
 
-    @check("sampler.seed", since="0.1")
+    @check("sampler.seed", since="1.0")
     def test_seed(self) -> None:
         """The same seed gives the same tokens; other seeds and output positions give others; the
         prompt's length doesn't matter. All 64 bits count."""
@@ -95,7 +95,7 @@ class SamplerRequests(SamplerSubject):
         ]
         return list(zip(*steps, strict=True))
 
-    @check("sampler.row", since="0.1")
+    @check("sampler.row", since="1.0")
     def test_row(self) -> None:
         """A request's tokens don't depend on its row: noise is a function of seed, output position
         and vocabulary id only."""
@@ -109,7 +109,7 @@ class SamplerRequests(SamplerSubject):
         ]
         require(not changed, f"in other rows of the executor other tokens came: {changed}")
 
-    @check("sampler.batch", since="0.1")
+    @check("sampler.batch", since="1.0")
     def test_batch(self) -> None:
         """A request's tokens don't depend on its batch: the number, content or order of other
         rows."""
@@ -131,7 +131,7 @@ class SamplerRequests(SamplerSubject):
                     f"rows, {token} in another batch ({name})",
                 )
 
-    @check("sampler.preemption", since="0.1")
+    @check("sampler.preemption", since="1.0")
     def test_preemption(self) -> None:
         """A preempted request returns in another row, with its output in the rebuilt history, and
         continues with the same tokens: a sampler keeps nothing of a request except its
@@ -166,7 +166,7 @@ class SamplerRequests(SamplerSubject):
             output += bench.tokens([place, 1])[:1]
         return output
 
-    @check("sampler.read_only", since="0.1")
+    @check("sampler.read_only", since="1.0")
     def test_read_only(self) -> None:
         """The history, `lines` or `host_rows` was modified. The executor writes the history, after
         sampling; only logits may be overwritten."""
@@ -190,7 +190,7 @@ class SamplerRequests(SamplerSubject):
             torch.equal(given["host_rows"], before["host_rows"]), "capture_for() changed host_rows"
         )
 
-    @check("sampler.reused_rows", since="0.1")
+    @check("sampler.reused_rows", since="1.0")
     def test_reused_rows(self) -> None:
         """A row given to another request, even in the same `update`, keeps nothing of the previous
         one: no penalty, ban, logprobs or seed. A row in both `removed` and `added` has the new
@@ -233,7 +233,7 @@ class SamplerRequests(SamplerSubject):
             "a row that was given to another request still has the seed of the one before",
         )
 
-    @check("sampler.extra_args", since="0.1", capability="extra_args")
+    @check("sampler.extra_args", since="1.0", capability="extra_args")
     def test_extra_args(self) -> None:
         """An invalid value of a key in `extra_args` was accepted by `update` or `sample`, which
         raised, or silently. Validate it on arrival: set `SamplerCapabilities.extra_args_model` to a

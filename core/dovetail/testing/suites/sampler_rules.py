@@ -24,7 +24,7 @@ MIXED = [(7 * token % 20) / 10 - 1 for token in range(20)]  # positive and negat
 class SamplerRules(SamplerSubject):
     """Biases, bans and penalties."""
 
-    @check("sampler.logit_bias", since="0.1")
+    @check("sampler.logit_bias", since="1.0")
     def test_logit_bias(self) -> None:
         """Each bias is added to its token's logit, in its own row."""
         self.assert_greedy(
@@ -44,7 +44,7 @@ class SamplerRules(SamplerSubject):
             )
         )
 
-    @check("sampler.allowed_token_ids", since="0.1")
+    @check("sampler.allowed_token_ids", since="1.0")
     def test_allowed_token_ids(self) -> None:
         """Only these are sampled, even if the model gives them -inf; ids beyond the vocabulary are
         ignored."""
@@ -75,7 +75,7 @@ class SamplerRules(SamplerSubject):
             f"{sorted(came)} came",
         )
 
-    @check("sampler.bad_words", since="0.1")
+    @check("sampler.bad_words", since="1.0")
     def test_bad_words(self) -> None:
         """The last token of a bad word isn't sampled after the others, wherever these are: in the
         prompt, the output or across both. A partial match bans nothing, and neither does a bad word
@@ -104,7 +104,7 @@ class SamplerRules(SamplerSubject):
             [Row(wants_3, longer, (first, *(1, 2, 0) * 19, 1), (2,)) for first in (0, 1)]
         )
 
-    @check("sampler.min_tokens", since="0.1")
+    @check("sampler.min_tokens", since="1.0")
     def test_min_tokens(self) -> None:
         """Stop tokens aren't sampled before `min_tokens` are generated (the prompt doesn't count),
         and may be sampled afterwards."""
@@ -136,7 +136,7 @@ class SamplerRules(SamplerSubject):
             )
         )
 
-    @check("sampler.bans_lifted", since="0.1")
+    @check("sampler.bans_lifted", since="1.0")
     def test_bans_lifted(self) -> None:
         """Bans of bad words and stop tokens that would exclude all allowed tokens are lifted for
         that step: something can always be sampled."""
@@ -144,7 +144,7 @@ class SamplerRules(SamplerSubject):
         all_gone = RowSampling(temperature=0.0, bad_words=((0,), (1,), (2,)))
         self.assert_greedy([Row([5.0, 1.0, 0.0], only_2), Row([5.0, 6.0, 0.0], all_gone)])
 
-    @check("sampler.repetition_penalty", since="0.1")
+    @check("sampler.repetition_penalty", since="1.0")
     def test_repetition_penalty(self) -> None:
         """Positive logits of the tokens in prompt *and* output are divided by it, negative ones
         multiplied, once each (arXiv:1909.05858, section 4.1)."""
@@ -154,7 +154,7 @@ class SamplerRules(SamplerSubject):
             )
         )
 
-    @check("sampler.presence_penalty", since="0.1")
+    @check("sampler.presence_penalty", since="1.0")
     def test_presence_penalty(self) -> None:
         """Subtracted once from the logit of each *generated* token, regardless of its count; the
         prompt doesn't count."""
@@ -162,7 +162,7 @@ class SamplerRules(SamplerSubject):
             random_rows(lambda rng: {"presence_penalty": float(rng.choice([0.5, 2.0, -1.0, -2.0]))})
         )
 
-    @check("sampler.frequency_penalty", since="0.1")
+    @check("sampler.frequency_penalty", since="1.0")
     def test_frequency_penalty(self) -> None:
         """Subtracted from the logit of each *generated* token as often as it was generated; the
         prompt doesn't count."""
@@ -172,7 +172,7 @@ class SamplerRules(SamplerSubject):
             )
         )
 
-    @check("sampler.rules_together", since="0.1")
+    @check("sampler.rules_together", since="1.0")
     def test_rules_together(self) -> None:
         """Applied in this order: bias, allowed ids, bad words and stop tokens; then repetition,
         presence and frequency penalty. Logprobs and other rows don't matter."""
@@ -193,7 +193,7 @@ class SamplerRules(SamplerSubject):
             )
         )
 
-    @check("sampler.rules_before_temperature", since="0.1")
+    @check("sampler.rules_before_temperature", since="1.0")
     def test_rules_before_temperature(self) -> None:
         """Biases, bans and penalties change the logits before these are divided by the temperature,
         at any temperature. Power: a bias or penalty that is added afterwards changes its token's
@@ -224,7 +224,7 @@ class SamplerRules(SamplerSubject):
                 )
                 require(p > ALPHA, told)
 
-    @check("sampler.stale_history", since="0.1")
+    @check("sampler.stale_history", since="1.0")
     def test_stale_history(self) -> None:
         """After a row's tokens the history holds another request's: read only `num_tokens`."""
         flat = [0.0] * SMALL

@@ -88,20 +88,20 @@ class SchedulerSuite(Suite):
 
     # Accounting
 
-    @check("scheduler.sound", since="0.1")
+    @check("scheduler.sound", since="1.0")
     def test_sound(self) -> None:
         """The policy raised, or misused a step, which ends the engine. The message names the method
         and the rule. Use requests only while they are shown, and a step only inside `schedule`."""
         self._in_all(scenarios(), 40, lambda world: None)
 
-    @check("scheduler.aborts", since="0.1")
+    @check("scheduler.aborts", since="1.0")
     def test_aborts(self) -> None:
         """The policy raised after a client had disconnected. A request can end at any time, waiting
         or running: `on_finished` is called exactly once, and nothing of the request may be used
         afterwards. An early end has no token, possibly not even a grant."""
         self._in_all(scenarios(aborts=True), 40, lambda world: None)
 
-    @check("scheduler.budget", since="0.1")
+    @check("scheduler.budget", since="1.0")
     def test_budget(self) -> None:
         """A step computes more tokens than `SchedulerContext.token_budget`. Use only the step's
         methods, and don't modify its fields."""
@@ -113,7 +113,7 @@ class SchedulerSuite(Suite):
 
         self._in_all(scenarios(), 12, within)
 
-    @check("scheduler.seqs", since="0.1")
+    @check("scheduler.seqs", since="1.0")
     def test_seqs(self) -> None:
         """More than `SchedulerContext.max_num_seqs` requests run in a step. Use only the step's
         methods, and don't modify its fields."""
@@ -125,7 +125,7 @@ class SchedulerSuite(Suite):
 
         self._in_all(scenarios(), 12, within)
 
-    @check("scheduler.memory", since="0.1")
+    @check("scheduler.memory", since="1.0")
     def test_memory(self) -> None:
         """The policy corrupted the KV-cache manager's state: pages leak, belong to two requests,
         or are missing. Only the step and the core may use the KV-cache manager and modify a
@@ -144,7 +144,7 @@ class SchedulerSuite(Suite):
 
         self._in_all(scenarios(aborts=True), 25, in_order, check_books=True)
 
-    @check("scheduler.read_only", since="0.1")
+    @check("scheduler.read_only", since="1.0")
     def test_read_only(self) -> None:
         """The policy modified a request, or its prompt, if only for a while. Keep state in your own
         dict, by request, until `on_finished`."""
@@ -160,7 +160,7 @@ class SchedulerSuite(Suite):
             untouched(self._world(scenario.shape, guarded=True).play(scenario.acts))
         self._in_all(scenarios(), 12, untouched, guarded=True)
 
-    @check("scheduler.forgets", since="0.1")
+    @check("scheduler.forgets", since="1.0")
     def test_forgets(self) -> None:
         """The policy keeps requests that have ended, or values by their ids, so that a server's
         memory grows forever, and a request with a reused id finds another's values. In
@@ -193,7 +193,7 @@ class SchedulerSuite(Suite):
 
     # Capabilities
 
-    @check("scheduler.finishes", since="0.1")
+    @check("scheduler.finishes", since="1.0")
     def test_finishes(self) -> None:
         """Requests stay unfinished although no more arrive: the policy grants nothing and sets no
         `wake_at`, or evicts in circles. A prompt may be longer than a step's budget, so grant it in
@@ -221,7 +221,7 @@ class SchedulerSuite(Suite):
             f"judged)"
         )
 
-    @check("scheduler.adapters", since="0.4")
+    @check("scheduler.adapters", since="1.0")
     def test_adapters(self) -> None:
         """Requests stay unfinished that wait for a slot for their adapter, or that waited beside
         such ones, or the policy misused a step. A grant that is refused with ADAPTERS may be
@@ -236,7 +236,7 @@ class SchedulerSuite(Suite):
                 f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}",
             )
 
-    @check("scheduler.indivisible", since="0.4")
+    @check("scheduler.indivisible", since="1.0")
     def test_indivisible(self) -> None:
         """Prompts that can't be divided (an encoder's, `Request.indivisible`) stay unfinished.
         `Step.grant` grants them whole or refuses with BUDGET, whatever `max_tokens` says: try the
@@ -261,7 +261,7 @@ class SchedulerSuite(Suite):
                 ]
                 require(not parts, f"granted in part: {parts}")
 
-    @check("scheduler.no_starvation", since="0.1", capability="no_starvation")
+    @check("scheduler.no_starvation", since="1.0", capability="no_starvation")
     def test_no_starvation(self) -> None:
         """A request starves while later arrivals are served. Let waiting count (age, a limit, order
         of arrival), don't let small requests overtake a large one that lacks memory forever, or
@@ -275,7 +275,7 @@ class SchedulerSuite(Suite):
                 "one that may have been preempted", crowded(overlap), range(CROWDED)
             )
 
-    @check("scheduler.no_idling", since="0.1", capability="no_idling")
+    @check("scheduler.no_idling", since="1.0", capability="no_idling")
     def test_no_idling(self) -> None:
         """The policy left tokens, sequences and memory of a step unused although a request could have
         run, no grant had been refused, and nothing was evicted. Keep granting, including prefills,
@@ -290,7 +290,7 @@ class SchedulerSuite(Suite):
             scenarios(), 40, lambda world: None, inspect=_try_to_grant_more, decisions=True
         )
 
-    @check("scheduler.no_rejection", since="0.1", capability="no_rejection")
+    @check("scheduler.no_rejection", since="1.0", capability="no_rejection")
     def test_no_rejection(self) -> None:
         """The policy rejected a request without declaring `rejects`. Declare it, so that
         users know."""
@@ -307,7 +307,7 @@ class SchedulerSuite(Suite):
         none_rejected(self._world(scenario.shape).play(scenario.acts))
         self._in_all(scenarios(), 15, none_rejected)
 
-    @check("scheduler.no_stalls", since="0.3", capability="no_stalls")
+    @check("scheduler.no_stalls", since="1.0", capability="no_stalls")
     def test_no_stalls(self) -> None:
         """Streamed answers stalled while a prompt was computed, although there were sequences and
         memory for all. Grant every decode in a step that computes prompts, decodes first; or declare
@@ -316,7 +316,7 @@ class SchedulerSuite(Suite):
             scenario = streamed(overlap)
             _require_alive(self._world(scenario.shape, inspect=_see_stall).play(scenario.acts))
 
-    @check("scheduler.prefill_limit", since="0.3", capability="prefill_limited")
+    @check("scheduler.prefill_limit", since="1.0", capability="prefill_limited")
     def test_prefill_limit(self) -> None:
         """A prompt that the engine's `prefill_limit` cut into chunks never finished. Continue running
         requests with `prefill_left`; or declare `prefill_limited=False`, and cap the prompts of a
@@ -330,7 +330,7 @@ class SchedulerSuite(Suite):
                 f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}",
             )
 
-    @check("scheduler.order", since="0.1", capability="order")
+    @check("scheduler.order", since="1.0", capability="order")
     def test_order(self) -> None:
         """A request was admitted before one that precedes it in the declared order, or kept running
         at its expense. Sort by the declared key, ties by arrival; stop admitting at the first
@@ -349,7 +349,7 @@ class SchedulerSuite(Suite):
             decisions=True,
         )
 
-    @check("scheduler.recompute", since="0.1")
+    @check("scheduler.recompute", since="1.0")
     def test_recompute(self) -> None:
         """More tokens were recomputed than computed once: the policy preempts so much that the
         device does little else. Evict for running requests rather than for waiting ones, the last
@@ -364,7 +364,7 @@ class SchedulerSuite(Suite):
                 f"{stats.preemptions} preemptions",
             )
 
-    @check("scheduler.replay", since="0.1")
+    @check("scheduler.replay", since="1.0")
     def test_replay(self) -> None:
         """The same requests gave another schedule in a second engine of the same process, or in
         another process, where every other clock jumps. Use `random.Random(context.seed)` for

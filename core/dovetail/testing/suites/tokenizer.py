@@ -75,7 +75,7 @@ class TokenizerSuite(Suite):
     # a model's folder with the files that it needs; None: an empty one
     directory: ClassVar[str | None] = None
 
-    @check("tokenizer.vocabulary", since="0.1")
+    @check("tokenizer.vocabulary", since="1.0")
     def test_the_vocabulary_has_bytes_for_each_id(self) -> None:
         """`vocabulary` doesn't return `bytes` for each id, or returns others when it is called
         again; or `special_ids`, `eos_ids` or `around` have ids that aren't in it; or a special
@@ -103,7 +103,7 @@ class TokenizerSuite(Suite):
             )
         self.note(f"{len(self._vocabulary)} token ids, {len(self._special_ids)} of them special")
 
-    @check("tokenizer.encode", since="0.1")
+    @check("tokenizer.encode", since="1.0")
     def test_any_text_becomes_known_ids(self) -> None:
         """`encode` raised an error other than `RequestError`, or returned ids that aren't in the
         vocabulary, or any id for an empty text. Texts may contain any character, be empty, or have
@@ -133,7 +133,7 @@ class TokenizerSuite(Suite):
                     f"judged)"
                 )
 
-    @check("tokenizer.exact", since="0.1", capability="exact")
+    @check("tokenizer.exact", since="1.0", capability="exact")
     def test_the_bytes_of_the_ids_are_those_of_the_text(self) -> None:
         """The bytes of a text's ids aren't the text's: what the model reads and writes would be
         shown as another text. A tokenizer that changes texts on purpose doesn't declare
@@ -145,7 +145,7 @@ class TokenizerSuite(Suite):
                 f"{text!r} became {list(ids)}, whose bytes are {self._spelled(ids)!r}",
             )
 
-    @check("tokenizer.special", since="0.1")
+    @check("tokenizer.special", since="1.0")
     def test_no_text_becomes_a_special_token(self) -> None:
         """A text became a special token, so a user could end a message and begin another role's.
         Encode the names of special tokens as text."""
@@ -153,7 +153,7 @@ class TokenizerSuite(Suite):
             special = self._special_ids.intersection(self._encoded(text))
             require(not special, f"{text!r} became the special tokens {sorted(special)}")
 
-    @check("tokenizer.repeatable", since="0.1")
+    @check("tokenizer.repeatable", since="1.0")
     def test_a_text_always_becomes_the_same_ids(self) -> None:
         """The same text became other ids when it was encoded again, after other texts, or by
         another tokenizer made with the same options. Prefixes wouldn't be found in the cache, and
@@ -169,7 +169,7 @@ class TokenizerSuite(Suite):
                     f"{text!r} became {ids}, and another time {list(turn.encode(text))}",
                 )
 
-    @check("tokenizer.threads", since="0.1")
+    @check("tokenizer.threads", since="1.0")
     def test_several_threads_may_encode(self) -> None:
         """Called by several threads at once, `encode` raised or returned other ids. Keep no state
         of a call in the tokenizer."""
@@ -185,7 +185,7 @@ class TokenizerSuite(Suite):
             ):
                 require(found == expected * 3, "in one of several threads, texts became other ids")
 
-    @check("tokenizer.chat", since="0.1", capability="chat")
+    @check("tokenizer.chat", since="1.0", capability="chat")
     def test_a_conversation_has_all_its_texts(self) -> None:
         """The ids of a conversation aren't in the vocabulary, or don't spell the contents of all
         messages in order; or with `continues` something follows the content of the last message,
@@ -216,7 +216,7 @@ class TokenizerSuite(Suite):
                 f"{contents[1]!r}",
             )
 
-    @check("tokenizer.chat_text", since="0.1", capability="chat")
+    @check("tokenizer.chat_text", since="1.0", capability="chat")
     def test_what_messages_say_is_text(self) -> None:
         """A message's content became special tokens, so a user could begin a message of another
         role. Encode contents as text, and add the format's special tokens as ids."""
@@ -236,7 +236,7 @@ class TokenizerSuite(Suite):
                     f"{found}, and {plain} without it",
                 )
 
-    @check("tokenizer.chat_refuses", since="0.1", capability="chat")
+    @check("tokenizer.chat_refuses", since="1.0", capability="chat")
     def test_what_the_format_lacks_is_refused(self) -> None:
         """`encode_chat` raised an error other than `RequestError`; or ignored an unknown variable,
         a tool, or a tool call, instead of rejecting it by name."""

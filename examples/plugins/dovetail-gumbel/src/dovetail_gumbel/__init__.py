@@ -11,7 +11,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="sampler",
         name="gumbel",
         target="dovetail_gumbel.sampler:GumbelSampler",
-        api="0.5",
+        api="1.0",
         summary="Gumbel top-k: exact samples, without replacement if asked",
         requires=("torch>=2.11",),
     )

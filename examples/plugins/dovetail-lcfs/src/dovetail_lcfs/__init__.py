@@ -11,6 +11,6 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="scheduler",
         name="lcfs",
         target="dovetail_lcfs.policy:LCFS",
-        api="0.4",
+        api="1.0",
         summary="Last come, first served; preempts the oldest",
     )

@@ -11,7 +11,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="model",
         name="olmo2",
         target="dovetail_olmo2.model:Olmo2",
-        api="0.4",
+        api="1.0",
         summary="OLMo 2, dense",
         requires=("torch>=2.11", "transformers>=5"),
         architectures=("Olmo2ForCausalLM",),

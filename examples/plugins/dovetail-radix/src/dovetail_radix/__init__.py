@@ -10,7 +10,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
     yield ComponentSpec(
         kind="kv_cache",
         name="radix",
-        api="0.4",
+        api="1.0",
         target="dovetail_radix.manager:RadixCache",
         summary="Prefixes in a tree of blocks; the leaf used longest ago is evicted first",
     )

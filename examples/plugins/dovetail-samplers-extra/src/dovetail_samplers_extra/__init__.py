@@ -18,7 +18,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
             kind="logits_processor",
             name=target.partition(":")[0],
             target=f"dovetail_samplers_extra.{target}",
-            api="0.1",
+            api="1.0",
             summary=summary,
             requires=("torch>=2.11",),
         )

@@ -11,7 +11,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="tokenizer",
         name="tekken",
         target="dovetail_tekken.tokenizer:TekkenTokenizer",
-        api="0.1",
+        api="1.0",
         summary="Mistral's tekken.json, with conversations as mistral-common encodes them",
         requires=("mistral-common>=1.13",),
     )

@@ -11,7 +11,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="grammar",
         name="xgrammar",
         target="dovetail_xgrammar.backend:XGrammar",
-        api="0.1",
+        api="1.0",
         options="dovetail_xgrammar.options:XGrammarOptions",
         summary="XGrammar: precompiles masks, for slower compilation but faster masks",
         requires=("xgrammar>=0.2.8",),

@@ -9,7 +9,7 @@ from dovetail.api import ComponentSpec, hookimpl
 def dovetail_components() -> Iterable[ComponentSpec]:
     yield ComponentSpec(
         kind="attention",
-        api="0.5",
+        api="1.0",
         name="acme",
         target="dovetail_acme.backend:AcmeAttention",
         requires=("torch>=2.11",),

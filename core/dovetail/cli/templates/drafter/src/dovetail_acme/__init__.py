@@ -11,7 +11,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="drafter",
         name="acme",
         target="dovetail_acme.drafter:AcmeDrafter",
-        api="0.2",
+        api="1.0",
         options="dovetail_acme.drafter:AcmeOptions",
         summary="Continues as the request's own text did before",
     )

@@ -11,7 +11,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="executor",
         name="acme",
         target="dovetail_acme.executor:AcmeExecutor",
-        api="0.9",
+        api="1.0",
         options="dovetail_acme.executor:AcmeOptions",
         summary="No model: each request is answered with its own prompt",
     )

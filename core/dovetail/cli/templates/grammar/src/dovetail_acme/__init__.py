@@ -11,6 +11,6 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="grammar",
         name="acme",
         target="dovetail_acme.backend:AcmeBackend",
-        api="0.1",
+        api="1.0",
         summary="Holds answers to one of several texts, by looking at what each of them goes on with",
     )

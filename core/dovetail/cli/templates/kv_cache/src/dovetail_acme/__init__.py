@@ -11,6 +11,6 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="kv_cache",
         name="acme",
         target="dovetail_acme.manager:AcmeKVCache",
-        api="0.4",
+        api="1.0",
         summary="Every request has blocks of its own",
     )

@@ -11,7 +11,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="logits_processor",
         name="acme",
         target="dovetail_acme.processor:AcmeLogitsProcessor",
-        api="0.1",
+        api="1.0",
         requires=("torch>=2.11",),
         summary="Lowers the logits of the last tokens",
     )

@@ -11,7 +11,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="model",
         name="acme",
         target="dovetail_acme.model:AcmeModelArch",
-        api="0.4",
+        api="1.0",
         requires=("torch>=2.11", "transformers>=5"),
         architectures=("GraniteForCausalLM",),
         summary="Granite 3, dense",

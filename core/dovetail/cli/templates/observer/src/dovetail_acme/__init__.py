@@ -10,7 +10,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
     yield ComponentSpec(
         kind="observer",
         name="acme",
-        api="0.2",
+        api="1.0",
         target="dovetail_acme.observer:AcmeObserver",
         options="dovetail_acme.observer:AcmeOptions",
         summary="Logs the requests that took long",

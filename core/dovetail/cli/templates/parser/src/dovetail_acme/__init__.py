@@ -11,7 +11,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="parser",
         name="acme",
         target="dovetail_acme.parser:AcmeParser",
-        api="0.1",
+        api="1.0",
         options="dovetail_acme.parser:AcmeOptions",
         summary="Tool calls in lines that begin with a mark",
     )

@@ -11,7 +11,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="sampler",
         name="acme",
         target="dovetail_acme.sampler:AcmeSampler",
-        api="0.5",
+        api="1.0",
         requires=("torch>=2.11",),
         summary="Row by row, in plain torch",
     )

@@ -11,7 +11,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="scheduler",
         name="acme",
         target="dovetail_acme.policy:AcmeScheduler",
-        api="0.4",
+        api="1.0",
         options="dovetail_acme.policy:AcmeOptions",
         summary="Shortest prompt first, without starvation",
     )

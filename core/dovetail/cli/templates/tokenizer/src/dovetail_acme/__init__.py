@@ -11,6 +11,6 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="tokenizer",
         name="acme",
         target="dovetail_acme.tokenizer:AcmeTokenizer",
-        api="0.1",
+        api="1.0",
         summary="A token for each byte of UTF-8, and four special ones",
     )
