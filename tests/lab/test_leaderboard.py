@@ -13,7 +13,7 @@ from dovetail.errors import ConfigError
 from dovetail_lab.leaderboard import board
 from dovetail_lab.leaderboard.board import BoardRun, Figures, entries, fingerprint, in_time, score
 from dovetail_lab.leaderboard.results import Results
-from dovetail_lab.leaderboard.standings import groups
+from dovetail_lab.leaderboard.standings import MOST_SEEDS, groups, have_parted, seeds_needed
 from dovetail_lab.traces import TraceRequest
 from tests.lab.commands import lab
 from tests.lab.made_runs import record, rejected
@@ -129,6 +129,52 @@ def test_schedulers_are_tied_with_the_best_of_their_group_unless_measurably_wors
 
 
 @pytest.mark.slow("simulates many requests")
+def noisy(deviation: float, seeds: int, mean: float = 0.5) -> dict[str, list[Figures]]:
+    """Runs on one trace, with this standard deviation over seeds."""
+    signs = np.array([(-1) ** seed for seed in range(seeds)], dtype=float)
+    values = mean + deviation * signs / signs.std(ddof=1)
+    return {"chat": [figures(float(value)) for value in values]}
+
+
+def test_the_seeds_that_tell_schedulers_apart_grow_with_the_noise() -> None:
+    one, other, third = list(entries(["fcfs", "sjf", "slo"]))
+    still = {one: noisy(0.0, 4), other: noisy(0.0, 4)}
+    assert seeds_needed(still, 0.18) == 2
+    # an interval of 3 seeds is 2.48 deviations wide to each side, of 4 seeds 1.59
+    assert seeds_needed({one: noisy(0.07, 4), other: noisy(0.0, 4)}, 0.18) == 3
+    assert seeds_needed({one: noisy(0.11, 4), other: noisy(0.0, 4)}, 0.18) == 4
+    assert seeds_needed({one: noisy(0.9, 4), other: noisy(0.0, 4)}, 0.001) == MOST_SEEDS
+    assert seeds_needed({third: noisy(0.5, 4)}, 0.18) == 2
+
+
+def test_groups_have_parted_when_ties_are_close_and_others_are_apart() -> None:
+    one, other = list(entries(["fcfs", "sjf"]))
+    assert have_parted({one: noisy(0.0, 4, 0.5), other: noisy(0.01, 4, 0.5)})
+    assert have_parted({one: noisy(0.0, 4, 0.9), other: noisy(0.01, 4, 0.5)})
+    assert not have_parted({one: noisy(0.0, 4, 0.5), other: noisy(0.1, 4, 0.5)})
+    assert have_parted({})
+
+
+@pytest.mark.parametrize(("noise", "seeds"), [(0.0, 3), (0.2, 6)])
+def test_a_leaderboard_adds_seeds_until_groups_part_or_the_bound_is_reached(
+    noise: float,
+    seeds: int,
+    tmp_path: Path,
+    made_up: list[BoardRun],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(self: BoardRun, progress: object = None) -> Figures:
+        made_up.append(self)
+        return figures(0.5 + noise * (-1) ** self.seed * (self.scheduler == "sjf"))
+
+    monkeypatch.setattr(BoardRun, "run", run)
+    options = ("--traces", "chat", "--only", "fcfs,sjf", "--seeds", 3, "--until-apart", 6)
+    said = lab("leaderboard", "--out", tmp_path, "--jobs", 1, *options)
+    assert len(made_up) == 2 * seeds
+    assert f"intervals over {seeds} seeds" in said
+    assert "seeds tell 18 points apart" in said
+
+
 def test_a_run_gives_its_figures_and_one_that_fails_its_reason() -> None:
     made = BoardRun("fcfs", "overload", 0).run()
     assert isinstance(made, Figures)
@@ -236,6 +282,7 @@ def test_runs_with_other_figures_are_made_again(tmp_path: Path, made_up: list[Bo
     ("options", "message"),
     [
         (("--seeds", "1"), "--seeds: intervals need 2 or more, got 1"),
+        (("--until-apart", "3"), "--until-apart: expected --seeds (5) or more, got 3"),
         (
             ("--traces", "chats"),
             "--traces: there is no trace 'chats'; there are chat, code, agents, overload",

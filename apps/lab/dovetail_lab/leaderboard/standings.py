@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from dovetail_lab.leaderboard.board import Entry, Figures
 
 CONFIDENCE = 0.95
 ALL = "all"  # the mean over the traces
+MOST_SEEDS = 1_000  # that `seeds_needed` returns
+TIED_WITHIN = 0.02  # half the width of an interval below which a tie is one
 
 Floats = NDArray[np.float64]
 
@@ -51,7 +54,7 @@ def rank(runs: Mapping[Entry, Mapping[str, Sequence[Figures]]]) -> list[Standing
     """Return the standings, the best first. `runs[entry][trace]` has one run for each of two seeds
     or more, the same for all."""
     by_entry = {
-        entry: {trace: np.array([one.in_time for one in own]) for trace, own in of_trace.items()}
+        entry: {trace: _in_time(own) for trace, own in of_trace.items()}
         for entry, of_trace in runs.items()
     }
     for own in by_entry.values():
@@ -95,16 +98,53 @@ def groups(scores: Mapping[str, Floats]) -> dict[str, int]:
     return found
 
 
+def seeds_needed(runs: Mapping[Entry, Mapping[str, Sequence[Figures]]], share: float) -> int:
+    """Return how many seeds tell two schedulers apart that differ by `share` of a trace's requests:
+    the interval of their differences is no wider than that, for nine of ten pairs of schedulers
+    and traces. `MOST_SEEDS` at most; 2 without pairs. Estimated from the seeds of these runs."""
+    deviations = [
+        float((_in_time(one[trace]) - _in_time(other[trace])).std(ddof=1))
+        for one, other in combinations(runs.values(), 2)
+        for trace in one
+    ]
+    if not deviations:
+        return 2
+    deviation = float(np.quantile(deviations, 0.9))
+    return next(
+        (count for count in range(2, MOST_SEEDS) if _half_of(deviation, count) <= share), MOST_SEEDS
+    )
+
+
+def have_parted(runs: Mapping[Entry, Mapping[str, Sequence[Figures]]]) -> bool:
+    """Tell whether more seeds would change no group of the mean over traces: each scheduler that is
+    tied with the best of its group differs from it by `TIED_WITHIN` at most, or is that one."""
+    means = {
+        entry.name: np.mean([_in_time(own) for own in of_trace.values()], axis=0)
+        for entry, of_trace in runs.items()
+    }
+    best: dict[int, str] = {}
+    for name, group in groups(means).items():
+        differences = means[best.setdefault(group, name)] - means[name]
+        if float(differences.mean()) + _half(differences) > TIED_WITHIN and best[group] != name:
+            return False
+    return True
+
+
+def _in_time(runs: Sequence[Figures]) -> Floats:
+    return np.array([one.in_time for one in runs])
+
+
 def _worse(differences: Floats) -> bool:
     return float(differences.mean()) - _half(differences) > 1e-12  # a smaller one is rounding
 
 
 def _half(values: Floats) -> float:
     """Return half the width of the mean's interval."""
-    count = len(values)
-    return float(
-        special.stdtrit(count - 1, (1 + CONFIDENCE) / 2) * values.std(ddof=1) / math.sqrt(count)
-    )
+    return _half_of(float(values.std(ddof=1)), len(values))
+
+
+def _half_of(deviation: float, count: int) -> float:
+    return float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2) * deviation / math.sqrt(count))
 
 
 def _means(runs: Sequence[Figures]) -> dict[str, float]:
