@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from dovetail.api.attention import AttentionCapabilities
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import ExecutorCapabilities
 from dovetail.api.grammar import GrammarCapabilities, Matcher
+from dovetail.api.graphs import GraphSupport
 from dovetail.api.kv_cache import (
     Allocation,
     CacheGroup,
@@ -20,9 +22,12 @@ from dovetail.api.kv_cache import (
     PageCounts,
     Pages,
 )
+from dovetail.api.logits_processor import LogitsProcessorCapabilities
+from dovetail.api.model import ModelCapabilities, ModelPooling
 from dovetail.api.parser import CallForm, ParserCapabilities
+from dovetail.api.sampler import SamplerCapabilities
 from dovetail.api.tokenizer import TokenizerCapabilities
-from dovetail.errors import DovetailError
+from dovetail.errors import DovetailError, PluginError
 from tests.kv_cache.helpers import request
 
 
@@ -34,11 +39,42 @@ from tests.kv_cache.helpers import request
         ExecutorCapabilities,
         TokenizerCapabilities,
         ParserCapabilities,
+        ModelCapabilities,
     ],
 )
 def test_all_capabilities_are_off_by_default(kind: type[Any]) -> None:
     for field in dataclasses.fields(kind):
         assert not getattr(kind(), field.name), field.name
+
+
+def test_an_attention_backend_serves_no_layer_by_default() -> None:
+    """Its values are any; its features are off."""
+    least = AttentionCapabilities()
+    values = ("devices", "dtypes", "head_sizes", "block_sizes", "block_size_multiple")
+    for field in dataclasses.fields(least):
+        assert field.name in values or not getattr(least, field.name), field.name
+
+
+def test_a_model_pools_and_generates_nothing_by_default() -> None:
+    assert not ModelPooling().generates
+
+
+@pytest.mark.parametrize(
+    "kind", [AttentionCapabilities, SamplerCapabilities, LogitsProcessorCapabilities]
+)
+@pytest.mark.parametrize("value", ["mixed", True, None])
+def test_what_is_no_support_of_graphs_is_refused(kind: type[Any], value: object) -> None:
+    """In a condition it might pass for some."""
+    with pytest.raises(
+        PluginError, match=rf"{kind.__name__}: cuda_graph is {value!r}, expected GraphSupport\.NONE"
+    ):
+        kind(cuda_graph=value)
+
+
+def test_no_support_of_graphs_is_false_and_any_other_true() -> None:
+    assert [bool(each) for each in GraphSupport] == [
+        each is not GraphSupport.NONE for each in GraphSupport
+    ]
 
 
 def test_a_form_of_calls_has_no_mark_by_default() -> None:

@@ -660,6 +660,11 @@ class RefusesNothing(TorchAttention):
 
 
 @mutant(caught_by="attention.refusals")
+class DeclaresNoDirection(PlainAttention):
+    capabilities = AttentionCapabilities(groups=True)
+
+
+@mutant(caught_by="attention.refusals")
 class RefusesWithoutTheValue(TorchAttention):
     capabilities = replace(PLAIN, head_sizes=(8, 64))
 
