@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationInfo
 
 from dovetail.api.clock import Clock
 from dovetail.api.component import Kind, NoOptions
@@ -235,6 +235,21 @@ class Capacity:
     def part(self, kind: type[Part]) -> Part | None:
         """Return the part of that type; None if there is none."""
         return _part_of(self.parts, kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraContext:
+    """What validators of a `ComponentSpec.request_extra` model get as `info.context`."""
+
+    capacity: Capacity  # of the engine that the request arrives at
+
+    @classmethod
+    def of(cls, info: ValidationInfo) -> ExtraContext:
+        """Return the context of a validator. Raises `ValueError` if there is none, which the engine
+        never does."""
+        if not isinstance(info.context, cls):
+            raise ValueError("values are validated with context=ExtraContext(...)")
+        return info.context
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from dovetail.api.executor import Capacity
+from dovetail.api.executor import Capacity, ExtraContext
 from dovetail.api.logits_processor import ArgumentContext
 from dovetail.api.sampler import RowSampling
 from dovetail.base.where import Where, explain
@@ -44,7 +44,7 @@ class ComponentValues:
     def extra(self, given: Mapping[str, Any]) -> dict[str, BaseModel]:
         """Return a request's `extra`, validated. Raises `RequestError`."""
         checked = {}
-        context = {"capacity": self.capacity}
+        context = ExtraContext(capacity=self.capacity)
         for distribution, values in given.items():
             model = self.extra_models.get(distribution)
             if model is None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from dovetail.api.executor import ExtraContext
 from dovetail.engine.feature import EngineFeature
 from dovetail.request import Request
 from dovetail_executors.options import LocalOptions, TensorOptions
@@ -59,7 +60,7 @@ class Steered(BaseModel):
     @field_validator("vector")
     @classmethod
     def _known(cls, name: str, info: ValidationInfo) -> str:
-        capacity = (info.context or {})["capacity"].part(SteeringCapacity)
+        capacity = ExtraContext.of(info).capacity.part(SteeringCapacity)
         names = frozenset[str]() if capacity is None else capacity.names
         if name not in names:
             raise ValueError(f"no such vector; there are {', '.join(sorted(names)) or 'none'}")

@@ -51,6 +51,8 @@ CLAUSES: Marks = {
     "PoolingCapacity.needs_all_states": held("pooled_again"),
     "AdapterCapacity": held("adapters", "adapter_slots", "adapter_merged"),
     "AdapterLoad": held("adapters", "adapter_slots", "adapter_merged"),
+    "ExtraContext": TOLD,
+    "ExtraContext.of": TOLD,
     "Capacity.pooling": held("pooled", "pooled_beside"),
     "Capacity.adapters": held("adapters", "adapter_slots", "adapter_merged"),
     "Capacity.max_lines": held("drafts_limits", "drafts"),
