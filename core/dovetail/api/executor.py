@@ -144,6 +144,7 @@ class ExecutorCapabilities:
     logits_processors: bool = False
 
 
+# Later versions may add tasks and methods: an executor gets only tasks of its `PoolingCapacity`
 PoolingTask = Literal["embed", "token_embed", "classify", "token_classify"]
 PoolingMethod = Literal["last", "mean", "cls"]
 

@@ -52,6 +52,7 @@ class ToolCallArguments:
     text: str
 
 
+# Later versions may add events; a parser emits those that it knows
 Event = Content | Reasoning | ToolCallStart | ToolCallArguments
 
 

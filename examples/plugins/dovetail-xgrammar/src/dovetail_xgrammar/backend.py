@@ -246,7 +246,6 @@ class XGrammarMatcher(Matcher):
         if tokens:
             self.inner.rollback(tokens)
 
-    @_may_fail
     @property
     def complete(self) -> bool:
         if not self.running:
