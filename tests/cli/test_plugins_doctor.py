@@ -466,3 +466,13 @@ def test_the_machine_is_described_unless_another_distribution_is_named(
     result = CliRunner().invoke(dovetail_app, ["plugins", "doctor", *named])
     assert result.exit_code == 0, result.output
     assert ("this machine: a machine" in result.output) == told
+
+
+def test_routes_without_their_server_cannot_be_used_here_but_are_not_wrong(
+    site: Site,
+) -> None:
+    site.install("dovetail-x", modules={"x": ROUTES.format("good_policy:Fair")})
+    (site.path / "starlette.py").write_text("raise ModuleNotFoundError('starlette')")
+    (finding,) = examine("dovetail-x").findings
+    assert (finding.problem, finding.severity) == ("requirement-missing", "warning")
+    assert finding.remedy == f'pip install "{DISTRIBUTION}[server]"'

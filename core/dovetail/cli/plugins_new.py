@@ -71,7 +71,8 @@ EXTENSIONS: Mapping[str, Template] = {  # what a plugin may add beside component
     "router": Template(
         "A router of replicas",
         "router",
-        use="dovetail lab run engine.yaml --trace trace.yaml --replicas 3 --router acme",
+        use='dovetail lab run demo --trace "arrivals=poisson(9) requests=50 prompt=uniform(8, 90) '
+        'output=uniform(4, 12)" --replicas 3 --router acme',
     ),
 }
 NEW = (*KINDS, *EXTENSIONS)

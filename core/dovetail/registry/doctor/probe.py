@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 
 from dovetail.api.component import KINDS
 from dovetail.base.where import did_you_mean
-from dovetail.errors import DovetailError, PluginError
+from dovetail.errors import DovetailError, MissingExtraError, PluginError
 from dovetail.registry import hookspecs
 from dovetail.registry.contract.document import shipped
 from dovetail.registry.contract.faults import faults_of
@@ -312,6 +312,9 @@ def _attempts(named: str, steps: Iterable[Any]) -> Iterator[Problem]:
     for step in steps:
         try:
             step()
+        except MissingExtraError as error:
+            what, _, pip = str(error).partition("; install with: ")
+            yield "requirement-missing", f"{named} can't be used here: {what}", pip
         except DovetailError as error:
             if str(error) not in told:
                 yield (
