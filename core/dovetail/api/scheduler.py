@@ -157,8 +157,8 @@ class Step(Protocol):
 
     @property
     def free_pages(self) -> int:
-        """Number of pages that grants can still take: empty ones, and cached ones that no request
-        holds."""
+        """Number of pages that grants can still take: `PageCounts.free`, and `cached` ones, which
+        no request holds."""
 
     @property
     def waiting(self) -> tuple[Request, ...]:
