@@ -12,7 +12,7 @@ from transformers.cache_utils import MtpCache
 
 from dovetail.api.component import NoOptions
 from dovetail.api.draft_head import HeadContext, HeadInputs
-from dovetail.api.state import StateLayer, StateSteps
+from dovetail.api.state import StateLayer
 from dovetail.errors import DovetailError, ModelLoadError, UnsupportedError
 from dovetail.nn.parallel import SINGLE
 from dovetail.nn.weights import load_weights
@@ -67,7 +67,7 @@ def test_mtp_heads_equal_transformers(family: str) -> None:
         theirs = mtp_model(model)
         add_tensors(directory, mtp_tensors(theirs))
         ours, arch = (
-            build(config, make_state=lambda spec: StateLayer(spec, StateSteps())),
+            build(config, make_state=lambda spec: StateLayer(spec, lambda: None)),
             Mtp(NO_OPTIONS, of(directory, config)),
         )
         fill(ours, checkpoint_tensors(model))

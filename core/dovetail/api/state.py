@@ -13,7 +13,7 @@ when it is known how many drafts count, the executor applies their changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -126,17 +126,6 @@ class StateBatch:
     drafted: Drafted | None = None
 
 
-class StateSteps:
-    """The step that all state layers of a model compute."""
-
-    batch: StateBatch | None = None
-
-    def plan(self, batch: StateBatch) -> None:
-        """Set the step. A captured CUDA graph keeps reading the tensors of the batch that was
-        planned when it was captured."""
-        self.batch = batch
-
-
 class StateLayer:
     """One layer's states. `memory[i]`, [units of the pool, rows of a unit, row_size], has the dtype
     of tensor i of the spec; `units[i]`, [places, units of the tensor] int32, names for each place
@@ -146,9 +135,11 @@ class StateLayer:
     `changes[i]`, if steps may have drafts, is where drafts note what they change, at their index in
     the step: in past inputs the new ones [tokens, rows], in an accumulated tensor `Changes`."""
 
-    def __init__(self, spec: StateSpec, steps: StateSteps) -> None:
+    def __init__(self, spec: StateSpec, planned: Callable[[], StateBatch | None]) -> None:
+        """`planned`: returns the step that all layers compute; None before the first."""
         self.spec = spec
-        self._steps = steps
+        self._planned = planned
+        self._replaced: StateBatch | None = None
         self.memory: tuple[torch.Tensor, ...] = ()
         self.units: tuple[torch.Tensor, ...] = ()
         self.changes: tuple[torch.Tensor | Changes, ...] = ()
@@ -160,20 +151,21 @@ class StateLayer:
 
     @contextmanager
     def computing(self, batch: StateBatch) -> Iterator[None]:
-        """Replace the step to compute, of all layers, until the context ends."""
-        step = self.batch
-        self._steps.plan(batch)
+        """Replace the layer's step to compute until the context ends."""
+        before = self._replaced
+        self._replaced = batch
         try:
             yield
         finally:
-            self._steps.plan(step)
+            self._replaced = before
 
     @property
     def batch(self) -> StateBatch:
         """The step to compute."""
-        if self._steps.batch is None:
+        batch = self._planned() if self._replaced is None else self._replaced
+        if batch is None:
             raise DovetailError(f"state layer {self.spec.index} runs before a step was planned")
-        return self._steps.batch
+        return batch
 
     def read(self, tensor: int, places: torch.Tensor) -> torch.Tensor:
         """Return a copy of the states at `places` [n] int64: [n, rows, row_size]."""

@@ -19,7 +19,6 @@ from dovetail.api.state import (
     StateBatch,
     StateLayer,
     StateSpec,
-    StateSteps,
     StateTensor,
 )
 from dovetail.errors import DovetailError
@@ -43,6 +42,20 @@ def cached_state(spec: StateSpec, dtype: torch.dtype, state_dtype: torch.dtype) 
 
 def _dtype(tensor: StateTensor, dtype: torch.dtype, state_dtype: torch.dtype) -> torch.dtype:
     return dtype if tensor.keeps_inputs else state_dtype
+
+
+class StateSteps:
+    """The step that all state layers of a model compute."""
+
+    batch: StateBatch | None = None
+
+    def plan(self, batch: StateBatch) -> None:
+        """Set the step. A captured CUDA graph keeps reading the tensors of the batch that was
+        planned when it was captured."""
+        self.batch = batch
+
+    def planned(self) -> StateBatch | None:
+        return self.batch
 
 
 class States:
@@ -85,7 +98,7 @@ class States:
             raise DovetailError(
                 f"the model has made state layer {spec.index}, which isn't among its state_specs"
             )
-        layer = self.layers[spec.index] = StateLayer(spec, self.steps)
+        layer = self.layers[spec.index] = StateLayer(spec, self.steps.planned)
         return layer
 
     def bind(self, memory: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from dovetail.api.attention import AttentionLayer, LayerCache, LayerSpec
 from dovetail.api.model import ModelArch, ModelInputs, ParallelGroup
-from dovetail.api.state import StateLayer, StateSpec, StateSteps
+from dovetail.api.state import StateLayer, StateSpec
 from dovetail.errors import DovetailError
 from dovetail.nn.build import RuntimeContext
 from dovetail.nn.format import Quantization
@@ -165,7 +165,7 @@ class Bench:
     def _make_state(self, spec: StateSpec) -> StateLayer:
         self.made.append(spec)
         if self.states is None or spec.index not in self.states.layers:
-            return StateLayer(spec, StateSteps())  # not declared: it has no memory
+            return StateLayer(spec, lambda: None)  # not declared: it has no memory
         return self.states.layers[spec.index]
 
     def load(self, tensors: Tensors) -> None:
