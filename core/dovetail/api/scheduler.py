@@ -227,15 +227,15 @@ class Step(Protocol):
 
         While answers are streamed, the engine's `prefill_limit` also caps the prompt tokens of a
         step, unless the policy isn't `prefill_limited`. Fewer than n may run then, with pages for
-        all n nevertheless, but at least `min_tokens`, and the first prompt of a step
-        always gets those. `reserve` allocates the pages of its whole prefill now. A grant is
-        refused if n < min(min_tokens, cost.tokens), or if `seqs_left` is 0 or too little memory is left. If
-        only memory is short, requests of `evict` are preempted, in that order, until it fits; none
-        if evicting all of them wouldn't free enough. `evict` is read up to `request` itself:
-        requests after it keep their pages. Skipped are requests without pages, and those with
-        tokens of this very step that `request` would find in the cache, or with pages that it
-        would fork. The iterable `evict` must not act on the step. Raises `PolicyError` on misuse (a
-        finished request, one of another engine, invalid numbers).
+        all n nevertheless, but at least `min_tokens`, and the first prompt of a step always gets
+        those. `reserve` allocates the pages of its whole prefill now. A grant is refused if n <
+        min(min_tokens, cost.tokens), or if `seqs_left` is 0 or too little memory is left. If only
+        memory is short, requests of `evict` are preempted, in that order, until it fits; none if
+        evicting all of them wouldn't free enough. `evict` is read up to `request` itself: requests
+        after it keep their pages. Skipped are requests without pages, and those with tokens of this
+        very step that `request` would find in the cache, or with pages that it would fork. The
+        iterable `evict` must not act on the step. Raises `PolicyError` on misuse (a finished
+        request, one of another engine, invalid numbers).
         """
 
     def grant_each(self, requests: Iterable[Request]) -> list[Request]:
