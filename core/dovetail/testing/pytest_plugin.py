@@ -197,14 +197,23 @@ def _outcome(check: Check, report: Any, call: Any, suite: Any) -> Outcome:
         -_OUTPUT_LIMIT:
     ]
     if report.failed and error is not None:
-        return _failed(
-            error, getattr(suite, "target", "").partition(".")[0].partition(":")[0], output, notes
-        )
+        return _failed(error, _package_of(suite), output, notes)
     return (
         Outcome("failed", "failed", output=output, notes=notes)
         if report.failed
         else Outcome("passed", notes=notes)
     )
+
+
+def _package_of(suite: Any) -> str:
+    """Return the top-level package of the component; "" if it isn't installed."""
+    from dovetail.errors import DovetailError
+
+    try:
+        target: str = getattr(suite, "target", "")
+    except DovetailError:
+        return ""
+    return target.partition(".")[0].partition(":")[0]
 
 
 def _failed(error: BaseException, package: str, output: str, notes: tuple[str, ...]) -> Outcome:
