@@ -26,6 +26,7 @@ from dovetail.registry.contract.document import (
     FIRST,
     Check,
     Clause,
+    Constant,
     Contract,
     Feature,
     KindContract,
@@ -80,7 +81,7 @@ PACKAGES = {
 }
 # Classes whose instances a component is given: Dovetail may add methods to them.
 GIVEN = ("Step", "ParallelGroup", "TrialRun", "RouteContext", "Clock", "Request", "StateLayer")
-# Constants that are the versions themselves.
+# Constants whose values are the versions themselves, and change with them.
 VERSIONS = ("API_VERSIONS",)
 # Capabilities with their optional methods; "Class.method" is of a part that the component makes.
 FEATURES: Mapping[Kind, Mapping[str, Feature]] = {
@@ -150,7 +151,7 @@ def _module(name: str, source: str) -> Module:
     wanted = SHARED.get(name)
 
     def is_part(one: str) -> bool:
-        return one not in VERSIONS if wanted is None else one in wanted
+        return wanted is None or one in wanted
 
     return Module(
         types={
@@ -159,7 +160,11 @@ def _module(name: str, source: str) -> Module:
             if is_part(one)
         },
         functions={one: entry for one, entry in found.functions.items() if is_part(one)},
-        constants={one: entry for one, entry in found.constants.items() if is_part(one)},
+        constants={
+            one: Constant() if one in VERSIONS else entry
+            for one, entry in found.constants.items()
+            if is_part(one)
+        },
     )
 
 

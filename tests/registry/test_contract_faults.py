@@ -156,6 +156,12 @@ SEEDED: dict[str, tuple[Kind, str, str, str]] = {
         "it is SchedulerCapabilities",
     ),
     "another kind's base": ("scheduler", "Mine(Scheduler)", "Mine(object)", "isn't a subclass"),
+    "an import of a name that isn't there": (
+        "scheduler",
+        "SchedulerCapabilities, Step",
+        "SchedulerCapabilities, Refused, Step",
+        "has no Refused, did you mean Refusal?",
+    ),
     "a part that misses a method": ("grammar", "    def fill(self, words): ...\n", "", "fill"),
     "a part's feature that isn't declared": ("grammar", "forced=True, ", "", "Word.forced"),
     "a part's feature that is declared only": (

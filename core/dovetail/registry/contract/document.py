@@ -152,6 +152,15 @@ class Contract(_Model):
         home = self.exports.get(name, module) if module == "dovetail.api" else module
         return self.modules[home].types.get(name) if home in self.modules else None
 
+    def names_in(self, module: str) -> set[str] | None:
+        """Return the names that can be imported from a module; None if it isn't here."""
+        if module == "dovetail.api":
+            return {*self.exports, *(name.rpartition(".")[2] for name in self.modules)}
+        if module not in self.modules:
+            return None
+        found = self.modules[module]
+        return {*found.types, *found.functions, *found.constants}
+
     def at(self, version: str) -> Contract:
         """Return the contract as of an older version. Raises `ConfigError` for a version that this
         one doesn't contain."""

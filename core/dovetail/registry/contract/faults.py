@@ -65,7 +65,7 @@ def faults_of(
         return []
     wanted = contract.kinds[kind]
     component = _Class(found, modules.lineage(found))
-    faults = list(_of_kind(component, wanted))
+    faults = [*_of_imports(found.module, contract, modules), *_of_kind(component, wanted)]
     faults += _of_methods(component, must_be_complete=True)
     classes = [_Class(own, modules.lineage(own)) for own in modules.classes_of(found.module)]
     parts = [one for one in classes if one.api and not one.is_given and not one.is_a(wanted.base)]
@@ -157,6 +157,14 @@ def _names(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
             yield from _names([*part.body, *part.orelse])
         else:
             yield from ((name, part) for name, value in assigned(part) if value is not None)
+
+
+def _of_imports(module: str, contract: Contract, modules: Modules) -> Iterator[Fault]:
+    for home, name in modules.imports_of(module):
+        known = contract.names_in(home) if home.startswith("dovetail.api") else None
+        if known is not None and name not in known and not name.startswith("_"):
+            what = f"{home} has no {name}{did_you_mean(name, known)}"
+            yield Fault(module, what, "docs/plugins/upgrade.md lists what was renamed in 1.0")
 
 
 def _of_kind(component: _Class, wanted: KindContract) -> Iterator[Fault]:

@@ -86,6 +86,11 @@ class Modules:
         source = self._source(module)
         return [] if source is None else [Own(module, node) for node in source.classes.values()]
 
+    def imports_of(self, module: str) -> list[tuple[str, str]]:
+        """Return the module and the name of each `from … import …` in a module."""
+        source = self._source(module)
+        return [] if source is None else [one for one in source.imports.values() if one[1]]
+
     def find(self, module: str, name: str) -> Ancestor | None:
         """Return the class that a module's name means, also if it is imported there; None if it
         isn't found."""

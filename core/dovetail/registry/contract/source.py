@@ -43,7 +43,13 @@ def module_of(source: str) -> Module:
         if isinstance(node, Function) and not node.name.startswith("_")
     }
     constants = {}
-    for node in body:
+    aliases = [  # under `if TYPE_CHECKING`
+        part
+        for node in body
+        if isinstance(node, ast.If) and last_name(node.test) == "TYPE_CHECKING"
+        for part in node.body
+    ]
+    for node in [*aliases, *body]:
         for name, value in assigned(node):
             if not name.startswith("_") and not _is_tool(value):
                 constants[name] = Constant(value=_short(value))
