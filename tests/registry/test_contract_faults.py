@@ -104,7 +104,20 @@ class Mine(PrefixCache):
     def fork(self, parent, child, num_tokens): ...
     def rank(self, block): return block.hits
 """
+SAMPLER = """
+from dovetail.api.graphs import GraphSupport
+from dovetail.api.sampler import Sampler, SamplerCapabilities
+
+class Mine(Sampler):
+    capabilities = SamplerCapabilities(cuda_graph=GraphSupport.DECODE)
+
+    def prepare(self, max_rows): ...
+    def update(self, removed, added): ...
+    def sample(self, inputs): ...
+    def capture_for(self, host_rows): ...
+"""
 SOURCES: dict[Kind, str] = {
+    "sampler": SAMPLER,
     "kv_cache": KV_CACHE,
     "scheduler": SCHEDULER,
     "drafter": DRAFTER,
@@ -149,6 +162,12 @@ SEEDED: dict[str, tuple[Kind, str, str, str]] = {
         "doesn't define encode_chat",
     ),
     "a misspelt capability": ("scheduler", "order=", "ordr=", "did you mean order?"),
+    "a capability of another type": (
+        "sampler",
+        "GraphSupport.DECODE",
+        "True",
+        "should be a GraphSupport",
+    ),
     "another kind's capabilities": (
         "observer",
         "ObserverCapabilities(decisions=True)",

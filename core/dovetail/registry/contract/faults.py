@@ -298,14 +298,22 @@ def _of_capabilities(
     if isinstance(values, str):
         yield Fault(place, values, f"set it to {wanted.capabilities}(…)")
         return
-    for name in values:
+    for name, value in values.items():
         if name not in known.fields:
             what = f"{wanted.capabilities} has no {name}{did_you_mean(name, known.fields)}"
             yield Fault(place, what, f"it has {', '.join(known.fields)}")
+        elif isinstance(value, bool) and _is_member(known.fields[name].default):
+            kind = known.fields[name].type
+            yield Fault(place, f"{name} is {value}, and should be a {kind}", f"use {kind}.…")
     for capability, feature in wanted.features.items():
         if values.get(capability) is not UNKNOWN:
             methods = _Methods(component, parts)
             yield from _of_feature(methods, place, capability, feature, values.get(capability))
+
+
+def _is_member(default: str | None) -> bool:
+    """Return True for the source of an enum's member."""
+    return isinstance(_parsed(default), ast.Attribute)
 
 
 def _kind_of(wanted: KindContract, contract: Contract) -> str:
