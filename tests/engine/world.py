@@ -456,7 +456,7 @@ class World:
             raise self.core.dead
         self.kv.check_integrity()
         counts = self.kv.counts
-        assert counts.free + counts.held + counts.cached == self.shape.num_pages
+        assert counts.empty + counts.held + counts.cached == self.shape.num_pages
         self._check_requests()
         self._check_rows()
         self._check_slots()

@@ -36,7 +36,7 @@ def test_each_group_gets_the_pages_of_its_blocks_and_releases_what_its_window_do
     kv, first = manager_of(FULL_GROUP, SLIDING, num_pages=20), request(range(12))
     assert kv.allocate(first, 12) == Allocation(((0, 1, 2), (3, 4, 5, 6, 7, 8)))
     kv.trim(first, 12)
-    assert kv.counts == PageCounts(free=15, held=5, cached=0, held_by_group=(3, 2))
+    assert kv.counts == PageCounts(empty=15, held=5, cached=0, held_by_group=(3, 2))
     assert kv.tables(first) == ((0, 1, 2), (HOLE, HOLE, HOLE, HOLE, 7, 8))
 
 
@@ -63,9 +63,9 @@ def test_an_evicted_block_gives_back_all_its_pages() -> None:
     kv, first = manager_of(SLIDING, num_pages=4), request(range(8))
     compute(kv, first)
     kv.free(first)
-    assert kv.counts == PageCounts(free=0, held=0, cached=4)
+    assert kv.counts == PageCounts(empty=0, held=0, cached=4)
     kv.allocate(request([-1]), 1)
-    assert kv.counts == PageCounts(free=0, held=2, cached=2)
+    assert kv.counts == PageCounts(empty=0, held=2, cached=2)
     kv.check_integrity()
 
 

@@ -57,7 +57,7 @@ def test_without_reuse_nothing_is_found_and_nothing_stays() -> None:
     kv.free(first)
     assert not kv.capabilities.reuse
     assert kv.lookup(first) == 0
-    assert kv.counts == PageCounts(free=8, held=0, cached=0)
+    assert kv.counts == PageCounts(empty=8, held=0, cached=0)
 
 
 @examples(quick=60, full=500)
@@ -181,7 +181,7 @@ def test_a_block_computed_twice_is_found_once_and_its_copy_becomes_empty() -> No
     one = compute(kv, first)  # its only block holds the last token, so that second can't share it
     compute(kv, second)
     kv.free(second)
-    assert kv.counts == PageCounts(free=7, held=1, cached=0)
+    assert kv.counts == PageCounts(empty=7, held=1, cached=0)
     found = kv.allocate(request(range(5)), 5)
     assert found is not None
     assert found.pages[0][0] == one[0]
@@ -216,7 +216,7 @@ def test_blocks_before_a_window_are_let_go_and_the_table_keeps_its_length() -> N
     kv, first = manager(4, 4, window=4), request(range(12))
     compute(kv, first)
     kv.trim(first, 12)
-    assert kv.counts == PageCounts(free=1, held=1, cached=2)
+    assert kv.counts == PageCounts(empty=1, held=1, cached=2)
     assert kv.pages_needed(request([99]), 1, without=[first]) == 0
     kv.trim(first, 8)  # nothing comes back
     generate(first, [12])
@@ -261,7 +261,7 @@ def test_blocks_let_go_before_they_were_committed_are_never_found() -> None:
     kv.trim(first, 11)
     kv.commit(first, 12)
     kv.check_integrity()
-    assert kv.counts == PageCounts(free=3, held=1, cached=0)
+    assert kv.counts == PageCounts(empty=3, held=1, cached=0)
 
 
 def test_what_is_uncommitted_after_it_was_let_go_is_empty() -> None:
@@ -269,5 +269,5 @@ def test_what_is_uncommitted_after_it_was_let_go_is_empty() -> None:
     compute(kv, first)
     kv.trim(first, 11)
     kv.uncommit(first, 0)
-    assert kv.counts == PageCounts(free=3, held=1, cached=0)
+    assert kv.counts == PageCounts(empty=3, held=1, cached=0)
     kv.check_integrity()

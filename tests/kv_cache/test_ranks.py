@@ -177,7 +177,7 @@ def test_a_cached_beginning_of_a_held_block_can_be_evicted() -> None:
     kv.commit(one, 4)
     kv.commit(two, 8)
     kv.free(one)
-    assert kv.counts == PageCounts(free=1, held=2, cached=1)
+    assert kv.counts == PageCounts(empty=1, held=2, cached=1)
     assert kv.allocate(request([2] * 8, id="three"), 8) is not None
     kv.check_integrity()
 
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_a_low_rank_is_copied_whole() -> None:
     for token in (2, 3, 4):
         serve(kv, [token] * 4)
     kv.allocate(request([5] * 3), 3)
-    assert kv.counts.free == 0
+    assert kv.counts.empty == 0
     again = request([1] * 6)
     assert kv.lookup(again) == 4
     allocation = kv.allocate(again, 6)

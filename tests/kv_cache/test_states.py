@@ -44,7 +44,7 @@ def test_a_table_has_one_state_and_a_checkpoint_is_written_at_the_last_boundary_
     [allocation], copies, checkpoints = step(kv, (first, 9))
     assert (allocation, list(copies)) == (Allocation(((3, 4, 5), (0, 1, 2))), [])
     assert list(checkpoints) == [Checkpoint(first, 8, (6, 7, 8))]
-    assert kv.counts == PageCounts(free=11, held=6, cached=3, held_by_group=(3, 3))
+    assert kv.counts == PageCounts(empty=11, held=6, cached=3, held_by_group=(3, 3))
     assert kv.allocate(first, 200) is None
     assert kv.allocate(first, 13) == Allocation(((9,), ()))
 

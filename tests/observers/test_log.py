@@ -47,7 +47,7 @@ def step(
         running=3,
         preempted=0,
         recomputed_tokens=0,
-        pages=PageCounts(free=5, held=3, cached=2, held_by_group=(1, 2)),
+        pages=PageCounts(empty=5, held=3, cached=2, held_by_group=(1, 2)),
         core_s=0.0,
     )
 

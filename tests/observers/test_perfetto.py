@@ -81,7 +81,7 @@ def step(
         running=running,
         preempted=0,
         recomputed_tokens=0,
-        pages=PageCounts(free=5, held=3, cached=2, held_by_group=held_by_group),
+        pages=PageCounts(empty=5, held=3, cached=2, held_by_group=held_by_group),
         core_s=0.001,
         **more,
     )

@@ -96,7 +96,7 @@ def test_pages_are_told_apart_by_cache_group() -> None:
         replace(STARTED, cache_groups=(CacheGroup((1,), 16), CacheGroup((0,), 16, 128)))
     )
     try:
-        counts = PageCounts(free=4, held=5, cached=1, held_by_group=(3, 2))
+        counts = PageCounts(empty=4, held=5, cached=1, held_by_group=(3, 2))
         observer.on_step(StepFinished(0, 0.0, 0.0, 1.0, 1, 0, 1, 0, 0, 1, 0, 0, counts, 0.0))
         families = scraped(observer.port)
     finally:

@@ -232,7 +232,7 @@ def test_the_fake_manager_loses_no_block() -> None:
     assert kv.allocate(a, 17) is not None
     assert kv.allocate(b, 9) is None
     assert kv.pages_needed(b, 4) == 1
-    assert (kv.counts.free, kv.counts.held) == (1, 5)
+    assert (kv.counts.empty, kv.counts.held) == (1, 5)
     kv.check_integrity()
     kv.free(a)
     kv.free(b)

@@ -276,7 +276,7 @@ class DecisionLog(Observer):
             _counter(
                 "KV pages",
                 end,
-                {"held": pages.held, "cached": pages.cached, "free": pages.free},
+                {"held": pages.held, "cached": pages.cached, "free": pages.empty},
             ),
             *([_counter("KV pages held by group", end, by_group)] if by_group else []),
         ]

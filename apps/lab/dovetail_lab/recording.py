@@ -97,7 +97,7 @@ class Recorder:
             after - then for after, then in zip(self._counted, before, strict=True)
         ]
         pages = stats.pages
-        state = pages.free, pages.held, pages.cached
+        state = pages.empty, pages.held, pages.cached
         self._steps.append(
             (
                 time_s,

@@ -306,7 +306,7 @@ class EngineHost:
             stats.running,
             stats.waiting,
             pages.held,
-            pages.free,
+            pages.empty,
             pages.cached,
             pages.held_by_group,
             *drafts,

@@ -213,11 +213,11 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """Number of pages in each state; they always add up: free + held + cached = all."""
+    """Number of pages in each state; they always add up: empty + held + cached = all."""
 
-    free: int  # in no table, without K and V that a lookup may find
+    empty: int  # in no table, without K and V that a lookup may find
     held: int  # in some request's block table, or of a checkpoint that the next batch writes
-    # in no table, with K and V or a checkpoint that a lookup may find: taken when free ones run out
+    # in no table, with K and V or a checkpoint that a lookup may find: taken when empty ones run out
     cached: int
     held_by_group: tuple[int, ...] = ()  # `held` by group; empty: not told apart
 
@@ -255,7 +255,7 @@ class KVCacheManager(ABC):
     ) -> int:
         """Return the net number of available pages that freeing the requests `without` and then
         `allocate(request, num_tokens)` would take: negative if freeing gives back more than
-        allocating takes. It fits if this is at most `available_pages`. Available are free pages and
+        allocating takes. It fits if this is at most `available_pages`. Available are empty pages and
         cached ones that no request holds; a prefix hit on the latter counts. Changes nothing."""
 
     @abstractmethod
@@ -331,7 +331,7 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Drop all K and V, because the weights have changed: cached pages become free, and
+        """Drop all K and V, because the weights have changed: cached pages become empty, and
         `lookup` finds neither the blocks held now nor those that their holders commit later on top
         of them."""
 
@@ -346,6 +346,6 @@ class KVCacheManager(ABC):
 
     @property
     def available_pages(self) -> int:
-        """Number of pages that an allocation can take: free and cached."""
+        """Number of pages that an allocation can take: empty and cached."""
         counts = self.counts
-        return counts.free + counts.cached
+        return counts.empty + counts.cached

@@ -157,7 +157,7 @@ class Step(Protocol):
 
     @property
     def free_pages(self) -> int:
-        """Number of pages that grants can still take: `PageCounts.free`, and `cached` ones, which
+        """Number of pages that grants can still take: `PageCounts.empty`, and `cached` ones, which
         no request holds."""
 
     @property

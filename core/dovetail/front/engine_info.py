@@ -236,4 +236,4 @@ def line(stats: EngineStats) -> str:
 def _held_share(stats: EngineStats) -> float:
     """The share of all pages that are in some request's table."""
     pages = stats.pages
-    return pages.held / max(1, pages.free + pages.held + pages.cached)
+    return pages.held / max(1, pages.empty + pages.held + pages.cached)

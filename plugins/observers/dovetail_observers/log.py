@@ -156,7 +156,7 @@ class LogObserver(Observer):
         recent = self._recent
         self._recent = Tally()
         pages = step.pages
-        share = 100 / max(1, pages.free + pages.held + pages.cached)
+        share = 100 / max(1, pages.empty + pages.held + pages.cached)
         by_group = (
             zip(self._groups, pages.held_by_group, strict=False) if len(self._groups) > 1 else ()
         )

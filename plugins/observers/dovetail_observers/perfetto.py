@@ -314,7 +314,7 @@ class PerfettoObserver(Observer):
             },
             _counter("tokens", begin, prefill=event.prefill_tokens, decode=event.decode_tokens),
             _counter("requests", end, running=event.running, waiting=event.waiting),
-            _counter("KV pages", end, held=pages.held, cached=pages.cached, free=pages.free),
+            _counter("KV pages", end, held=pages.held, cached=pages.cached, free=pages.empty),
             *([_counter("KV pages held by group", end, **by_group)] if by_group else []),
             *self._copies(event, begin),
         ]

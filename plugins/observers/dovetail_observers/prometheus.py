@@ -277,11 +277,11 @@ class Figures:
         pages = event.pages
         self._running.set(event.running)
         self._waiting.set(event.waiting)
-        self._usage.set(pages.held / max(1, pages.held + pages.free + pages.cached))
+        self._usage.set(pages.held / max(1, pages.held + pages.empty + pages.cached))
         for state, number in (
             ("held", pages.held),
             ("cached", pages.cached),
-            ("free", pages.free),
+            ("free", pages.empty),
         ):
             self._pages.labels(self._model, state).set(number)
         for group, number in zip(self._groups, pages.held_by_group, strict=False):

@@ -179,7 +179,7 @@ class CountsHoldersForBlocks(PrefixCache):
     @property
     def counts(self) -> PageCounts:
         counts = super().counts
-        return PageCounts(counts.free, sum(self._pool.refs), counts.cached, counts.held_by_group)
+        return PageCounts(counts.empty, sum(self._pool.refs), counts.cached, counts.held_by_group)
 
 
 @mutant(caught_by="kv_cache.counts")
@@ -852,7 +852,7 @@ class CountsBlocksByGroup(PrefixCache):
         blocks = tuple(
             held // width for held, width in zip(counts.held_by_group, self._widths, strict=False)
         )
-        return PageCounts(counts.free, counts.held, counts.cached, blocks)
+        return PageCounts(counts.empty, counts.held, counts.cached, blocks)
 
 
 @mutant(caught_by="kv_cache.held_by_group")
@@ -861,7 +861,7 @@ class CountsTheFirstGroupForAll(PrefixCache):
     def counts(self) -> PageCounts:
         counts = super().counts
         return PageCounts(
-            counts.free, counts.held, counts.cached, (counts.held, *[0] * (len(self._groups) - 1))
+            counts.empty, counts.held, counts.cached, (counts.held, *[0] * (len(self._groups) - 1))
         )
 
 

@@ -74,11 +74,11 @@ class BlockPool:
 
     @property
     def counts(self) -> PageCounts:
-        free = len(self._empty)
+        empty = len(self._empty)
         held = sum(self._held)
         by_group = tuple(self._held) if len(self._held) > 1 else ()
         return PageCounts(
-            free=free, held=held, cached=self._size - free - held, held_by_group=by_group
+            empty=empty, held=held, cached=self._size - empty - held, held_by_group=by_group
         )
 
     def take(self, count: int = 1, group: int = 0) -> list[int]:

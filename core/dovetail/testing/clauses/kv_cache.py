@@ -29,7 +29,7 @@ CLAUSES: Marks = {
     "Checkpoint": held("checkpoints"),
     "PageCounts": {
         "they always add up": held("counts"),
-        "taken when free ones run out": held("no_leak"),
+        "taken when empty ones run out": held("no_leak"),
         "by group": held("held_by_group"),
         "*": held("counts"),
     },

@@ -133,17 +133,17 @@ class KVCacheSuite(Suite):
         self._explore("held_by_group")
 
     @check("kv_cache.counts", since="1.0")
-    def test_free_held_and_cached_are_all(self) -> None:
+    def test_empty_held_and_cached_are_all(self) -> None:
         """`counts` must always add up to the pool, with `held` the pages in tables, and
-        `available_pages` must be free + cached: the step admits requests by these numbers."""
+        `available_pages` must be empty + cached: the step admits requests by these numbers."""
         self._explore("counts")
 
     @check("kv_cache.no_leak", since="1.0")
     def test_when_everybody_has_left_the_whole_pool_can_be_taken(self) -> None:
         """All requests have ended, but pages are still held, or a request that needs the whole pool
         doesn't get it. `free` must return every page of a table, including those of shared, copied
-        and trimmed blocks; `allocate` must take cached blocks, with all their pages, when free ones
-        run out."""
+        and trimmed blocks; `allocate` must take cached blocks, with all their pages, when empty
+        ones run out."""
         self._explore("no_leak")
 
     @check("kv_cache.lawful", since="1.0")

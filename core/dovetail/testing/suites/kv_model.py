@@ -599,7 +599,7 @@ class KVWorld:
         needed = self._ask("pages_needed", row.request, room)
         available = self._ask("available_pages")
         before = self._snapshot() if needed > available else None
-        free = self._ask("counts").free
+        empty = self._ask("counts").empty
         allocation = self._tell("allocate", row.request, room)
         told = (
             f"pages_needed({row.request}, {room}) was {needed}, {available} were available, and "
@@ -622,7 +622,7 @@ class KVWorld:
             f"allocate says {allocation.cached} tokens of {row.request} are cached; lookup said "
             f"{cached}",
         )
-        self._append(row, allocation, free=free, cached=cached, tokens=max(room, cached))
+        self._append(row, allocation, empty=empty, cached=cached, tokens=max(room, cached))
         return True
 
     def _fork_blocks(self, parent: Row, child: Row, tokens: int) -> bool:
@@ -630,7 +630,7 @@ class KVWorld:
             group.pages_per_block for _, group in self.groups if tokens % group.block_tokens
         )
         available = self._ask("available_pages")
-        free = self._ask("counts").free
+        empty = self._ask("counts").empty
         before = self._snapshot() if copied > available else None
         allocation = self._tell("fork", parent.request, child.request, tokens)
         told = (
@@ -646,7 +646,7 @@ class KVWorld:
             self._hold("failed_fork", before in (None, self._snapshot()), told)
             return False
         self._hold("fork", allocation.cached == tokens, told)
-        self._append(child, allocation, free=free, cached=tokens, tokens=tokens)
+        self._append(child, allocation, empty=empty, cached=tokens, tokens=tokens)
         for (_, group), mine, theirs in zip(self.groups, child.tables, parent.tables, strict=True):
             full = tokens // group.block_tokens
             hole = self._hole(group)
@@ -657,10 +657,10 @@ class KVWorld:
         return True
 
     def _append(
-        self, row: Row, allocation: Allocation, *, free: int, cached: int, tokens: int
+        self, row: Row, allocation: Allocation, *, empty: int, cached: int, tokens: int
     ) -> None:
         """Append blocks to its tables: those of the first `cached` tokens are shared with others,
-        the rest are new; `free` pages were free before."""
+        the rest are new; `empty` pages were empty before."""
         pages = allocation.pages
         held = set.union(*self._held())
         sound = (
@@ -717,7 +717,7 @@ class KVWorld:
             and all(page in range(self.num_pages) for page in pages_held)
         )
         self._hold("exclusive", sound, told)
-        self.nothing_lost &= len(new) <= free
+        self.nothing_lost &= len(new) <= empty
 
     def _commit(self, row: Row, state_pages: int = 0) -> None:
         """Commit its tokens. The manager may take `state_pages` pages for a checkpoint."""
@@ -735,7 +735,7 @@ class KVWorld:
                 "checkpoints", taken in (0, state_pages) and not (taken and row.pending), told
             )
             row.pending += taken
-            self.nothing_lost &= taken <= before.free
+            self.nothing_lost &= taken <= before.empty
         if not row.disowned:
             for (number, group), table in zip(self.paged, row.tables, strict=False):
                 hole = self._hole(group)
@@ -807,14 +807,14 @@ class KVWorld:
             f"{by_group} are in tables or of checkpoints, by group"
         )
         adds_up = (
-            counts.free + counts.held + counts.cached == self.num_pages
-            and min(counts.free, counts.held, counts.cached) >= 0
+            counts.empty + counts.held + counts.cached == self.num_pages
+            and min(counts.empty, counts.held, counts.cached) >= 0
         )
         self._hold(
             "counts",
             adds_up
             and counts.held == held
-            and self._ask("available_pages") == counts.free + counts.cached,
+            and self._ask("available_pages") == counts.empty + counts.cached,
             told,
         )
         self._hold("held_by_group", counts.held_by_group in ((), by_group), told)

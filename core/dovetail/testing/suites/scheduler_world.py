@@ -391,7 +391,7 @@ class World:
         if self._check_books and self.dead is None:
             self.kv.check_integrity()
             counts = self.kv.counts
-            if counts.free + counts.held + counts.cached != self.kv.context.num_pages:
+            if counts.empty + counts.held + counts.cached != self.kv.context.num_pages:
                 raise DovetailError(
                     f"pages were lost or made: {counts} of {self.kv.context.num_pages}"
                 )

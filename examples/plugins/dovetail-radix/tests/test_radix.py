@@ -39,4 +39,4 @@ def test_a_block_computed_twice_at_once_is_found_once() -> None:
     for request in requests:
         kv.free(request)
     kv.check_integrity()
-    assert kv.counts == PageCounts(free=3, held=0, cached=1)
+    assert kv.counts == PageCounts(empty=3, held=0, cached=1)

@@ -70,9 +70,9 @@ class RadixTree:
 
     @property
     def counts(self) -> PageCounts:
-        free = len(self._empty)
+        empty = len(self._empty)
         held = sum(self._held)
-        return PageCounts(free, held, self.available - free, tuple(self._held) if len(self._held) > 1 else ())
+        return PageCounts(empty, held, self.available - empty, tuple(self._held) if len(self._held) > 1 else ())
 
     def pages(self, block: int) -> Pages:
         return (block, *self._rest[block])

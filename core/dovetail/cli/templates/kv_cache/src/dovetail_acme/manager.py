@@ -11,13 +11,13 @@ from pydantic import BaseModel
 
 
 class AcmeKVCache(KVCacheManager):
-    """A stack of free pages, and for each request a table of pages per cache group."""
+    """A stack of empty pages, and for each request a table of pages per cache group."""
 
     capabilities = KVCapabilities(groups=True)
 
     def __init__(self, options: BaseModel, context: KVContext) -> None:
         super().__init__(options, context)
-        self._free = list(range(context.num_pages))
+        self._empty = list(range(context.num_pages))
         self._tables: dict[str, list[list[int]]] = {}  # request id -> its pages, by group
         self._tokens: dict[str, int] = {}  # request id -> tokens asked for
 
@@ -30,13 +30,13 @@ class AcmeKVCache(KVCacheManager):
         before = self._tokens.get(request.id, 1)
         if num_tokens < before:
             raise DovetailError(f"request {request.id!r} asks for {num_tokens} tokens, after {before}")
-        if self.pages_needed(request, num_tokens) > len(self._free):
+        if self.pages_needed(request, num_tokens) > len(self._empty):
             return None
         groups = self.context.layout.groups
         new = []
         for group, pages in zip(groups, self._tables.setdefault(request.id, [[] for _ in groups]), strict=True):
             missing = group.blocks(num_tokens) * group.pages_per_block - len(pages)
-            new.append(tuple(self._free.pop() for _ in range(missing)))
+            new.append(tuple(self._empty.pop() for _ in range(missing)))
             pages += new[-1]
         self._tokens[request.id] = num_tokens
         return Allocation(tuple(new))
@@ -46,18 +46,18 @@ class AcmeKVCache(KVCacheManager):
 
     def free(self, request: Request) -> None:
         for pages in self._tables.pop(request.id, []):
-            self._free += pages
+            self._empty += pages
         self._tokens.pop(request.id, None)
 
     @property
     def counts(self) -> PageCounts:
-        free = len(self._free)
-        return PageCounts(free=free, held=self.context.num_pages - free, cached=0)
+        empty = len(self._empty)
+        return PageCounts(empty=empty, held=self.context.num_pages - empty, cached=0)
 
     def check_integrity(self) -> None:
         held = [page for table in self._tables.values() for pages in table for page in pages]
-        if sorted(held + self._free) != list(range(self.context.num_pages)):
-            raise DovetailError(f"pages were lost or given out twice: free {self._free}, held {held}")
+        if sorted(held + self._empty) != list(range(self.context.num_pages)):
+            raise DovetailError(f"pages were lost or given out twice: empty {self._empty}, held {held}")
 
     def commit(self, request: Request, upto: int) -> None:
         self._table(request)
