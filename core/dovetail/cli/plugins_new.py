@@ -184,8 +184,8 @@ def _words(kind: str, component: str) -> dict[str, str]:
     template = {**TEMPLATES, **EXTENSIONS}[kind]
     extra = f"[{template.extra}]" if template.extra else ""
     major, minor = map(int, __version__.split(".")[:2])
-    # the next minor accepts it, too: see docs/plugins/versions.md
-    versions = f">={major}.{minor},<{major}.{minor + 2}"
+    # without an upper bound, since later releases run it, too: see docs/plugins/versions.md
+    versions = f">={major}.{minor}"
     return {
         "dovetail-acme": PREFIX + component.replace("_", "-"),
         "dovetail_acme": f"dovetail_{component.replace('-', '_')}",
