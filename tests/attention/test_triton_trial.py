@@ -51,10 +51,9 @@ class FakeRef:
     """A backend among those that `attention: auto` means."""
 
     def __init__(self, kind: Any) -> None:
-        self.name, self._kind = kind.__name__, kind
-
-    def load(self) -> Any:
-        return self._kind
+        self.kind = "attention"
+        self.name = kind.__name__
+        self.path = f"{kind.__module__}:{kind.__qualname__}"
 
     def make(self, context: AttentionContext) -> Any:
         return self.name

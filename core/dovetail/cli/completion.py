@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -37,11 +37,14 @@ def _offers(
     return offers
 
 
-@_offers
-def kinds_and_extensions(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
-    from dovetail.cli.plugins_new import NEW
+def among(names: Sequence[str]) -> Callable[[typer.Context, str], list[Offer]]:
+    """Return a completion that offers these names."""
 
-    yield from ((kind, "") for kind in NEW)
+    @_offers
+    def offers(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
+        yield from ((name, "") for name in names)
+
+    return offers
 
 
 @_offers

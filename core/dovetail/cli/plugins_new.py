@@ -84,7 +84,7 @@ def new(
         typer.Argument(
             metavar="KIND",
             help=f"{', '.join(NEW[:-1])} or {NEW[-1]}.",
-            autocompletion=completion.kinds_and_extensions,
+            autocompletion=completion.among(NEW),
         ),
     ],
     name: Annotated[
