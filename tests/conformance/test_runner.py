@@ -167,7 +167,7 @@ def test_what_a_component_prints_is_not_in_the_json(site: Site) -> None:  # noqa
         "loud",
         "dovetail-loud",
         "1.0",
-        "0.1",
+        "1.0",
     ]
 
 

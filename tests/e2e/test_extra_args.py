@@ -61,7 +61,7 @@ class Checked(Strict):
         return given
 
 class Unchecked(Strict):
-    capabilities = SamplerCapabilities(extra_args=("rank", "elsewhere"))
+    capabilities = SamplerCapabilities(logprobs=True, extra_args=("rank", "elsewhere"))
 
     def read(self, sampling):
         if sampling.extra_args.get("elsewhere") and os.getppid() == sampling.extra_args["elsewhere"]:
@@ -122,9 +122,9 @@ def test_a_value_that_the_samplers_model_refuses_is_refused_at_arrival_by_its_na
 
 @pytest.mark.usefixtures("samplers")
 def test_a_sampler_without_logprobs_has_requests_for_them_refused_on_arrival() -> None:
-    with engine("unchecked") as one:
+    with engine("checked") as one:
         wanted = SamplingParams(max_tokens=1, detokenize=False, logprobs=1)
-        with pytest.raises(RequestError, match="logprobs: sampler unchecked can't return them"):
+        with pytest.raises(RequestError, match="logprobs: sampler checked can't return them"):
             one.add_request("a", [1, 2], wanted)
 
 
