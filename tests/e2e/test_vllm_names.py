@@ -275,6 +275,11 @@ def test_an_unknown_name_is_refused(name: str) -> None:
     assert not hasattr(args, name)
 
 
+def test_a_misspelt_name_is_refused_with_the_right_one() -> None:
+    with pytest.raises(ConfigError, match="max_num_seq: unknown key, did you mean max_num_seqs"):
+        EngineArgs("demo", max_num_seq=4)
+
+
 def test_two_objects_share_no_default() -> None:
     one, other = EngineArgs(), EngineArgs()
     one.eplb_config["a"] = 1
