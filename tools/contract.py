@@ -83,6 +83,8 @@ PACKAGES = {
 GIVEN = ("Step", "ParallelGroup", "TrialRun", "RouteContext", "Clock", "Request", "StateLayer")
 # Constants whose values are the versions themselves, and change with them.
 VERSIONS = ("API_VERSIONS",)
+# Modules with classes that components of a kind may inherit instead of the base class.
+INHERITED: Mapping[Kind, tuple[str, ...]] = {"kv_cache": ("dovetail.api.prefix_cache",)}
 # Capabilities with their optional methods; "Class.method" is of a part that the component makes.
 FEATURES: Mapping[Kind, Mapping[str, Feature]] = {
     "kv_cache": {
@@ -122,7 +124,14 @@ def contract() -> Contract:
             base=BASE_CLASSES[kind],
             capabilities=None if default is None else default.partition("(")[0],
             features=dict(FEATURES.get(kind, {})),
-            uses=tuple(used.of(f"dovetail.api.{kind}")),
+            uses=(
+                *used.of(f"dovetail.api.{kind}"),
+                *(
+                    f"{module}:{name}"
+                    for module in INHERITED.get(kind, ())
+                    for name in modules[module].types
+                ),
+            ),
             clauses=_clauses(kind),
             checks={id: check for id, check in checks.items() if id.startswith(f"{kind}.")},
         )

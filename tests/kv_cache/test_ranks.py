@@ -15,6 +15,7 @@ from dovetail.api.blocks.ranked_queue import RankedQueue
 from dovetail.api.component import NoOptions
 from dovetail.api.kv_cache import CacheGroup, KVContext, KVLayout, PageCounts
 from dovetail.api.prefix_cache import CachedBlock, PrefixCache, PrefixOptions
+from dovetail.errors import PluginError
 from dovetail.request import Request
 from dovetail.testing.suites.kv_model import KVWorld, Shape
 from dovetail.testing.suites.kv_scripts import draw_groups, draw_script, draw_shape, draw_states
@@ -353,3 +354,31 @@ def serve_unchecked(kv: PrefixCache, token: int) -> None:
     one = request([token] * 4)
     compute(kv, one)
     kv.free(one)
+
+
+class OwnOptions(BaseModel):
+    reuse: bool = True
+
+
+def layout_of(*groups: CacheGroup) -> KVContext:
+    return KVContext(KVLayout(groups, 1, "none"), 8)
+
+
+def test_options_that_would_not_be_heeded_are_refused() -> None:
+    with pytest.raises(
+        PluginError, match="OwnOptions has reuse, which is heeded only of a subclass"
+    ):
+        PrefixCache(OwnOptions(), layout_of(KV))
+
+
+class Mixed(PrefixCache):
+    def rank(self, block: CachedBlock) -> float | tuple[float, ...]:
+        return (1, 2) if block.end > KV.block_tokens else 1.0
+
+
+def test_ranks_that_cannot_be_compared_are_refused_by_name() -> None:
+    manager = Mixed(PrefixOptions(), layout_of(KV))
+    one = request(range(12))
+    compute(manager, one, 12)
+    with pytest.raises(PluginError, match=r"Mixed.rank returned .* all ranks must be numbers"):
+        manager.free(one)

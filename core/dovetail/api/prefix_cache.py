@@ -51,7 +51,7 @@ from dovetail.api.kv_cache import (
     PageCounts,
     Pages,
 )
-from dovetail.errors import DovetailError
+from dovetail.errors import DovetailError, PluginError
 from dovetail.request import Request
 
 HOOKS = ("rank", "on_hit", "on_evict")
@@ -249,6 +249,12 @@ class PrefixCache(KVCacheManager):
     def __init__(self, options: BaseModel, context: KVContext) -> None:
         super().__init__(options, context)
         chosen = options if isinstance(options, PrefixOptions) else PrefixOptions()
+        unheeded = chosen.__class__.model_fields.keys() & type(options).model_fields.keys()
+        if unheeded and chosen is not options:
+            raise PluginError(
+                f"{type(self).__name__}: {type(options).__name__} has {min(unheeded)}, which is "
+                "heeded only of a subclass of dovetail.api.prefix_cache.PrefixOptions"
+            )
         self._reuses = chosen.reuse
         if not self._reuses:
             self.capabilities = replace(self.capabilities, reuse=False)
@@ -275,6 +281,7 @@ class PrefixCache(KVCacheManager):
         )
         # by block, once it is committed; empty without ranks
         self._facts: list[_Facts | None] = [None] * (context.num_pages if ranked else 0)
+        self._any_rank: Rank | None = None
         self._clock = 0
         self._tables: dict[str, _Table] = {}  # request id -> its table
         self._chains: dict[str, HashChain] = {}
@@ -302,7 +309,9 @@ class PrefixCache(KVCacheManager):
         window, and checkpoints. A checkpoint that the next turn of a conversation has replaced goes
         before all others.
 
-        Returns a number, which isn't NaN, or a tuple of numbers. May depend on what `on_hit` and
+        Returns a number, which isn't NaN, or a tuple; all ranks of a manager must be comparable.
+        Called when the last holder lets go of a block, and for a checkpoint whenever it was written
+        or copied: perhaps several times without an `on_hit` between. May depend on what `on_hit` and
         `on_evict` have noted; calls no method of the manager. The default is the order of use."""
         return block.last_use
 
@@ -609,7 +618,15 @@ class PrefixCache(KVCacheManager):
     def _rank(self, block: int) -> Rank:
         facts = self._known(block)
         facts.last_use = self._clock
-        return self.rank(facts.as_cached())
+        rank = self.rank(facts.as_cached())
+        if self._any_rank is None:
+            self._any_rank = rank
+        if isinstance(rank, tuple) != isinstance(self._any_rank, tuple):
+            raise PluginError(
+                f"{type(self).__name__}.rank returned {rank!r}, and {self._any_rank!r} before: all "
+                "ranks must be numbers, or all must be tuples"
+            )
+        return rank
 
     def _evicted(self, block: int, rank: Rank) -> None:
         self.on_evict(self._known(block).as_cached(), rank)
