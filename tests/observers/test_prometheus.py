@@ -105,6 +105,7 @@ def test_pages_are_told_apart_by_cache_group() -> None:
         value(families, "dovetail_kv_group_pages", group=group) for group in ("full", "window 128")
     ] == [3, 2]
     assert value(families, "dovetail_kv_pages", state="held") == 5
+    assert value(families, "vllm:kv_cache_usage_perc") == 5 / (5 + 4 + 1)
 
 
 def test_drafts_are_counted_by_position() -> None:

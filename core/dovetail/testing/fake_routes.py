@@ -1,5 +1,5 @@
 """`FakeRouteContext`: a `RouteContext` without an engine. It answers every prompt with the same
-text, word by word."""
+text, word by word, and with log-probabilities where they are asked for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any, Unpack
 
 from dovetail.api.routes import ChatPromptOptions, RequestOptions, RoutePrompt
 from dovetail.errors import DovetailError, RequestError
-from dovetail.request.outputs import CompletionOutput, RequestOutput
+from dovetail.request.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobMap
 from dovetail.request.sampling_params import SamplingParams
+
+LOGPROB = -1.0
 
 
 class FakeTokenizer:
@@ -38,7 +40,8 @@ class FakePrompt:
 
 @dataclass(slots=True)
 class FakeRouteContext:
-    """`RouteContext` that answers `text`. `refusal`: an error that every request gets instead.
+    """`RouteContext` that answers `text`, a token for each byte; each token of text and prompt has
+    the log-probability `LOGPROB` if it is asked for, and no other token has one. `refusal`: an error that every request gets instead.
     `prompts`: the prompts so far. `running`: number of requests that have neither ended nor been
     aborted."""
 
@@ -65,7 +68,7 @@ class FakeRouteContext:
             words = re.findall(r"\s*\S+", self.text)
             for number, word in enumerate(words):
                 await asyncio.sleep(0)  # as other requests run between two tokens
-                yield _output(word, number, number + 1 == len(words))
+                yield self._output(prompt, params, word, number + 1 == len(words))
         finally:
             self.running -= 1
 
@@ -77,7 +80,7 @@ class FakeRouteContext:
     ) -> RequestOutput:
         async for _ in self.generate(prompt, params, **options):
             pass
-        return _output(self.text, 0, True)
+        return self._output(prompt, params, self.text, True)
 
     async def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatPromptOptions]
@@ -110,13 +113,33 @@ class FakeRouteContext:
         if self.refusal is not None:
             raise self.refusal
 
+    def _output(
+        self,
+        prompt: str | Sequence[int] | RoutePrompt,
+        params: SamplingParams,
+        text: str,
+        finished: bool,
+    ) -> RequestOutput:
+        given: Any = getattr(prompt, "token_ids", prompt)
+        prompt_ids = self.tokenizer.encode(given) if isinstance(given, str) else list(given)
+        ids = self.tokenizer.encode(text)
+        sample = CompletionOutput(
+            0,
+            text,
+            tuple(ids),
+            logprobs=None if params.logprobs is None else _logprobs(ids),
+            finish_reason="stop" if finished else None,
+        )
+        asked = params.prompt_logprobs is not None
+        return RequestOutput(
+            f"fake-{len(self.prompts)}",
+            None,
+            prompt_ids,
+            [sample],
+            finished,
+            prompt_logprobs=[None, *_logprobs(prompt_ids[1:])] if asked else None,
+        )
 
-def _output(text: str, number: int, finished: bool) -> RequestOutput:
-    reason = "stop" if finished else None
-    return RequestOutput(
-        f"fake-{number}",
-        None,
-        (),
-        [CompletionOutput(0, text, tuple(text.encode()), finish_reason=reason)],  # type: ignore[arg-type]
-        finished,
-    )
+
+def _logprobs(ids: Sequence[int]) -> list[TokenLogprobMap]:
+    return [{token: Logprob(LOGPROB, rank=1)} for token in ids]
