@@ -10,10 +10,10 @@ packages, and the seed decides which. Each is tried against the quick tests of i
 against the slow ones if those don't find it. The file is changed in place and restored, so it needs
 a checkout without changes. A run that times out counts as found.
 
-With `--covered`, only the tests that run the fault's line are tried, of all packages; those of its
-own first. The two files are made beforehand, by `coverage run -m pytest -p no:xdist` with
-`dynamic_context = test_function`, in the same checkout. If no test runs the line in its own process
-(a command's, say, or one that is forked), all tests of the package are tried.
+With `--covered`, the tests that run the fault's line are tried first, of all packages; those of its
+own before others. The two files are made beforehand, by `coverage run -m pytest -p no:xdist` with
+`dynamic_context = test_function`, in the same checkout. Only if they don't find the fault are all
+tests of the package tried: coverage doesn't see other processes, nor some tests in this one.
 """
 
 from __future__ import annotations
@@ -286,7 +286,10 @@ def main() -> None:
         covered = args.covered or (None, None)
         for profile, data_file in zip(PROFILES, covered, strict=True):
             running = tests_that_run(fault, data_file) if data_file is not None else []
-            runs.append(finds(fault, profile, running or tests_of(fault.package)))
+            run = finds(fault, profile, running) if running else None
+            if run is None or not run["found"]:
+                run = finds(fault, profile, tests_of(fault.package))
+            runs.append(run)
             if runs[-1]["found"]:
                 break
         results.append({"fault": asdict(fault), "runs": runs})
