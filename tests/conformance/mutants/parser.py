@@ -166,7 +166,7 @@ class WaitsForTheEndMark(Waits):
 class SearchesAllOfItAgain(Waits):
     def feed(self, text: str) -> list[Event]:
         self.text += text
-        re.findall("<tool_call>", self.text)
+        re.findall("<tool_call>|<think>", self.text)
         return super().feed(text)
 
     def finish(self) -> list[Event]:
