@@ -2,8 +2,9 @@
 and its CI file.
 
 The templates are such packages themselves, called dovetail-acme: the files in `templates/common`,
-for an extension also those in `templates/extension`, and in the folder of the kind. Writing a package replaces the word acme, and in the common files
-also the words that begin with it and depend on the kind.
+for an extension also those in `templates/extension`, and in the folder of the kind. Writing a
+package replaces the word acme, and in the common files also the words that begin with it and depend
+on the kind.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ PREFIX = "dovetail-"  # of a distribution's name
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([_-][a-z0-9]+)*")
 _WORD = re.compile(r"dovetail[-_]acme|[Aa]cme(_[a-z_]+)?")
+# Lines of common files that a component has and an extension lacks, between two comments
+_OF_COMPONENTS = re.compile(
+    r"^ *# begin: of components\n(.*?)^ *# end: of components\n", re.MULTILINE | re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +215,14 @@ def _replaced(text: str, words: Mapping[str, str]) -> str:
 
 def _files(kind: str) -> Mapping[str, str]:
     """Return path -> text of the templates' files; "dot-" at the beginning of a name becomes a dot.
-    Those of `extension` replace common ones."""
+    Those of `extension` replace common ones, of which extensions lack what is marked as of
+    components."""
     templates = resources.files("dovetail.cli") / "templates"
-    parts = ("common", "extension", kind) if kind in EXTENSIONS else ("common", kind)
-    files: dict[str, str] = {}
-    for part in parts:
-        files.update(_below(templates / part, ""))
-    return files
+    is_extension = kind in EXTENSIONS
+    parts = ("common", "extension", kind) if is_extension else ("common", kind)
+    files = {path: text for part in parts for path, text in _below(templates / part, "")}
+    kept = "" if is_extension else r"\1"
+    return {path: _OF_COMPONENTS.sub(kept, text) for path, text in files.items()}
 
 
 def _below(folder: Traversable, path: str) -> Iterator[tuple[str, str]]:

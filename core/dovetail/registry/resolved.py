@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
@@ -58,6 +58,21 @@ class _Resolved:
     def qualified_name(self) -> str:
         """The full name, "distribution:name"; for a built-in "dovetail:name"."""
         return self.origin.in_full(self.spec.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Extension(_Resolved):
+    """A plugin's declaration of something beside components."""
+
+    noun: ClassVar[str]  # in messages
+
+    def __str__(self) -> str:
+        return f"{self.noun} {self.spec.name!r} of plugin {self.origin}"
+
+    def load(self) -> Any:
+        """Import and return the declared target. Raises `PluginError` with the plugin's name if the
+        import fails."""
+        return import_target(self.spec.target, lambda what: PluginError(f"{self}: {what}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,18 +235,11 @@ class ResolvedComponent(_Resolved):
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedCommand(_Resolved):
-    """A plugin's subcommand."""
+class ResolvedCommand(_Extension):
+    """A plugin's subcommand: a `typer.Typer`, or a function."""
 
+    noun = "command"
     spec: CommandSpec
-
-    def load(self) -> Any:
-        """Import and return a `typer.Typer` or a function. Raises `PluginError` with the plugin's
-        name if the import fails."""
-        return import_target(
-            self.spec.target,
-            lambda what: PluginError(f"command {self.spec.name!r} of plugin {self.origin}: {what}"),
-        )
 
     def typer_app(self, name: str | None) -> Any:
         """Import it, and return it as a `typer.Typer`; a function's command is called `name`.
@@ -255,33 +263,19 @@ class ResolvedCommand(_Resolved):
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedRoutes(_Resolved):
-    """A plugin's routes."""
+class ResolvedRoutes(_Extension):
+    """The function that makes a plugin's routes."""
 
+    noun = "routes"
     spec: RoutesSpec
-
-    def __str__(self) -> str:
-        return f"routes {self.spec.name!r} of plugin {self.origin}"
-
-    def load(self) -> Any:
-        """Import and return the function that makes them. Raises `PluginError` with the plugin's
-        name if the import fails."""
-        return import_target(self.spec.target, lambda what: PluginError(f"{self}: {what}"))
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedRouter(_Resolved):
-    """A plugin's router of replicas."""
+class ResolvedRouter(_Extension):
+    """The class of a plugin's router of replicas."""
 
+    noun = "router"
     spec: RouterSpec
-
-    def load(self) -> Any:
-        """Import and return its class. Raises `PluginError` with the plugin's name if the import
-        fails."""
-        return import_target(
-            self.spec.target,
-            lambda what: PluginError(f"router {self.spec.name!r} of plugin {self.origin}: {what}"),
-        )
 
 
 def _description_problem(loaded: type[Any], base: type[Any]) -> str | None:
@@ -313,20 +307,11 @@ def options_of(cls: type[Any]) -> type[BaseModel]:
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedQuantization(_Resolved):
-    """A plugin's quantization method."""
+class ResolvedQuantization(_Extension):
+    """The class of a plugin's quantization method, which needs torch."""
 
+    noun = "quantization"
     spec: QuantizationSpec
-
-    def load(self) -> Any:
-        """Import and return its class, which needs torch. Raises `PluginError` with the plugin's
-        name if the import fails."""
-        return import_target(
-            self.spec.target,
-            lambda what: PluginError(
-                f"quantization {self.spec.name!r} of plugin {self.origin}: {what}"
-            ),
-        )
 
     def ref(self) -> QuantizationRef:
         """Return the reference that worker processes get. Nothing is imported."""

@@ -206,17 +206,19 @@ def signature(method: Method) -> str:
     returns = f" -> {method.returns}" if method.returns else ""
     if method.form == "property":
         return " ".join(words) + returns
-    return " ".join([*words, f"({', '.join(_parameter_texts(method))}){returns}"])
+    return " ".join([*words, f"({', '.join(parameter_texts(method))}){returns}"])
 
 
-def _parameter_texts(method: Method) -> Iterator[str]:
+def parameter_texts(method: Method, *, typed: bool = True) -> Iterator[str]:
+    """Yield parameters as in the source, with types or without, and the star before keywords."""
     starred = False
     for one in method.parameters:
         if one.keyword and not starred:
             yield "*"
         starred = starred or one.keyword or one.name.startswith("*")
-        kind = f": {one.type}" if one.type else ""
-        default = "" if one.default is None else f" = {one.default}"
+        kind = f": {one.type}" if one.type and typed else ""
+        equals = " = " if typed else "="
+        default = "" if one.default is None else f"{equals}{one.default}"
         yield f"{one.name}{kind}{default}"
 
 

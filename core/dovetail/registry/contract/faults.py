@@ -16,6 +16,7 @@ from typing import Any
 
 from dovetail.api.component import Kind
 from dovetail.base.checks import did_you_mean
+from dovetail.registry.contract.diff import parameter_texts
 from dovetail.registry.contract.document import (
     Contract,
     Feature,
@@ -104,8 +105,8 @@ class _Class:
 
     @cached_property
     def defined(self) -> dict[str, tuple[str, ast.stmt]]:
-        """What the package's classes define before the contract's: name -> class, and the statement
-        that defines it."""
+        """Names that the package's classes define before those of the contract: each with its class
+        and the statement that defines it."""
         found: dict[str, tuple[str, ast.stmt]] = {}
         hidden: set[str] = set()
         for one in self.lineage.classes:
@@ -119,7 +120,8 @@ class _Class:
 
     @cached_property
     def declared_capabilities(self) -> ast.expr | None:
-        """What the nearest class sets `capabilities` to; `UNKNOWABLE` for a property."""
+        """The value that the nearest class assigns to `capabilities`; `UNKNOWABLE` for a
+        property."""
         for one in self.lineage.classes:
             if isinstance(one, Api):
                 field = one.type.fields.get("capabilities")
@@ -210,18 +212,10 @@ def _unknown(component: _Class) -> list[str]:
 
 
 def _shown(name: str, method: Method) -> str:
-    parameters = ", ".join(_words(method))
-    return f"the property {name}" if method.form == "property" else f"{name}({parameters})"
-
-
-def _words(method: Method) -> Iterator[str]:
-    yield from () if method.form == "static method" else ("self",)
-    starred = False
-    for one in method.parameters:
-        if one.keyword and not starred:
-            starred = True
-            yield "*"
-        yield one.name if one.default is None else f"{one.name}={one.default}"
+    if method.form == "property":
+        return f"the property {name}"
+    first = () if method.form == "static method" else ("self",)
+    return f"{name}({', '.join([*first, *parameter_texts(method, typed=False)])})"
 
 
 def _of_method(place: str, statement: ast.stmt, method: Method, owner: str) -> Iterator[Fault]:

@@ -270,7 +270,7 @@ def _of_classes(plugin: LoadedPlugin, write: Callable[..., None]) -> Iterator[Pr
     formats = [ResolvedQuantization(spec, plugin.origin) for spec in plugin.quantizations]
     routers = [ResolvedRouter(spec, plugin.origin) for spec in plugin.routers]
     for offer in (*(formats if has_torch else ()), *routers):
-        named = f"{'router' if offer in routers else 'quantization'} {offer.spec.name!r}"
+        named = f"{offer.noun} {offer.spec.name!r}"
         module = offer.spec.target.partition(":")[0]
         write(phase=f"importing what {named} names", module=module)
         yield from _attempts(named, [partial(_load_class, offer, named)])
