@@ -1,4 +1,4 @@
-"""Where an error was raised, as messages about plugins name it."""
+"""`raised_at` returns the line of a plugin at which an error was raised, for messages."""
 
 from __future__ import annotations
 

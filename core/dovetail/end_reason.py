@@ -11,8 +11,8 @@ FinishReason = Literal["stop", "length", "abort", "rejected", "error"]
 
 
 class EndReason(StrEnum):
-    """Why a request ended, or was refused. A text beside it has the details. Members may be added in
-    a later minor version."""
+    """Why a request ended, or was refused. A text beside it has the details. Members may be added
+    in a later minor version."""
 
     STOP = "stop"  # an end-of-sequence or stop token, a stop string, a complete grammar or result
     LENGTH = "length"  # it has all the tokens that it may have

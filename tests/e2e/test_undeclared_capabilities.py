@@ -1,4 +1,5 @@
-"""What a component doesn't declare, an engine does without, or rejects requests that need it."""
+"""An engine works without a capability that a component doesn't declare, or rejects requests that
+need it."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ def test_a_storm_of_recomputing_is_warned_of_once(caplog: pytest.LogCaptureFixtu
         for _ in range(3 * STORM_STEPS):
             world.step()
             for request in list(world.core._requests.values()):
-                del request.output[:]  # for ever young: keeps this test quick
+                del request.output[:]  # the request never ends: keeps this test quick
                 world.tokens[request.id].clear()
     (warning,) = [record for record in caplog.records if "recomputed" in record.message]
     assert "scheduler Always" in warning.getMessage()

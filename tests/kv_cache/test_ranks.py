@@ -169,8 +169,8 @@ def test_a_beginning_waits_for_all_its_continuations() -> None:
 
 
 def test_a_cached_beginning_of_a_held_block_can_be_evicted() -> None:
-    """Of a block that two requests computed at once only one copy is found, so that its holder may
-    leave before the holder of the block after it."""
+    """Two requests compute the same block at the same time, and the cache finds one of the two
+    copies. The holder of that copy may leave before the holder of the block after it."""
     kv = make(BeginningFirst, 4)
     one, two = request([1] * 5, id="one"), request([1] * 9, id="two")
     kv.allocate(one, 4)

@@ -2,7 +2,7 @@
 (ui.perfetto.dev). Works on the real engine and in simulation.
 
     engine     device     | prefill | decode | prefill+decode | ...      a slice per step; its arguments name refusals, preemptions, notes
-               counters   running, waiting; KV pages held, cached, free, held by cache group; tokens of a step
+               counters   running, waiting; KV pages held, cached, free, by cache group; tokens
     requests   lane 000   | request 17                    | request 31 ...
                           | waiting: MEMORY | prefill | decode |         phases of the request above, and why it waited
                lane 001   ...

@@ -76,7 +76,7 @@ class RouterSuite(ExtensionSuite):
         return parse_router(f"{self.name}({self.arguments})")
 
     def _choices(self, count: int) -> list[int]:
-        """Return the choices of a new router, which hears of the end of every other request."""
+        """Return the choices of a new router. It is notified when every second request ends."""
         router = self._made()
         choices = []
         for number, (arrival, loads) in enumerate(self._arrivals(count)):

@@ -131,9 +131,10 @@ class ExecutorCapabilities:
     `virtual_clock`: `collect` advances a `VirtualClock`. `logprobs`: it can return
     log-probabilities; otherwise requests for them are rejected. `masks`: it implements `sample`;
     otherwise requests with a grammar are rejected. `samples`: it applies each row's sampling
-    parameters; otherwise, as in a simulation, they have no effect. `draft_model`: it loads `ExecutorConfig.draft_model`, and proposes drafts with
-    it. `draft_head`: also if that is a head. `logits_processors`: it applies
-    `ExecutorContext.logits_processors` to rows that ask for them."""
+    parameters; otherwise, as in a simulation, they have no effect. `draft_model`: it loads
+    `ExecutorConfig.draft_model`, and proposes drafts with it. `draft_head`: also if that is a head.
+    `logits_processors`: it applies `ExecutorContext.logits_processors` to rows that ask for
+    them."""
 
     virtual_clock: bool = False
     logprobs: bool = False
@@ -240,7 +241,8 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraContext:
-    """What validators of a `ComponentSpec.request_extra` model get as `info.context`."""
+    """Context that the engine passes to validators of a `ComponentSpec.request_extra` model, as
+    pydantic's `info.context`."""
 
     capacity: Capacity  # of the engine that the request arrives at
 

@@ -217,7 +217,8 @@ class PageCounts:
 
     empty: int  # in no table, without K and V that a lookup may find
     held: int  # in some request's block table, or of a checkpoint that the next batch writes
-    # in no table, with K and V or a checkpoint that a lookup may find: taken when empty ones run out
+    # in no table, with K and V or a checkpoint that a lookup may find: taken when empty ones run
+    # out
     cached: int
     held_by_group: tuple[int, ...] = ()  # `held` by group; empty: not told apart
 
@@ -255,8 +256,9 @@ class KVCacheManager(ABC):
     ) -> int:
         """Return the net number of available pages that freeing the requests `without` and then
         `allocate(request, num_tokens)` would take: negative if freeing gives back more than
-        allocating takes. It fits if this is at most `available_pages`. Available are empty pages and
-        cached ones that no request holds; a prefix hit on the latter counts. Changes nothing."""
+        allocating takes. It fits if this is at most `available_pages`. Available are empty pages
+        and cached ones that no request holds; a prefix hit on the latter counts. Changes
+        nothing."""
 
     @abstractmethod
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:

@@ -61,8 +61,8 @@ class ProcessedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentContext:
-    """What validators of `LogitsProcessor.Arguments` get as `info.context`, so that they may turn
-    texts into ids and compare ids with the vocabulary."""
+    """Context that the engine passes to validators of `LogitsProcessor.Arguments`, as pydantic's
+    `info.context`. With it they turn texts into ids, and compare ids with the vocabulary."""
 
     # a text -> its token ids, without special tokens; None: there is no tokenizer
     encode: Callable[[str], list[int]] | None

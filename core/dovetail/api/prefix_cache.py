@@ -118,7 +118,7 @@ class _Group(NamedTuple):
 
 
 class _Facts:
-    """What is known of a committed block: see `CachedBlock`."""
+    """The fields of a committed block that `CachedBlock` shows, which change with its use."""
 
     __slots__ = ("created", "end", "group", "hits", "key", "last_use")
 
@@ -311,8 +311,9 @@ class PrefixCache(KVCacheManager):
 
         Returns a number, which isn't NaN, or a tuple; all ranks of a manager must be comparable.
         Called when the last holder lets go of a block, and for a checkpoint whenever it was written
-        or copied: perhaps several times without an `on_hit` between. May depend on what `on_hit` and
-        `on_evict` have noted; calls no method of the manager. The default is the order of use."""
+        or copied: perhaps several times without an `on_hit` between. May depend on what `on_hit`
+        and `on_evict` have noted; calls no method of the manager. The default is the order of
+        use."""
         return block.last_use
 
     def on_hit(self, block: CachedBlock, request: Request) -> None:
@@ -320,8 +321,8 @@ class PrefixCache(KVCacheManager):
         it is a checkpoint, copied. `block.hits` counts this hit. Don't keep the request."""
 
     def on_evict(self, block: CachedBlock, rank: Any) -> None:
-        """Note that a block is evicted, whose `rank` was this. Not called for blocks that `reset` or
-        `uncommit` drop."""
+        """Note that a block is evicted, whose `rank` was this. Not called for blocks that `reset`
+        or `uncommit` drop."""
 
     # The contract
 

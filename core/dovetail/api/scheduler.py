@@ -96,7 +96,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerCapabilities:
-    """What a policy does. `order`: the order in which it serves requests, which the conformance
+    """Properties of a policy. `order`: the order in which it serves requests, which the conformance
     suite checks. The next four exempt it from a check each, and the suite's verdict prints them:
     the policy may leave room unused (`idles`), pass a request over while others arrive (`starves`),
     reject requests (`rejects`), or compute prompts in steps without the decodes (`stalls_decodes`).

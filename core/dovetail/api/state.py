@@ -129,8 +129,8 @@ class StateBatch:
 class StateLayer:
     """One layer's states. `memory[i]`, [units of the pool, rows of a unit, row_size], has the dtype
     of tensor i of the spec; `units[i]`, [places, units of the tensor] int32, names for each place
-    the units that hold rows 0, 1, … of it. The last unit may be filled in part. Several layers share
-    the pool, each with its own units. The rows of a unit are a power of two.
+    the units that hold rows 0, 1, … of it. The last unit may be filled in part. Several layers
+    share the pool, each with its own units. The rows of a unit are a power of two.
 
     `changes[i]`, if steps may have drafts, is where drafts note what they change, at their index in
     the step: in past inputs the new ones [tokens, rows], in an accumulated tensor `Changes`."""

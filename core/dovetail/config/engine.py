@@ -317,9 +317,9 @@ class EngineConfig(BaseModel):
     """Source of the weights. auto: safetensors. dummy: random weights, for benchmarks."""
 
     quantization: Annotated[str, Field(min_length=1)] | None = None
-    """Format of the weights of linear layers. null: by the checkpoint's quantization_config. fp8, or a
-    plugin's format that quantizes: a plain checkpoint is quantized while it loads. Any other value
-    must match the checkpoint."""
+    """Format of the weights of linear layers. null: by the checkpoint's quantization_config. fp8,
+    or a plugin's format that quantizes: a plain checkpoint is quantized while it loads. Any other
+    value must match the checkpoint."""
 
     max_model_len: Annotated[int, Field(gt=0, le=MAX_COUNT)] | None = None
     """Maximum tokens of a sequence, prompt and output together. null: the model's length."""

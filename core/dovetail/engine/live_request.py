@@ -161,6 +161,8 @@ class LiveRequest(Request):
     def output_token_ids(self) -> TokenIds:
         return self._output_token_ids
 
+    # As in the base class, without a call of the view: policies read these often.
+
     @property
     def generated(self) -> int:
         return len(self.output)

@@ -2,8 +2,9 @@
 
 It is the policy's `Step`, and keeps the books so that no policy can overspend or lose a block.
 
-A policy's call takes effect in full, or changes nothing and returns the reason. Lack of memory,
-token budget or sequences is refused; misuse raises `PolicyError` naming the policy, the request and the rule.
+A policy's call takes effect in full, or changes nothing and returns the reason. A grant is refused
+if memory, the token budget or the number of sequences doesn't suffice. Misuse raises `PolicyError`
+that names the policy, the request and the rule.
 """
 
 from __future__ import annotations

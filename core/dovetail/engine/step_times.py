@@ -2,8 +2,8 @@
 when the next step is planned.
 
 The prefill limit caps the prompt tokens of a step under any policy, so that the inter-token latency
-of streamed answers stays bounded. Sarathi-Serve (Agrawal et al., OSDI '24, arXiv:2403.02310) bounds a
-step by a fixed number of tokens, profiled for model and device; here the bound follows from the
+of streamed answers stays bounded. Sarathi-Serve (Agrawal et al., OSDI '24, arXiv:2403.02310) bounds
+a step by a fixed number of tokens, profiled for model and device; here the bound follows from the
 engine's own running fit to finished steps.
 """
 

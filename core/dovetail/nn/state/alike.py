@@ -12,8 +12,8 @@ from dovetail.api.state import Changes, StateLayer
 
 @dataclass(frozen=True, slots=True)
 class AlikeLayers:
-    """Layers of equal states, which a kernel changes at once. `units` [places, any] int32: the table
-    of all states, in which a layer's units of `layers[i].units[tensor]` begin at column
+    """Layers of equal states, which a kernel changes at once. `units` [places, any] int32: the
+    table of all states, in which a layer's units of `layers[i].units[tensor]` begin at column
     `firsts[tensor][i]`, int32. `changes[tensor]`: as in `StateLayer`, with a dimension for the
     layer before the others."""
 

@@ -138,8 +138,9 @@ def _of_lines(
 
 
 class ShortConv(nn.Module):
-    """Weight and bias of a short convolution, with the activation that follows it. The channels of a checkpoint's tensor are sections
-    (shard id -> size on this rank), each split evenly over the ranks."""
+    """Weight and bias of a short convolution, with the activation that follows it. The channels of
+    a checkpoint's tensor are sections (shard id -> size on this rank), each split evenly over the
+    ranks."""
 
     def __init__(
         self,

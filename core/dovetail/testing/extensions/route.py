@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 TIME_LIMIT_S = 20.0  # of one request
 AT_ONCE = 8  # requests at the same time
 NOT_JSON = (b"", b"{", b"\xff", b"[" * 100_000)
+REFUSALS = ((EndReason.INVALID, "too long"), (EndReason.QUEUE_FULL, "busy"))
 ODD_JSON = (b"{}", b"[]", b"null", b"1", b'"text"')
 
 
@@ -99,8 +100,8 @@ class RouteSuite(ExtensionSuite):
         self._refuse(ODD_JSON, lambda status: status < 500)
 
     def test_requests_at_the_same_time_do_not_disturb_each_other(self) -> None:
-        """Of several equal requests at once, some were answered differently: handlers share
-        mutable state, or block the event loop."""
+        """Equal requests at the same time were answered differently: handlers share mutable state,
+        or block the event loop."""
         for example in self.examples:
             answers = self._ask_often(FakeRouteContext(), example)
             odd = [one for one in answers if one.status != example.status]
@@ -109,10 +110,10 @@ class RouteSuite(ExtensionSuite):
     def test_an_error_of_the_engine_reaches_the_server(self) -> None:
         """The engine refused a request, or was dead, and the answer was a success. Let
         `DovetailError` through; the server knows its status."""
-        for reason, text in ((EndReason.INVALID, "too long"), (EndReason.QUEUE_FULL, "busy")):
-            for example in self.examples:
+        for example in self.examples:
+            before = self._ask(FakeRouteContext(), example, _encoded(example))
+            for reason, text in REFUSALS:
                 context = FakeRouteContext(refusal=RequestError(text, reason))
-                before = self._ask(FakeRouteContext(), example, _encoded(example))
                 found = self._ask(context, example, _encoded(example))
                 uses_it = found.error is context.refusal or found.status != before.status
                 same = found.body == before.body

@@ -75,7 +75,7 @@ class SchedulerSuite(Suite):
 
     @property
     def capabilities(self) -> SchedulerCapabilities:
-        """Those of a policy constructed with `options`, which may change them."""
+        """The capabilities of a policy that is constructed with `options`, which may change them."""
         capabilities: SchedulerCapabilities = self.make(_ANY_CONTEXT).capabilities
         return capabilities
 

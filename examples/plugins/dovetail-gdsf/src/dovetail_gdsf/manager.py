@@ -8,7 +8,7 @@ class GDSF(PrefixCache):
 
     The cost of a block is the number of tokens to be computed without it, its size the pages that
     it takes. The age is the rank of the block evicted last, so that blocks that were popular once
-    don't stay for ever.
+    are evicted eventually.
     """
 
     age = 0.0
