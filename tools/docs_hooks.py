@@ -57,6 +57,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 ASSETS = DOCS / "assets"
 CONTRACT = ROOT / "core/dovetail" / FILE
+PACKAGES = DOCS / "plugins/packages.json"  # results, written by tools.downstream
 DRAWINGS = {  # name -> what it shows
     "loop": "The parts of the core, the plugins around it, and the applications on top",
     "house": "The packages, and which one imports which",
@@ -365,6 +366,19 @@ def api_versions() -> str:
     )
 
 
+def tried_packages() -> str:
+    """Return how the listed packages did, a component a line; `tools.downstream` tried them."""
+    rows = ["| package | component | Dovetail | device | result |", "|---|---|---|---|---|"]
+    for one in json.loads(PACKAGES.read_text(encoding="utf-8")):
+        component = f"{one['kind']} `{one['component']}`" if one["component"] else ""
+        says = " ".join(one["says"].split()).replace("|", "\\|")
+        rows.append(
+            f"| {one['package']} {one['version']} | {component} | {one['dovetail']} | "
+            f"{one['device']} | {says} |"
+        )
+    return "\n".join(rows)
+
+
 def check_table(group: str) -> str:
     """Return a table of the checks that a component of a kind must pass; for "hygiene", of those
     for all kinds."""
@@ -601,6 +615,7 @@ PIECES: dict[str, Callable[[], str]] = {
     "malformed calls": malformed_calls,
     "built-in components": built_in_components,
     "api versions": api_versions,
+    "tried packages": tried_packages,
     "vllm arguments": vllm_arguments,
     "vllm groups": vllm_groups,
     "vllm examples": vllm_examples,
