@@ -124,6 +124,18 @@ def test_an_error_whose_message_holds_the_time_is_one_finding() -> None:
 
 
 @pytest.mark.slow("runs suites of components in processes")
+@pytest.mark.parametrize("own", [None, "2"])
+def test_tensors_of_a_suite_are_computed_in_one_thread_unless_told_otherwise(
+    own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if own is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", own)
+    (finding,) = run("observer", unruly.SaysHowManyThreads).findings
+    assert f"threads: {own or 1}" in finding.message
+
+
+@pytest.mark.slow("runs suites of components in processes")
 def test_a_call_that_blocks_is_mentioned() -> None:
     verdict = run("observer", unruly.BlocksOnce)
     assert verdict.conformant

@@ -42,6 +42,11 @@ class RaisesWithTheTime(Observer):
         raise RuntimeError(f"on purpose, at {time.perf_counter()}")
 
 
+class SaysHowManyThreads(Observer):
+    def on_arrived(self, event: RequestArrived) -> None:
+        raise RuntimeError(f"threads: {os.environ.get('OMP_NUM_THREADS')}")
+
+
 class BlocksOnce(Observer):
     def on_stopped(self, event: EngineStopped) -> None:
         time.sleep(0.2)

@@ -150,6 +150,9 @@ class _Run:
         output = Path(job.folder, "output.txt")
         environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
         environ["PYTHONPATH"] = os.pathsep.join(job.path)
+        # Tensors of suites are tiny: threads would only wait for each other, and burn CPU time on a
+        # busy machine.
+        environ.setdefault("OMP_NUM_THREADS", "1")
         environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(Path(job.folder, ".hypothesis"))
         job.ledger.write_text("")
         with output.open("wb") as sink, job.ledger.open(errors="replace") as ledger:
