@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,8 @@ SHARED: Mapping[str, tuple[str, ...]] = {
     ),
     "dovetail.request.sampling_params": ("BeamSearchParams", "OutputKind", "SamplingParams"),
 }
+# The page that says which names of `dovetail.nn` are public.
+LAYERS = ROOT / "docs/reference/nn.md"
 # Packages that export names of other modules.
 PACKAGES = {
     "dovetail": ("dovetail.request.sampling_params",),
@@ -81,10 +85,16 @@ PACKAGES = {
 }
 # Classes whose instances a component is given: Dovetail may add methods to them.
 GIVEN = ("Step", "ParallelGroup", "TrialRun", "RouteContext", "Clock", "Request", "StateLayer")
+# Classes of `dovetail.nn` that a package implements. It calls all others, or inherits from them.
+IMPLEMENTED = ("Quantization", "WeightFormat")
 # Constants whose values are the versions themselves, and change with them.
 VERSIONS = ("API_VERSIONS",)
-# Modules with classes that components of a kind may inherit instead of the base class.
-INHERITED: Mapping[Kind, tuple[str, ...]] = {"kv_cache": ("dovetail.api.prefix_cache",)}
+# Further modules of a kind's interface: a class to inherit instead of the base class, and functions
+# for samplers. All of `dovetail.nn` belongs to that of models.
+FURTHER: Mapping[Kind, tuple[str, ...]] = {
+    "kv_cache": ("dovetail.api.prefix_cache",),
+    "sampler": ("dovetail.nn.logprobs", "dovetail.nn.token_masks"),
+}
 # Capabilities with their optional methods; "Class.method" is of a part that the component makes.
 FEATURES: Mapping[Kind, Mapping[str, Feature]] = {
     "kv_cache": {
@@ -128,8 +138,8 @@ def contract() -> Contract:
                 *used.of(f"dovetail.api.{kind}"),
                 *(
                     f"{module}:{name}"
-                    for module in INHERITED.get(kind, ())
-                    for name in modules[module].types
+                    for module in (layers() if kind == "model" else FURTHER.get(kind, ()))
+                    for name in modules[module].names
                 ),
             ),
             clauses=_clauses(kind),
@@ -148,7 +158,20 @@ def contract() -> Contract:
 def _modules() -> list[str]:
     api = sorted(path.stem for path in (CORE / "dovetail/api").glob("*.py"))
     own = [f"dovetail.api.{name}" for name in api if name not in (*INTERNAL, "__init__")]
-    return [*own, *SHARED]
+    return [*own, *SHARED, *layers()]
+
+
+@cache
+def layers() -> Mapping[str, tuple[str, ...]]:
+    """Return the names of `dovetail.nn` that its page shows, by module; no names: all."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name in re.findall(r"^::: ([\w.]+)$", LAYERS.read_text(encoding="utf-8"), re.MULTILINE):
+        if (CORE / _path(name)).exists():
+            found[name] = ()
+        else:
+            module, _, one = name.rpartition(".")
+            found[module] = (*found.get(module, ()), one)
+    return found
 
 
 def _path(module: str) -> str:
@@ -157,14 +180,17 @@ def _path(module: str) -> str:
 
 def _module(name: str, source: str) -> Module:
     found = module_of(source)
-    wanted = SHARED.get(name)
+    wanted = {**SHARED, **layers()}.get(name, ())
+    is_layer = name in layers()
 
     def is_part(one: str) -> bool:
-        return wanted is None or one in wanted
+        return not wanted or one in wanted
 
     return Module(
         types={
-            one: entry.model_copy(update={"given": True}) if one in GIVEN else entry
+            one: entry.model_copy(update={"given": True})
+            if one in GIVEN or (is_layer and one not in IMPLEMENTED)
+            else entry
             for one, entry in found.types.items()
             if is_part(one)
         },
@@ -211,8 +237,7 @@ class _Uses:
                             yield alias.asname or alias.name, f"{home}:{alias.name}"
 
     def _has(self, module: str, name: str) -> bool:
-        found = self._modules[module]
-        return name in {**found.types, **found.functions, **found.constants}
+        return name in self._modules[module].names
 
     def of(self, module: str) -> list[str]:
         """Return "module:name" of each, sorted."""

@@ -12,7 +12,7 @@ from tools import contract as tool
 
 from dovetail.api.component import API_VERSIONS, KINDS
 from dovetail.errors import ConfigError
-from dovetail.registry.contract.diff import changes_between
+from dovetail.registry.contract.diff import changes_between, kinds_of
 from dovetail.registry.contract.document import (
     FIRST,
     Contract,
@@ -94,6 +94,17 @@ def test_the_file_is_made_without_torch() -> None:
         "from tools import contract; contract.contract()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_a_layer_that_models_are_built_of_belongs_to_their_interface() -> None:
+    modules = dict(shipped().modules)
+    rotary = modules["dovetail.nn.rotary"]
+    functions = {name: one for name, one in rotary.functions.items() if name != "apply_rotary"}
+    modules["dovetail.nn.rotary"] = rotary.model_copy(update={"functions": functions})
+    without = shipped().model_copy(update={"modules": modules})
+    (removed,) = changes_between(shipped(), without)
+    assert (removed.name, removed.additive) == ("dovetail.nn.rotary:apply_rotary", False)
+    assert kinds_of(removed, without) == ["model"]
 
 
 ADDITIVE = {

@@ -93,6 +93,11 @@ class Module(_Model):
     functions: dict[str, Method] = {}
     constants: dict[str, Constant] = {}
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names."""
+        return (*self.types, *self.functions, *self.constants)
+
 
 class Clause(_Model):
     """Sentence that requires something of a component. `unchecked`: the part that no check
