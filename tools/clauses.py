@@ -1,5 +1,5 @@
 """Generates docs/plugins/clauses.md: every sentence of the contracts that requires something of a
-component, with the checks that verify it; and all checks.
+component, or promises something to it, with the checks and tests that verify it; and all checks.
 
 Run `python -m tools.clauses > docs/plugins/clauses.md` to update it. The page is committed, so that
 it can be read without building the site.
@@ -21,9 +21,10 @@ HEAD = """# Clauses and checks
 
 <!-- Written by `python -m tools.clauses`. Change the contract, or core/dovetail/testing/clauses, and run it again. -->
 
-Every sentence of the contract of each kind that requires something of a component, and the checks of its [suite](conformance.md) that verify it.
-Sentences that only describe the core, or define a term, are omitted: {told} of {all}. Of the other {asked}, {held} are verified by a check,
-{partly} of them in part, and {unchecked} by none; the list gives the reasons.
+Every sentence of the contract of each kind that requires something of a component, or promises something to it, and the checks of its
+[suite](conformance.md) that verify it. Sentences that only describe, advise or define a term are omitted: {told} of {all}.
+Of the other {asked}, {held} are verified by a check, {partly} of them in part, and {tested} only by tests of Dovetail (in its folder `tests`):
+promises to components, and clauses about what only Dovetail's own components do. {unchecked} are verified by none. The list gives the reasons.
 """
 
 
@@ -32,19 +33,20 @@ def page() -> str:
     subjects: tuple[Subject, ...] = (*KINDS, "component")
     clauses = {subject: clauses_of(subject) for subject in subjects}
     every = [clause for some in clauses.values() for clause in some]
-    asked = [clause for clause in every if clause.checks or clause.why]
+    asked = [clause for clause in every if clause.requires]
     held = [clause for clause in asked if clause.checks]
     counts = {
         "all": len(every),
         "told": len(every) - len(asked),
         "asked": len(asked),
         "held": len(held),
+        "tested": sum(bool(clause.tests) and not clause.checks for clause in asked),
+        "unchecked": sum(not clause.verified for clause in asked),
     }
     lines = [
         HEAD.format(
             **counts,
             partly=sum(bool(clause.why) for clause in held),
-            unchecked=len(asked) - len(held),
         )
     ]
     for kind in KINDS:
@@ -63,14 +65,16 @@ def page() -> str:
 def _clauses(clauses: Iterable[Clause]) -> Iterator[str]:
     yield from ("| of | the contract says | verified by |", "|---|---|---|")
     for clause in clauses:
-        if clause.checks or clause.why:
-            by = ", ".join(f"`{check}`" for check in clause.checks)
-            told = (
-                f"{by}; not checked: {clause.why}"
-                if by and clause.why
-                else by or f"**not checked**: {clause.why}"
-            )
-            yield f"| {_place(clause.place)} | {_cell(clause.text)} | {told} |"
+        if clause.requires:
+            yield f"| {_place(clause.place)} | {_cell(clause.text)} | {_verified_by(clause)} |"
+
+
+def _verified_by(clause: Clause) -> str:
+    by = [f"`{check}`" for check in clause.checks]
+    by += [f"test `{test}`" for test in clause.tests]
+    if not clause.why:
+        return ", ".join(by)
+    return f"{', '.join(by)}; in part: {clause.why}" if by else f"**not checked**: {clause.why}"
 
 
 def _checks(group: str, checks: Iterable[Check], clauses: Iterable[Clause]) -> Iterator[str]:

@@ -272,10 +272,14 @@ def _clauses(subject: Subject) -> dict[str, Clause]:
     sentence, so that a sentence keeps it when others are added."""
     found = {}
     for one in clauses_of(subject):
-        if one.checks or one.why:
+        if one.requires:
             digest = hashlib.sha256(one.text.encode()).hexdigest()[:6]
             found[f"{subject}:{one.place}:{digest}"] = Clause(
-                place=one.place, text=one.text, checks=one.checks, unchecked=one.why
+                place=one.place,
+                text=one.text,
+                checks=one.checks,
+                tests=one.tests,
+                unchecked=one.why,
             )
     return found
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dovetail.api.attention import AttentionCapabilities
 from dovetail.api.component import NoOptions
-from dovetail.api.executor import ExecutorCapabilities
+from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, Masks, Result
 from dovetail.api.grammar import GrammarCapabilities, Matcher
 from dovetail.api.graphs import GraphSupport
 from dovetail.api.kv_cache import (
@@ -27,7 +28,7 @@ from dovetail.api.model import ModelCapabilities, ModelPooling
 from dovetail.api.parser import CallForm, ParserCapabilities
 from dovetail.api.sampler import SamplerCapabilities
 from dovetail.api.tokenizer import TokenizerCapabilities
-from dovetail.errors import DovetailError, PluginError
+from dovetail.errors import DovetailError, PluginError, UnsupportedError
 from tests.kv_cache.helpers import request
 
 
@@ -131,3 +132,17 @@ def test_a_matcher_needs_no_way_back() -> None:
     assert Forward().forced() == ()
     with pytest.raises(DovetailError, match="Forward can't roll back"):
         Forward().rollback(1)
+
+
+def test_an_executor_without_masks_refuses_to_sample() -> None:
+    class Unmasked(Executor):
+        def start(self) -> Capacity: ...  # type: ignore[empty-body]
+        def submit(self, batch: Batch) -> object: ...
+        def collect(self, handle: object) -> Result: ...  # type: ignore[empty-body]
+        def check(self) -> None: ...
+        def stop(self) -> None: ...
+
+    nothing = Masks(np.zeros(0, np.int32), np.zeros((0, 1), np.uint32))
+    executor = Unmasked(NoOptions(), None)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="Unmasked can't mask tokens"):
+        executor.sample(None, nothing)

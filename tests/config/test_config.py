@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.api.executor import ComponentRef
 from dovetail.base.yaml_source import parse_yaml
 from dovetail.config.engine import COMPONENT_KEYS, ComponentChoice, EngineConfig, Speculation
 from dovetail.config.limits import Limits
@@ -336,6 +338,47 @@ def test_override_of_a_line_in_a_file_is_blamed_on_the_override(write: Any) -> N
     assert errors_of(write("seed: 1"), seed="x") == [
         "override: seed: expected a valid integer, got 'x'"
     ]
+
+
+def test_every_setting_of_an_executor_is_that_of_the_config(tmp_path: Path) -> None:
+    head = ComponentRef("drafter", "x:head", "x:Head")
+    values: dict[str, Any] = {
+        "dtype": "float16",
+        "load_format": "dummy",
+        "max_model_len": 77,
+        "max_num_seqs": 7,
+        "max_num_batched_tokens": 99,
+        "gpu_memory_utilization": 0.5,
+        "kv_cache_memory": 1 << 20,
+        "block_size": 32,
+        "cuda_graphs": False,
+        "overlap": False,
+        "seed": 5,
+        "kv_cache_scales": "calibrate",
+        "quantization": "int8",
+        "state_dtype": "bfloat16",
+    }
+    parts = {
+        "speculation": {"max_drafts": 3},
+        "adapters": {"slots": 2, "max_rank": 8},
+        "pooling": {"method": "mean"},
+        "kv_cache_dtype": "fp8",
+    }
+    made = EngineConfig.load({**values, **parts}).executor_config(tmp_path, tmp_path / "d", head)
+    expected = values | {
+        "model": str(tmp_path),
+        "kv_cache_dtype": "float8_e4m3fn",
+        "max_drafts": 3,
+        "draft_model": str(tmp_path / "d"),
+        "draft_head": head,
+        "pooling": {"method": "mean"},
+        "max_adapters": 2,
+        "max_adapter_rank": 8,
+    }
+    found = {field.name: getattr(made, field.name) for field in fields(made)}
+    assert found == expected | {"features": ()}
+    plain = EngineConfig().executor_config(tmp_path)
+    assert [name for name, value in expected.items() if getattr(plain, name) == value] == ["model"]
 
 
 def test_mapping_given_is_not_changed() -> None:

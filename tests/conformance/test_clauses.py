@@ -1,7 +1,10 @@
-"""Every sentence of a contract is marked: a check holds it, or it is said why none does, or it asks
-nothing."""
+"""Every sentence of a contract is marked: checks or tests verify it, or it asks nothing."""
 
 from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
 
 import pytest
 from tools.clauses import page
@@ -13,10 +16,38 @@ from dovetail.testing.suites import suite_for
 from tests.docs.pages import DOCS
 
 SUBJECTS: tuple[Subject, ...] = (*KINDS, "component")
+TESTS = Path(__file__).parents[1]
+EVERY = [clause for subject in SUBJECTS for clause in clauses_of(subject)]
 CHECKS = {id for kind in KINDS for id in checks_of(suite_for(kind))}
-NAMED = {
-    check for subject in SUBJECTS for clause in clauses_of(subject) for check in clause.checks
-}  # raises for a sentence without a mark
+NAMED = {check for clause in EVERY for check in clause.checks}
+
+
+@cache
+def names_in(file: str) -> set[str]:
+    """The names of the tests of a file below `tests`."""
+    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {node.name for node in ast.walk(tree) if isinstance(node, functions)}
+
+
+def test_every_clause_that_requires_something_is_verified() -> None:
+    unverified = [one for one in EVERY if one.requires and not one.verified]
+    assert not unverified, (
+        "give each a check with a mutant, or a test of Dovetail's own that keeps the promise; or "
+        "let the sentence go"
+    )
+
+
+def test_every_test_that_is_named_exists() -> None:
+    named = {test for clause in EVERY for test in clause.tests}
+    assert named
+    missing = [
+        test
+        for test in sorted(named)
+        for file, _, name in (test.partition("::"),)
+        if not (TESTS / file).is_file() or name not in names_in(file)
+    ]
+    assert not missing
 
 
 def test_every_check_holds_a_clause_and_every_check_that_is_named_exists() -> None:

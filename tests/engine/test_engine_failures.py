@@ -10,13 +10,14 @@ import pytest
 
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import Batch, ExecutorContext, Result
-from dovetail.api.observer import EngineStopped, Observer, RequestFinished
+from dovetail.api.observer import EngineStarted, EngineStopped, Observer, RequestFinished
 from dovetail.api.scheduler import Scheduler, SchedulerContext, Step
 from dovetail.end_reason import EndReason
 from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest
-from dovetail.engine.stats import MAX_ERRORS, STORM_STEPS
+from dovetail.engine.stats import MAX_ERRORS, STORM_STEPS, ObserverHub
 from dovetail.errors import (
+    ConfigError,
     DovetailError,
     EngineDeadError,
     PolicyError,
@@ -436,6 +437,20 @@ def test_an_observer_that_raises_is_logged_once_and_dropped_after_a_few_more_err
         "observer bad",
     ]
     assert good.events == world.observer.events, "the others miss nothing"
+
+
+class Unable(RecordingObserver):
+    def on_started(self, event: object) -> None:
+        raise ConfigError("the port is taken")
+
+
+def test_an_observer_that_can_not_do_what_its_options_say_keeps_the_engine_from_starting() -> None:
+    before, after = RecordingObserver(), RecordingObserver()
+    hub = ObserverHub([("before", before), ("unable", Unable()), ("after", after)])
+    with pytest.raises(ConfigError, match="the port is taken"):
+        hub.start(EngineStarted(0.0, "fcfs", "prefix", "local", 1, 1, 1, {}, ()))
+    assert [type(event).__name__ for event in before.events] == ["EngineStarted", "EngineStopped"]
+    assert not after.events
 
 
 def test_events_come_in_an_order_that_makes_sense() -> None:

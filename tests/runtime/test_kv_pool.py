@@ -17,7 +17,7 @@ from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.errors import ConfigError
 from dovetail_attention.sdpa import TorchAttention
 from dovetail_executors.runtime import kv_pool
-from dovetail_executors.runtime.kv_pool import kv_layout, pool_pages
+from dovetail_executors.runtime.kv_pool import KVPool, kv_layout, pool_pages
 from tests.runtime.demo import BLOCK_BYTES, CONFIG
 
 LAYOUT = KVLayout((CacheGroup(tuple(range(6)), 16),), BLOCK_BYTES, "float32")
@@ -49,6 +49,21 @@ def test_layers_are_grouped_by_how_far_they_look() -> None:
         CacheGroup((1,), 8, 16),
     )
     assert layout.page_bytes == 2 * 8 * 4 * 32 * 4, "K and V of the smaller group's layer"
+
+
+def test_the_memory_of_caches_is_zeroed_at_first() -> None:
+    specs = [LayerSpec(0, 8, 4, 32, 0.2), LayerSpec(1, 8, 4, 32, 0.2, window=16)]
+    backend = TorchAttention(NoOptions(), AttentionContext("cpu", "float32", 8))
+    pool = KVPool(kv_layout(backend, specs, "float32"), CPU)
+    make = pool.wrap(backend.make_layer)
+    layers = [make(spec) for spec in specs]
+    for _ in range(2):
+        pool.allocate(3)
+        memory = [part for layer in layers if layer.cache for part in layer.cache.memory]
+        assert [len(part) for part in memory] == [4] * 4, "3 pages and the waste page"
+        assert not any(part.any() for part in memory)
+        for part in memory:
+            part.fill_(7)
 
 
 def test_num_blocks_decides_and_then_kv_cache_memory() -> None:

@@ -340,7 +340,7 @@ class KVCacheManager(ABC):
     @property
     @abstractmethod
     def counts(self) -> PageCounts:
-        """Return the number of pages in each state. O(1)."""
+        """Return the number of pages in each state. Called in each step, so it should be O(1)."""
 
     def check_integrity(self) -> None:
         """Raise `DovetailError` that names the fault if the manager's state is inconsistent. For

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from dovetail.api.drafter import Drafter, DrafterContext, ModelDrafter
+from dovetail.errors import PluginError
 from dovetail.request import Request
 from tests.conformance.mutants import mutant
 
@@ -229,6 +230,16 @@ class NamesNothing(Named):
 @mutant(caught_by="drafter.model")
 class NamesAHeadThatIsNoClass(Named):
     head = "a_module"
+
+
+@mutant(caught_by="drafter.head", error=PluginError)
+class NamesAHeadThatIsNotThere(Named):
+    head = "tests.conformance.mutants.drafter:Head"
+
+
+@mutant(caught_by="drafter.head")
+class NamesItselfAsItsHead(Named):
+    head = "tests.conformance.mutants.drafter:Named"
 
 
 @mutant(caught_by="drafter.model")

@@ -508,6 +508,26 @@ class KeepsTheSpecThatItCompiles(LLGuidance):
         return super().compile(self.spec)
 
 
+@mutant(caught_by="grammar.shared")
+class FillsTheMemoryOfItsGrammar(LLGuidance):
+    """Writes masks to memory that all matchers of a grammar share, and copies them afterwards."""
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        shared = np.zeros(-(-self.context.vocab_size // 32), np.uint32)
+
+        class Filling(Wrapped):
+            def fill(self, words: UInt32) -> None:
+                self.real.fill(shared)
+                time.sleep(0.0001)
+                words[:] = shared
+
+        return WrappedGrammar(super().compile(spec), Filling, self.context)
+
+    def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
+        for matcher, line in zip(matchers, words, strict=True):
+            matcher.fill(line)
+
+
 @mutant(caught_by="grammar.fill_many")
 class FillsInAnotherOrder(LLGuidance):
     def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:

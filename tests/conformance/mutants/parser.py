@@ -190,6 +190,22 @@ class TriggersTooLate(HermesCalls):
         return replace(super().call_form(template), trigger='{"name"')
 
 
+@mutant(caught_by="parser.call_marked")
+class TakesABraceForAMark(HermesCalls):
+    @classmethod
+    def call_form(cls, template: str) -> CallForm:
+        return CallForm(
+            lambda name: (f'{{"name": {json.dumps(name)}, "arguments": ', "}"), "{", marked=True
+        )
+
+
+@mutant(caught_by="parser.call_marked")
+class TakesAnythingForAMark(HermesCalls):
+    @classmethod
+    def call_form(cls, template: str) -> CallForm:
+        return replace(super().call_form(template), trigger="")
+
+
 @mutant(caught_by="parser.chunking")
 class EndsAtThePiecesEnd(ThinkReasoning):
     """Takes a mark for one only if it comes whole."""

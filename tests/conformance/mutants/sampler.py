@@ -15,6 +15,7 @@ from dovetail.api.graphs import GraphSupport
 from dovetail.api.sampler import (
     Capture,
     Lines,
+    Process,
     RowHistory,
     RowSampling,
     SampledRow,
@@ -1129,3 +1130,113 @@ class HasALeastLogprob(ByMode):
             result,
             logprobs=replace(result.logprobs, logprobs=result.logprobs.logprobs.clamp(min=-50)),
         )
+
+
+class Processing(DefaultSampler):
+    """Treats a `process` in its own way."""
+
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        if inputs.process is None:
+            return self.plain(inputs)
+        return self.processed(inputs, inputs.process)
+
+    def processed(self, inputs: SampleInputs, process: Process) -> SampledTokens:
+        return self.plain(inputs)
+
+    def plain(self, inputs: SampleInputs) -> SampledTokens:
+        return super().sample(inputs)
+
+
+@mutant(caught_by="sampler.processed")
+class IgnoresProcessors(Processing):
+    def processed(self, inputs: SampleInputs, process: Process) -> SampledTokens:
+        return self.plain(replace(inputs, process=None))
+
+
+@mutant(caught_by="sampler.processed")
+class ProcessesTwice(Processing):
+    def processed(self, inputs: SampleInputs, process: Process) -> SampledTokens:
+        def twice(logits: torch.Tensor, first: int) -> None:
+            process(logits.clone(), first)
+            process(logits, first)
+
+        return self.plain(replace(inputs, process=twice))
+
+
+@mutant(caught_by="sampler.processed")
+class ProcessesBeforeRules(Processing):
+    def processed(self, inputs: SampleInputs, process: Process) -> SampledTokens:
+        logits = inputs.logits.float().contiguous()
+        process(logits, 0)
+        return self.plain(replace(inputs, logits=logits, process=None))
+
+
+@mutant(caught_by="sampler.processed")
+class ProcessesHalvedLogits(Processing):
+    def processed(self, inputs: SampleInputs, process: Process) -> SampledTokens:
+        def halved(logits: torch.Tensor, first: int) -> None:
+            logits.mul_(0.5)
+            process(logits, first)
+
+        return self.plain(replace(inputs, process=halved))
+
+
+@mutant(caught_by="sampler.processed")
+class CountsEachPartFromZero(Processing):
+    def processed(self, inputs: SampleInputs, process: Process) -> SampledTokens:
+        def from_zero(logits: torch.Tensor, first: int) -> None:
+            half = len(logits) // 2
+            process(logits[:half], 0)
+            process(logits[half:], 0)
+
+        return self.plain(replace(inputs, process=from_zero))
+
+
+@mutant(caught_by="sampler.processed_logprobs")
+class LogprobsAfterProcessors(Processing):
+    def processed(self, inputs: SampleInputs, process: Process) -> SampledTokens:
+        found = self.plain(inputs)
+        if found.logprobs is None:
+            return found
+        logits = inputs.logits.float()
+        process(logits, 0)
+        k = found.logprobs.token_ids.shape[1] - 1
+        return SampledTokens(found.token_ids, top_logprobs(logits, found.token_ids, k))
+
+
+class ProcessingInFull(CapturingInFull):
+    """As `CapturingInFull`, with a `process`."""
+
+    capabilities = SamplerCapabilities(cuda_graph=GraphSupport.ALL, processors=True)
+
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        if inputs.process is None:
+            return super().sample(inputs)
+        host_rows = inputs.lines.rows.cpu().numpy()
+        return DefaultSampler.sample(self, replace(inputs, host_rows=host_rows, capture=None))
+
+
+@mutant(caught_by="sampler.fully_processed")
+class CapturesWithoutProcessors(ProcessingInFull):
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        return super().sample(inputs if inputs.capture is None else replace(inputs, process=None))
+
+
+@mutant(caught_by="sampler.logprobs_form")
+class LogprobsOfDoubles(DefaultSampler):
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        found = super().sample(inputs)
+        of = found.logprobs
+        return (
+            found
+            if of is None
+            else replace(found, logprobs=replace(of, logprobs=of.logprobs.double()))
+        )
+
+
+@mutant(caught_by="sampler.logprobs_form")
+class RanksOfFloats(DefaultSampler):
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        found = super().sample(inputs)
+        of = found.logprobs
+        return found if of is None else replace(found, logprobs=replace(of, ranks=of.ranks.float()))

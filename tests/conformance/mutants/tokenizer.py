@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 import unicodedata
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -176,6 +178,29 @@ class BelongsToOneThread(Bytes):
         if threading.get_ident() != self.owner:
             raise RuntimeError("this tokenizer belongs to another thread")
         return super().encode(text)
+
+
+@mutant(caught_by="tokenizer.chat_threads")
+class KeepsTheChatThatItEncodes(Bytes):
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        self.chat = chat
+        time.sleep(0.001)
+        return super().encode_chat(self.chat)
+
+
+@mutant(caught_by="tokenizer.damaged")
+class LetsItsLibraryRaise(Bytes):
+    def __init__(self, options: BaseModel, context: TokenizerContext) -> None:
+        super().__init__(options, context)
+        for file in context.directory.glob("*.json"):
+            json.loads(file.read_bytes())
+
+
+@mutant(caught_by="tokenizer.damaged")
+class NeedsAFile(Bytes):
+    def vocabulary(self) -> Sequence[bytes]:
+        (self.context.directory / "tokenizer.json").read_bytes()
+        return super().vocabulary()
 
 
 @mutant(caught_by="tokenizer.chat")

@@ -100,12 +100,13 @@ class Module(_Model):
 
 
 class Clause(_Model):
-    """Sentence that requires something of a component. `unchecked`: the part that no check
-    verifies, with the reason."""
+    """Sentence that requires something of a component, or promises something to it. `tests`:
+    Dovetail's own tests of it. `unchecked`: the part that nothing verifies, with the reason."""
 
     place: str
     text: str
     checks: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
     unchecked: str = ""
 
 

@@ -5,8 +5,9 @@ of `dovetail.api.<kind>`.
         "AttentionLayer.write": held("values", "write_first"),         # every sentence of this docstring
         "AttentionBackend.plan": {                                    # sentences that contain these words
             "once a step": TOLD,
-            "must not allocate": held("graph", but="without a GPU it isn't tried"),
+            "must not allocate": held("graph", but="a wait that changes no value isn't detected"),
         },
+        "AttentionBackend.prepare": promised("runtime/test_worker.py::test_…"),
     }
 
 A place is a class, a method or a field (for its comment); "module" is the file's own docstring. A
@@ -32,12 +33,13 @@ Subject = Kind | Literal["component"]  # a file of `dovetail.api`; the last is f
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How a sentence is verified. `checks`: names of checks of the kind (or "hygiene.…"). `why`:
-    the reason why it, or a part of it, isn't checked. Neither: it requires nothing of the
-    component, but describes the core or defines a term."""
+    """How a sentence is verified. `checks`: names of checks of the kind (or "hygiene.…"). `tests`:
+    Dovetail's own tests, below its folder `tests`. `why`: the reason why it, or a part of it, can't
+    be checked. None of them: it requires nothing, but describes, advises or defines a term."""
 
     checks: tuple[str, ...] = ()
     why: str = ""
+    tests: tuple[str, ...] = ()
 
 
 Marks = Mapping[str, Mark | Mapping[str, Mark]]
@@ -50,9 +52,11 @@ def held(*checks: str, but: str = "") -> Mark:
     return Mark(checks, but)
 
 
-def unchecked(why: str) -> Mark:
-    """Mark a clause that no check verifies."""
-    return Mark(why=why)
+def promised(*tests: str, by: tuple[str, ...] = ()) -> Mark:
+    """Mark a promise of Dovetail to components, or a clause about what only its own components do:
+    these tests of Dovetail verify it, each "folder/test_file.py::test_name". `by`: checks that
+    verify the component's part."""
+    return Mark(by, tests=tests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,17 @@ class Clause:
     place: str
     text: str
     checks: tuple[str, ...]
-    why: str
+    why: str = ""
+    tests: tuple[str, ...] = ()
+
+    @property
+    def requires(self) -> bool:
+        """True if it requires something that a check or a test can verify."""
+        return bool(self.checks or self.tests or self.why)
+
+    @property
+    def verified(self) -> bool:
+        return bool(self.checks or self.tests)
 
 
 def clauses_of(kind: Subject) -> list[Clause]:
@@ -80,7 +94,7 @@ def clauses_of(kind: Subject) -> list[Clause]:
         at, words, mark = _mark_of(marks, place, text)
         unused.discard((at, words))
         checks = tuple(check if "." in check else f"{kind}.{check}" for check in mark.checks)
-        found.append(Clause(place, text, checks, mark.why))
+        found.append(Clause(place, text, checks, mark.why, mark.tests))
     if unused:
         raise ValueError(f"clauses of {kind}: nothing says {sorted(unused)}")
     return found

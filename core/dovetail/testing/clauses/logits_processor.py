@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.testing.clauses import TOLD, Marks, held, unchecked
+from dovetail.testing.clauses import TOLD, Marks, held, promised
 
 CLAUSES: Marks = {
     "module": {"allows none of them": held("banned"), "*": TOLD},
@@ -12,12 +12,7 @@ CLAUSES: Marks = {
         "*": TOLD,
     },
     "LogitsProcessorCapabilities": {
-        "`cuda_graph`": held(
-            "replayed",
-            "graph",
-            but="without a GPU no graph is captured; a recording of the operations is replayed on "
-            "the CPU",
-        ),
+        "`cuda_graph`": held("replayed", "graph"),
         "Otherwise steps": TOLD,
         "*": held("hygiene.capabilities"),
     },
@@ -32,17 +27,15 @@ CLAUSES: Marks = {
     },
     "LogitsProcessor.prepare": {
         "Allocate all buffers": held("sizes", "others", "replayed"),
-        "temporary": unchecked(
-            "memory isn't measured; what `apply` keeps and reads again, `stateless` finds"
-        ),
+        "temporary": held("stateless"),
     },
     "LogitsProcessor.update": {
         "Forget the rows": held("reused_rows", "preemption"),
-        "fixed buffers": held(
-            "replayed", "graph", but="only of processors that declare `cuda_graph`"
-        ),
-        "called again for each row": held(
-            "reused_rows", but="no row of the suite makes `update` raise"
+        "fixed buffers": held("replayed", "graph"),
+        "called again for each row": promised(
+            "e2e/test_logits_processors.py::"
+            "test_a_processor_that_fails_ends_the_request_and_no_other",
+            by=("reused_rows",),
         ),
         "forgotten": TOLD,
     },
@@ -52,8 +45,10 @@ CLAUSES: Marks = {
         "The history of a line": held("lines", "stale_history"),
         "What a line gets": held("batch", "row", "lines", "stateless", "extremes"),
         "no undo": held("stateless", "preemption"),
-        "ends with an error": held(
-            "examples", "bad_arguments", but="only for the suite's examples and invalid values"
+        "ends with an error": promised(
+            "e2e/test_logits_processors.py::"
+            "test_a_processor_that_fails_ends_the_request_and_no_other",
+            by=("examples", "bad_arguments"),
         ),
     },
 }

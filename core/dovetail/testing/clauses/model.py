@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dovetail.testing.clauses import TOLD, Marks, held, unchecked
+from dovetail.testing.clauses import TOLD, Marks, held, promised
 
-HEADS = (
-    "the suite's models generate; what checkpoints of other kinds pool, the engine's own tests "
-    "compare with transformers"
+HEADS = promised(
+    "models/test_pooling.py::test_a_classifier_scores_by_its_head",
+    "models/test_encoders.py::test_a_classifier_scores_as_transformers_does",
+)
+POOLING = promised(
+    "models/test_pooling.py::test_a_decoder_embeds_by_its_last_token",
+    "models/test_encoders.py::test_an_encoder_embeds_by_the_mean_of_its_states",
+    "models/test_pooling.py::test_a_classifier_scores_by_its_head",
 )
 
 CLAUSES: Marks = {
@@ -27,7 +32,10 @@ CLAUSES: Marks = {
     "ModelInputs.types": held("types"),
     "ModelContext": TOLD,
     "BuildContext": {
-        "longest sequence": held("max_len", but="a length beyond the model's own isn't tested"),
+        "longest sequence": promised(
+            "runtime/test_worker.py::test_a_model_length_beyond_the_models_own_is_refused",
+            by=("max_len",),
+        ),
         "*": TOLD,
     },
     "CausalLM": held("checkpoint"),
@@ -48,18 +56,19 @@ CLAUSES: Marks = {
     "Tapped": TOLD,
     "Tapped.embed": held("taps"),
     "Tapped.forward_tapped": {
-        "the same on every rank": unchecked(
-            "no draft head runs in the suite; `shards` compares logits"
+        "the same on every rank": promised(
+            "executors/test_draft_model_over_ranks.py::"
+            "test_ranks_draft_with_their_shares_of_a_head_as_one_does"
         ),
         "*": held("taps"),
     },
-    "LoadsItself": unchecked(
-        "only the built-in model `transformers` does, which has its own tests"
+    "LoadsItself": promised(
+        "models/test_transformers.py::test_logits_are_those_of_transformers",
+        "models/test_transformers.py::test_a_checkpoint_that_lacks_a_tensor_is_refused",
+        "models/test_transformers.py::test_random_weights_depend_on_the_seed_alone",
     ),
     "TrialRun": TOLD,
-    "VerifiesItself": unchecked(
-        "only the built-in model `transformers` does, which has its own tests"
-    ),
+    "VerifiesItself": promised("models/test_transformers.py::test_the_table_of_types_is_true"),
     "WeightRule": {
         "loads the checkpoint's tensor": held("checkpoint"),
         "part of a fused": held("weight_use", "shards"),
@@ -70,16 +79,15 @@ CLAUSES: Marks = {
         "may be missing": held("weight_names", "tied"),
         "with .load": held("weight_names"),
     },
-    "HeadLayer": unchecked(HEADS),
-    "ModelPooling": unchecked(HEADS),
+    "HeadLayer": HEADS,
+    "ModelPooling": POOLING,
     "ModelArch": TOLD,
-    "ModelArch.pooling": unchecked(HEADS),
+    "ModelArch.pooling": POOLING,
     "ModelArch.reasons_against": held(
         "config_fields",
         "unknown_fields",
         "rope_types",
-        but="seven unknown fields, three unknown rope types, and one to three values of each known "
-        "field are tested",
+        but="of fields that the suite doesn't know, only seven invented ones can be tried",
     ),
     "ModelArch.layer_specs": held("layer_specs"),
     "ModelArch.state_specs": held("state_specs"),

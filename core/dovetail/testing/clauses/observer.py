@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.testing.clauses import TOLD, Marks, held, unchecked
+from dovetail.testing.clauses import TOLD, Marks, held, promised
 
 CLAUSES: Marks = {
     "module": {
@@ -21,16 +21,13 @@ CLAUSES: Marks = {
     "ObserverContext": TOLD,
     "ObserverCapabilities": held("hygiene.capabilities", "raises_nothing"),
     "Observer": {
-        "should return quickly": unchecked(
-            "suites don't judge times; the verdict's notes state the observer's time per step"
-        ),
+        "should return quickly": TOLD,
         "An observer may keep": held("forgets"),
         "*": held("hygiene.callbacks", "hygiene.signatures", "empty_run"),
     },
-    "Observer.on_started": held(
-        "raises_nothing",
-        "failed_run",
-        "leaves_nothing",
-        but="raising for options that it can't satisfy isn't tested",
+    "Observer.on_started": promised(
+        "engine/test_engine_failures.py::"
+        "test_an_observer_that_can_not_do_what_its_options_say_keeps_the_engine_from_starting",
+        by=("raises_nothing", "failed_run", "leaves_nothing"),
     ),
 }

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.testing.clauses import TOLD, Marks, held, unchecked
-
-UNPROCESSED = unchecked("the suite makes no logits processors; the engine's own tests do")
+from dovetail.testing.clauses import TOLD, Marks, held, promised
 
 CLAUSES: Marks = {
     "module": {
@@ -20,9 +18,7 @@ CLAUSES: Marks = {
         "never sampled after the others": held("bad_words", "bans_lifted"),
         "never sampled before min_tokens": held("min_tokens", "bans_lifted"),
         "full names of the logits processors": TOLD,
-        "keys that the request sets": held(
-            "extra_args", but="the meaning of a key is up to the sampler"
-        ),
+        "keys that the request sets": held("extra_args"),
         "`dovetail.request.sampling_params": held(
             "repetition_penalty",
             "presence_penalty",
@@ -43,18 +39,13 @@ CLAUSES: Marks = {
         "*": TOLD,
     },
     "SamplerContext.max_drafts": held("lines"),
-    "SamplerContext": held(
-        "large_vocabulary", but="vocabularies of more than 147,456 tokens aren't tested"
-    ),
+    "SamplerContext": held("large_vocabulary"),
     "SamplerCapabilities": {
-        "`processors`": UNPROCESSED,
-        "`cuda_graph`": held(
-            "captured",
-            "graph",
-            "fully_captured",
-            "full_graph",
-            but="without a GPU no graph is captured",
+        "`processors`": promised(
+            "e2e/test_logits_processors.py::test_what_cannot_be_used_is_refused_at_load",
+            by=("processed", "fully_processed"),
         ),
+        "`cuda_graph`": held("captured", "graph", "fully_captured", "full_graph"),
         "`logprobs`": held("logprobs"),
         "`drafts`": held("lines"),
         "keys of": TOLD,
@@ -64,7 +55,7 @@ CLAUSES: Marks = {
         "*": held("hygiene.capabilities"),
     },
     "Capture": TOLD,
-    "TopLogprobs": held("logprobs", but="dtypes are checked by the executor's suite"),
+    "TopLogprobs": held("logprobs", "logprobs_form"),
     "SampledTokens": {
         "if any row requests": held("logprobs", "logprobs_harmless", "reused_rows"),
         "*": held("output"),
@@ -81,21 +72,25 @@ CLAUSES: Marks = {
         "output position": held("seed", "lines"),
         "The history of a line": held("lines", "stale_history", "preemption"),
         "A line's result": held("lines", "lines_apart", "batch"),
-        "With a `capture`": held(
-            "captured",
-            "graph",
-            "fully_captured",
-            "full_graph",
-            but="without a GPU no graph is captured",
-        ),
+        "With a `capture`": held("captured", "graph", "fully_captured", "full_graph"),
         "Each replay": held("captured_again", "fully_captured_again", "graph", "full_graph"),
         "any valid id": held("captured", "fully_captured"),
         "any number of columns": held("fully_captured", "full_graph"),
-        "Raises `UnsupportedError`": unchecked("a device that lacks a feature can't be simulated"),
-        "A `process`": UNPROCESSED,
-        "those of the given logits": UNPROCESSED,
-        "`SamplerCapabilities.processors`": UNPROCESSED,
-        "replays that graph": UNPROCESSED,
+        "Raises `UnsupportedError`": promised(
+            "samplers/test_changes.py::test_without_kernels_nothing_is_captured_in_full",
+            "runtime/test_full_sampling.py::"
+            "test_what_the_device_cannot_sample_in_a_graph_is_sampled_as_it_is",
+        ),
+        "A `process`": held("processed", "fully_processed"),
+        "those of the given logits": held("processed_logprobs"),
+        "`SamplerCapabilities.processors`": promised(
+            "runtime/test_logits.py::"
+            "test_steps_in_which_nobody_asks_replay_what_they_do_without_processors",
+            by=("fully_processed",),
+        ),
+        "replays that graph": promised(
+            "runtime/test_logits.py::test_tokens_in_graphs_are_those_without"
+        ),
     },
     "Sampler.capture_for": held("capturable", "captured", "fully_captured"),
 }

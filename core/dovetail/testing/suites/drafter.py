@@ -20,9 +20,11 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from dovetail.api.component import TARGET
+from dovetail.api.draft_head import HeadArch
 from dovetail.api.drafter import Drafter, DrafterContext, ModelDrafter
+from dovetail.api.targets import import_target
 from dovetail.engine.live_request import LiveRequest
-from dovetail.errors import UnsupportedError, describe
+from dovetail.errors import PluginError, UnsupportedError, describe
 from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
@@ -132,11 +134,13 @@ class DrafterSuite(Suite):
     )
 
     def declares(self, capability: str) -> bool:
-        return (
-            issubclass(self.component_class, ModelDrafter)
-            if capability == "model"
-            else super().declares(capability)
-        )
+        """Two are observed instead: "model" is a `ModelDrafter`, and "head" one that names a
+        head."""
+        if capability == "model":
+            return issubclass(self.component_class, ModelDrafter)
+        if capability == "head":
+            return self.declares("model") and bool(TARGET.fullmatch(str(self._make().head)))
+        return super().declares(capability)
 
     @check("drafter.raises_nothing", since="1.0")
     def test_any_request_has_an_answer(self) -> None:
@@ -323,6 +327,17 @@ class DrafterSuite(Suite):
             require(
                 not any(map(len, drafts)), f"propose returned {drafts!r:.200}, expected no drafts"
             )
+
+    @check("drafter.head", since="1.0", capability="head")
+    def test_a_head_is_a_class_that_builds_one(self) -> None:
+        """`ModelDrafter.head` names no class, or one that isn't a `HeadArch`: the executor imports
+        it, makes it with the drafter's options, and asks it for its layers."""
+        target = self._make().head
+        head = import_target(target, PluginError)
+        require(
+            isinstance(head, type) and issubclass(head, HeadArch),
+            f"{target} is {head!r}, expected a subclass of HeadArch",
+        )
 
     @property
     def _vocab_size(self) -> int:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
+from threading import Barrier
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -66,6 +67,9 @@ BEGINS_WITHIN_S = 1e-3
 # if even the fastest of the first `BEGINS` calls takes this long, checks try fewer places and
 # answers
 SLOW_BEGIN_S = 0.01
+SHARED_CASES = 12  # whose grammars threads share
+THREADS = 4
+WALKS = 3  # of each thread
 RUN = 100  # consecutive characters of white space that must be impossible
 TRIVIAL: dict[SpecKind, str] = {  # a valid spec of each kind
     "json_schema": "{}",
@@ -495,6 +499,19 @@ class GrammarSuite(Suite):
                 matcher.accept(token)
                 expected.accept(token)
 
+    @check("grammar.shared", since="1.0")
+    def test_several_threads_share_a_grammar(self) -> None:
+        """Matchers of one grammar, each used by a thread of its own at the same time, raised or
+        wrote other masks than by themselves. Keep what changes in the matcher, not in the
+        grammar."""
+        for case in self._cases[:SHARED_CASES]:
+            grammar = self._backend.compile(case.spec)
+            walks = [self._walk(case.spec, grammar, seed) for seed in range(THREADS)]
+            again = partial(_walks_again, grammar, Barrier(THREADS))
+            with ThreadPoolExecutor(THREADS) as pool:
+                for (tokens, _), same in zip(walks, pool.map(again, walks), strict=True):
+                    require(same, f"{case}: beside other threads, the masks of {tokens} differ")
+
     @check("grammar.fill_many", since="1.0")
     def test_many_masks_at_once_are_the_same(self) -> None:
         """`fill_many` writes other masks than `fill`, or to other rows; including if one of the
@@ -794,6 +811,11 @@ class GrammarSuite(Suite):
                 at.accept(token)
             yield token
 
+    def _walk(self, spec: GrammarSpec, grammar: Grammar, seed: int) -> tuple[list[int], list[Any]]:
+        """Return a random answer's tokens, and the masks along it."""
+        tokens = list(self._random_tokens(spec, chance=random.Random(seed)))
+        return tokens, _masks_along(grammar.begin(), tokens)
+
     def _require_mask(self, case: Case, matcher: Matcher, text: bytes) -> None:
         wanted = case.language.allowed(text)
         found = _allowed(matcher) - case.language.open
@@ -863,6 +885,22 @@ def _mask(matcher: Matcher, context: GrammarContext = CONTEXT) -> UInt32:
     words = _empty(context)
     matcher.fill(words)
     return words
+
+
+def _masks_along(matcher: Matcher, tokens: Sequence[int]) -> list[Any]:
+    """Return the masks before each token, and after the last."""
+    masks = [_mask(matcher).tolist()]
+    for token in tokens:
+        matcher.accept(token)
+        masks.append(_mask(matcher).tolist())
+    return masks
+
+
+def _walks_again(grammar: Grammar, ready: Barrier, walk: tuple[list[int], list[Any]]) -> bool:
+    """Return True if the masks along a walk are those of before, each time."""
+    ready.wait()
+    tokens, masks = walk
+    return all(_masks_along(grammar.begin(), tokens) == masks for _ in range(WALKS))
 
 
 def _allowed(matcher: Matcher, context: GrammarContext = CONTEXT) -> set[int]:

@@ -78,6 +78,16 @@ ODD_SCHEMAS: tuple[Any, ...] = (
     {"anyOf": [1]},
 )
 NAMES = ("f", "get_weather-2", "g.h")
+# answers that are no calls, and begin as models like to
+ORDINARY = (
+    '{"name": "f", "arguments": {}}',
+    '[{"name": "f", "parameters": {}}]',
+    "<p>Hello</p><tool>",
+    "```json\n{}\n```",
+    "`f(x)` and f(a=1)",
+    "Action: f, Function: g, call: h",
+    "(1) first | second; # third",
+)
 ARGUMENTS = ("{}", '{"a": "}\\"<]"}', '{\n "a": [1, {"b": null}],\n "c": "é"\n}')
 
 
@@ -407,6 +417,20 @@ class ParserSuite(Suite):
                         found == Answer("", "", tuple(written)),
                         f"{form.separator.join(texts)!r} is parsed as {found}",
                     )
+
+    @check("parser.call_marked", since="1.0", capability="call_form")
+    def test_ordinary_text_does_not_begin_like_a_marked_call(self) -> None:
+        """`call_form` returned a form that is `marked`, but answers in prose, JSON, code or HTML
+        begin like its calls, so the model couldn't write them. Set `marked` only if the trigger is
+        a mark that nothing else contains."""
+        for form in self._forms:
+            for text in ORDINARY if form.marked else ():
+                require(
+                    not form.trigger or form.trigger not in text,
+                    f"the form is marked, but {text!r}, which is no call, has its trigger "
+                    f"{form.trigger!r}",
+                )
+            require(not form.marked or form.trigger, "the form is marked, but its trigger is empty")
 
     @cached_property
     def _forms(self) -> list[Any]:

@@ -15,9 +15,9 @@ import torch
 from dovetail.api.sampler import RowSampling
 from dovetail.testing.checks import check, require
 from dovetail.testing.suites.sampler_bench import Row
-from dovetail.testing.suites.sampler_graphs import SamplerGraphs
 from dovetail.testing.suites.sampler_lines import SamplerLines
 from dovetail.testing.suites.sampler_oracle import distribution, p_value
+from dovetail.testing.suites.sampler_processors import SamplerProcessors
 from dovetail.testing.suites.sampler_requests import SamplerRequests
 from dovetail.testing.suites.sampler_rows import SORTS, VOCAB, mixed_rows
 from dovetail.testing.suites.sampler_rules import SamplerRules
@@ -39,7 +39,7 @@ LARGEST_VOCAB = 2**17 + 2**14
 ASKED = (0, 1, 3, 100)  # logprobs
 
 
-class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerGraphs):
+class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerProcessors):
     """Suite of samplers: sampled tokens and log-probabilities."""
 
     @check("sampler.output", since="1.0")

@@ -133,11 +133,13 @@ class SamplerGraphs(SamplerSubject):
         ]
         return self.bench(some or rows), some
 
-    def fully_capturable(self, rows: Sequence[Row]) -> tuple[Bench, list[Row]]:
+    def fully_capturable(
+        self, rows: Sequence[Row], capability: str = "full_graph"
+    ) -> tuple[Bench, list[Row]]:
         """Return a bench of those `rows` that can be captured with `FULL`, and these rows."""
         bench, some = self.capturable(rows, *Capture)
         if bench.sampler.capture_for(bench.host_rows) is not Capture.FULL:
-            raise Untried("full_graph", f"capture_for() says FULL to no rows on {self.place}")
+            raise Untried(capability, f"capture_for() says FULL to no rows on {self.place}")
         return bench, some
 
     def replay(

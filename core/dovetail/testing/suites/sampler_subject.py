@@ -32,9 +32,15 @@ class SamplerSubject(Suite):
     device: ClassVar[str | None] = None
 
     def declares(self, capability: str) -> bool:
-        """`full_graph` is `GraphSupport.ALL`."""
+        """`full_graph` is `GraphSupport.ALL`; `full_process` and `processed_logprobs` are
+        `processors` with that, or with `logprobs`."""
+        can = self.capabilities
         if capability == "full_graph":
-            return bool(self.capabilities.cuda_graph is GraphSupport.ALL)
+            return bool(can.cuda_graph is GraphSupport.ALL)
+        if capability == "full_process":
+            return bool(can.processors and can.cuda_graph is GraphSupport.ALL)
+        if capability == "processed_logprobs":
+            return bool(can.processors and can.logprobs)
         return super().declares(capability)
 
     @property

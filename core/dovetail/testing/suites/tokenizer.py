@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dovetail.api.tokenizer import Chat, Tokenizer, TokenizerContext
-from dovetail.errors import RequestError, describe
+from dovetail.errors import ModelLoadError, RequestError, describe
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
 
@@ -25,6 +25,19 @@ LONG = 200_000  # characters of the long texts
 RANDOM_TEXTS = 60
 THREADS = 4
 UNKNOWN = "no_format_has_this_variable"
+# files that tokenizers are usually in
+USUAL = (
+    "config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "tekken.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+GARBAGE = b"\xff\x00 no tokenizer"
+WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 SAMPLES = (
     "",
     " ",
@@ -184,6 +197,58 @@ class TokenizerSuite(Suite):
                 "encode, called by several threads,",
             ):
                 require(found == expected * 3, "in one of several threads, texts became other ids")
+
+    @check("tokenizer.chat_threads", since="1.0", capability="chat")
+    def test_several_threads_may_encode_conversations(self) -> None:
+        """Called by several threads at once, `encode_chat` raised or returned other ids. Keep no
+        state of a call in the tokenizer."""
+        chats = [Chat([{"role": "user", "content": text}]) for text in SAMPLES[3:7]]
+        expected = [list(self._chat(chat)) for chat in chats]
+
+        def encode_all(_: int) -> list[list[int]]:
+            return [list(self._made.encode_chat(chat)) for _ in range(3) for chat in chats]
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            for found in self._trying(
+                lambda: list(pool.map(encode_all, range(THREADS))),
+                "encode_chat, called by several threads,",
+            ):
+                require(found == expected * 3, "in one of several threads, chats became other ids")
+
+    @check("tokenizer.damaged", since="1.0")
+    def test_files_that_are_missing_or_damaged_are_refused(self) -> None:
+        """The constructor, or `vocabulary`, raised something other than `ModelLoadError` because
+        all files are missing, cut off or hold something else. Catch what your library raises, and
+        name the file."""
+        whole = self._files()
+        states = {
+            "missing": {},
+            "cut off": {name: content[: len(content) // 2] for name, content in whole.items()},
+            "of other bytes": dict.fromkeys(whole, GARBAGE),
+        }
+        for state, files in states.items():
+            with tempfile.TemporaryDirectory() as folder:
+                for name, content in files.items():
+                    path = Path(folder, name)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(content)
+                try:
+                    self.make(TokenizerContext(Path(folder))).vocabulary()
+                except ModelLoadError:
+                    continue
+                except BaseException as error:
+                    fail(f"with files that are {state} it raised {describe(error)}", error)
+
+    def _files(self) -> dict[str, bytes]:
+        """Return the files of `directory`; without one, files with the usual names."""
+        if self.directory is None:
+            return dict.fromkeys(USUAL, b'{"model": {"vocab": {"a": 0}}}')
+        folder = Path(self.directory)
+        return {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file() and path.suffix not in WEIGHTS
+        }
 
     @check("tokenizer.chat", since="1.0", capability="chat")
     def test_a_conversation_has_all_its_texts(self) -> None:
