@@ -25,8 +25,8 @@ def test_what_was_not_tried_stands_in_the_verdicts_line() -> None:
     assert verdict.conformant
     assert (
         verdict.line
-        == "CONFORMANT attention api=1.0, 1/1, 1 capabilities absent, 0 waived, 1 not tried here "
-        "(cuda_graph)"
+        == "CONFORMANT attention api=1.0 suite=1.0, 1/1, 1 capabilities absent, 0 waived, "
+        "1 not tried here (cuda_graph)"
     )
 
 

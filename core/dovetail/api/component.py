@@ -51,9 +51,14 @@ API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "parser": "1.0",
 }
 
+# version of the conformance suites of this release: each check names the first that has it
+SUITE_VERSION = "1.0"
+
 hookimpl = pluggy.HookimplMarker("dovetail")
 
 _NAME = re.compile(r"[a-z0-9]+([_-][a-z0-9]+)*")
+# a check's id, the reason and the url of an issue, which may be in parentheses
+WAIVER = re.compile(r"\s*([\w.]+)\s*=\s*(\S.*?)\s*\(?(https?://[^\s()]+)\)?\s*", re.DOTALL)
 TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -71,6 +76,10 @@ class ComponentSpec:
     (`options` also to validate a config). `requires`: PEP 508 requirements of the target beyond its
     distribution's dependencies; if one is missing when the component is used, the error names
     it.
+
+    `suite`: the version of the conformance suites that it is tested with. Checks of later versions
+    run, but failing them doesn't count. `waivers`: checks that it can't pass, each as
+    "id=reason https://…", with the issue that tracks it. Verdicts show them.
     """
 
     kind: Kind
@@ -85,6 +94,8 @@ class ComponentSpec:
     # "package.module:Model", a pydantic model that validates this distribution's part of a
     # request's `extra`
     request_extra: str | None = None
+    suite: str = "1.0"
+    waivers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for field, is_right, expected in _RULES:
@@ -124,6 +135,12 @@ def _are_texts(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(one, str) for one in value)
 
 
+def _are_waivers(value: object) -> bool:
+    return isinstance(value, tuple) and all(
+        isinstance(one, str) and WAIVER.fullmatch(one) is not None for one in value
+    )
+
+
 _NAMES = "lower case letters and digits, joined by '-' or '_'"
 _LINE = "one line of text"
 _RULES: tuple[tuple[str, Callable[[object], bool], str], ...] = (  # of the fields of ComponentSpec
@@ -136,6 +153,8 @@ _RULES: tuple[tuple[str, Callable[[object], bool], str], ...] = (  # of the fiel
     ("summary", _is_line, _LINE),
     ("requires", _are_texts, "a tuple of strings"),
     ("architectures", _are_texts, "a tuple of strings"),
+    ("suite", _is_version, '"major.minor", like "1.0"'),
+    ("waivers", _are_waivers, 'a tuple of texts like "scheduler.recompute=reason https://…"'),
 )
 
 

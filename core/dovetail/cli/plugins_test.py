@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dovetail.api.component import WAIVER
 from dovetail.cli.settings import ComponentName, KindName, TimeLimit
 from dovetail.errors import ConfigError, MissingExtraError, shown
 from dovetail.registry.doctor.process import TIME_LIMIT_S
@@ -121,20 +122,15 @@ def parse_mappings(texts: Sequence[str], flag: str) -> dict[str, Any]:
 def parse_waivers(texts: Sequence[str]) -> dict[str, Waiver]:
     """Read "ID=REASON URL", where the URL may be in parentheses, as a report shows it. Raises
     `ConfigError`."""
-    from dovetail.testing.checks import Waiver
+    from dovetail.testing.checks import declared_waivers
 
-    waivers = {}
     for text in texts:
-        parts = re.fullmatch(
-            r"\s*([\w.]+)\s*=\s*(.*?)\s*\(?(https?://[^\s()]+)\)?\s*", text, re.DOTALL
-        )
-        if parts is None or not parts[2]:
+        if WAIVER.fullmatch(text) is None:
             raise ConfigError(
                 f"--waive: expected a check's id, the reason and the url of an issue, like "
                 f"{EXAMPLE!r}, got {shown(text)}"
             )
-        waivers[parts[1]] = Waiver(parts[2], parts[3])
-    return waivers
+    return declared_waivers(texts)
 
 
 def _check_installed() -> None:

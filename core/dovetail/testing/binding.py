@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
 
-from dovetail.api.component import Kind
+from dovetail.api.component import ComponentSpec, Kind
 from dovetail.errors import DovetailError
 from dovetail.registry.doctor.process import TIME_LIMIT_S
 from dovetail.registry.resolved import options_of
@@ -27,13 +27,16 @@ class Binding:
     kind: ClassVar[Kind]
     # a subclass may set these; kinds may add some
     settings: ClassVar[frozenset[str]] = frozenset(
-        {"component", "options", "time_limit_s", "waivers"}
+        {"component", "options", "suite_version", "time_limit_s", "waivers"}
     )
 
     # a name, "mine" or "distribution:mine", or a class; None: a base of other suites
     component: ClassVar[str | type[Any] | None] = None
     options: ClassVar[Mapping[str, Any]] = {}
-    waivers: ClassVar[Mapping[str, Waiver]] = {}  # id of a check -> its waiver
+    # id of a check -> its waiver, beside those that the component declares
+    waivers: ClassVar[Mapping[str, Waiver]] = {}
+    # checks of later versions don't count; None: as the component declares, of a class the newest
+    suite_version: ClassVar[str | None] = None
     # for each check, as `OwnTime` counts; None: no limit
     time_limit_s: ClassVar[float | None] = TIME_LIMIT_S
 
@@ -101,6 +104,17 @@ class Binding:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+
+def declared(suite: type[Binding]) -> ComponentSpec | None:
+    """Return the declaration of a suite's component; None for a class, and for a component that
+    can't be found."""
+    if not isinstance(suite.component, str):
+        return None
+    try:
+        return installed(tuple(sys.path)).resolve(suite.kind, suite.component, {}).spec
+    except DovetailError:
+        return None
 
 
 @cache

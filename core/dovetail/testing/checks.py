@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NoReturn, Protocol
+
+from dovetail.api.component import WAIVER
 
 ID = re.compile(r"[a-z_]+\.[a-z0-9_]+")
 
@@ -30,7 +32,7 @@ class Check:
 
     id: str  # "scheduler.budget"
     attribute: str  # "test_budget", the suite's method
-    since: str  # the first version of the kind's api that has it
+    since: str  # the first version of the suites that has it
     capability: str | None
     help: str  # the docstring, on one line
 
@@ -54,6 +56,18 @@ class Waiver:
             raise ValueError(
                 f"a waiver needs the url of the issue that tracks it, got {self.url!r}"
             )
+
+
+def declared_waivers(texts: Iterable[str]) -> dict[str, Waiver]:
+    """Return waivers by the checks' ids, of texts like those of `ComponentSpec.waivers`. Raises
+    `ValueError` for another text."""
+    waivers = {}
+    for text in texts:
+        parts = WAIVER.fullmatch(text)
+        if parts is None:
+            raise ValueError(f'expected "id=reason https://…", got {text!r}')
+        waivers[parts[1]] = Waiver(parts[2], parts[3])
+    return waivers
 
 
 class CheckFailed(AssertionError):

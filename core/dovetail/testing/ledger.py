@@ -16,8 +16,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail import __version__
-from dovetail.api.component import API_VERSIONS, Kind
-from dovetail.testing.checks import Check, Waiver, checks_of
+from dovetail.api.component import API_VERSIONS, SUITE_VERSION, ComponentSpec, Kind
+from dovetail.registry.contract.document import number
+from dovetail.testing.binding import declared
+from dovetail.testing.checks import Check, Waiver, checks_of, declared_waivers
 
 if TYPE_CHECKING:
     from dovetail.testing.suite import Suite
@@ -35,7 +37,7 @@ _ALLOWED = {
 }
 
 Status = Literal["passed", "failed", "absent", "untried", "skipped"]
-Judged = Literal["passed", "failed", "waived", "absent", "untried"]
+Judged = Literal["passed", "failed", "waived", "absent", "untried", "newer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +67,29 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Checks that should run, according to the suite's class. `tampering`: descriptions of
-    forbidden changes, by check id or, if they affect all checks, by attribute name."""
+    """Checks that should run, according to the suite's class. `suite`: the version of the suites
+    whose checks count; `newer`: ids of later ones. `tampering`: descriptions of forbidden changes,
+    by check id or, if they affect all checks, by attribute name."""
 
     kind: Kind
     component: str
     checks: Mapping[str, str]  # id -> its help
     waivers: Mapping[str, str] = field(default_factory=dict)  # id -> reason and url
     tampering: Mapping[str, str] = field(default_factory=dict)
+    suite: str = SUITE_VERSION
+    newer: tuple[str, ...] = ()
+
+    @property
+    def counted(self) -> dict[str, str]:
+        """Return `checks` without those of later versions."""
+        return {id: help for id, help in self.checks.items() if id not in self.newer}
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Expected:
-        return cls(**values)
+        return cls(**{**values, "newer": tuple(values["newer"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,8 @@ class Verdict:
     # the version of the interface that it declares; `api` is the one whose checks ran
     written_for: str = ""
     seconds: float = field(default=0.0, compare=False)  # wall time of `run`; 0: not measured
+    suite: str = SUITE_VERSION  # the version of the suites whose checks count
+    newer: tuple[str, ...] = ()  # ids of failed checks of later versions
 
     @property
     def conformant(self) -> bool:
@@ -122,8 +134,8 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """Verdict in one line: "CONFORMANT scheduler api=1.0, 41/41, 3 capabilities absent, 0
-        waived"."""
+        """Verdict in one line: "CONFORMANT scheduler api=1.0 suite=1.0, 41/41, 3 capabilities
+        absent, 0 waived"."""
         word = "CONFORMANT" if self.conformant else "NOT CONFORMANT"
         counts = (
             f"{self.passed}/{self.expected}, {len(self.absent)} capabilities absent, "
@@ -132,7 +144,8 @@ class Verdict:
         if self.untried:
             counts += f", {len(self.untried)} not tried here ({', '.join(self.untried)})"
         broken = ", ".join(dict.fromkeys(finding.id for finding in self.findings))
-        return f"{word} {self.kind} api={self.api}, {counts}" + (f": {broken}" if broken else "")
+        versions = f"api={self.api} suite={self.suite}"
+        return f"{word} {self.kind} {versions}, {counts}" + (f": {broken}" if broken else "")
 
     def report(self) -> Iterator[str]:
         """Yield the lines of the report; the last is the verdict."""
@@ -187,7 +200,10 @@ def expected_of(suite: type[Suite]) -> Expected:
         if isinstance(suite.component, str)
         else getattr(suite.component, "__qualname__", repr(suite.component))
     )
-    waivers = suite.waivers if isinstance(suite.waivers, Mapping) else {}
+    spec = declared(suite)
+    waivers = {} if spec is None else declared_waivers(spec.waivers)
+    waivers |= suite.waivers if isinstance(suite.waivers, Mapping) else {}
+    version = _suite_version(suite, spec)
     return Expected(
         suite.kind,
         component,
@@ -197,8 +213,21 @@ def expected_of(suite: type[Suite]) -> Expected:
             for id, waiver in waivers.items()
             if isinstance(waiver, Waiver)
         },
-        dict((*_tampering(suite, official, checks), *_wrong_waivers(suite, checks))),
+        dict((*_tampering(suite, official, checks), *_wrong_waivers(suite, waivers, checks))),
+        version,
+        tuple(
+            id
+            for id, check in checks.items()
+            if number(check.since) > number(version) and id not in waivers
+        ),
     )
+
+
+def _suite_version(suite: type[Suite], spec: ComponentSpec | None) -> str:
+    """Return the version of the suites whose checks count: that of the class or the declaration,
+    but at most the installed one."""
+    wanted = suite.suite_version or (SUITE_VERSION if spec is None else spec.suite)
+    return min(wanted, SUITE_VERSION, key=number)
 
 
 def judge(expected: Expected, outcomes: Mapping[str, Outcome]) -> Verdict:
@@ -206,9 +235,9 @@ def judge(expected: Expected, outcomes: Mapping[str, Outcome]) -> Verdict:
     findings = [Finding(id, message) for id, message in expected.tampering.items()]
     told: dict[str, int] = {}  # fault -> place of its finding
     waived = []
-    judged: dict[str, Judged] = dict.fromkeys(expected.checks, "failed")
+    judged: dict[str, Judged] = dict.fromkeys(expected.counted, "failed")
     unwanted: dict[Status, set[str]] = {"absent": set(), "untried": set()}
-    for id, help in expected.checks.items():
+    for id, help in expected.counted.items():
         outcome = outcomes.get(
             id,
             Outcome(
@@ -218,7 +247,7 @@ def judge(expected: Expected, outcomes: Mapping[str, Outcome]) -> Verdict:
         if outcome.status == "absent" or outcome.status == "untried":
             unwanted[outcome.status].add(str(outcome.capability))
             judged[id] = outcome.status
-            if id in expected.waivers:
+            if id in expected.waivers and outcome.status == "absent":
                 findings.append(
                     Finding(id, "it is waived, but not wanted of this component: remove the waiver")
                 )
@@ -248,6 +277,7 @@ def judge(expected: Expected, outcomes: Mapping[str, Outcome]) -> Verdict:
             )
     notes = dict.fromkeys(note for outcome in outcomes.values() for note in outcome.notes)
     api = API_VERSIONS[expected.kind]
+    newer = _failed_newer(expected, outcomes)
     return Verdict(
         expected.kind,
         expected.component,
@@ -257,10 +287,29 @@ def judge(expected: Expected, outcomes: Mapping[str, Outcome]) -> Verdict:
         tuple(sorted(unwanted["absent"])),
         tuple(waived),
         tuple(findings),
-        (*notes, *(f"waived: {id}: {why}" for id, why in expected.waivers.items())),
+        (*notes, *_exemptions(expected, newer)),
         tuple(sorted(unwanted["untried"])),
-        judged,
+        judged | dict.fromkeys(expected.newer, "newer"),
+        suite=expected.suite,
+        newer=tuple(newer),
     )
+
+
+def _failed_newer(expected: Expected, outcomes: Mapping[str, Outcome]) -> dict[str, str]:
+    """Return the messages of later checks that failed, by id."""
+    return {
+        id: outcomes[id].message
+        for id in expected.newer
+        if id in outcomes and outcomes[id].status == "failed"
+    }
+
+
+def _exemptions(expected: Expected, newer: Mapping[str, str]) -> Iterator[str]:
+    """Yield a note for each waiver, and each failure of a later check, which doesn't count."""
+    yield from (f"waived: {id}: {why}" for id, why in expected.waivers.items())
+    for id, message in newer.items():
+        first = message.partition("\n")[0]
+        yield f"newer than suite {expected.suite}, so it doesn't count: {id}: {first}"
 
 
 def _is_ours(cls: type) -> bool:
@@ -304,11 +353,13 @@ def _tampering(
                 )
 
 
-def _wrong_waivers(suite: type[Suite], checks: Mapping[str, Check]) -> Iterator[tuple[str, str]]:
+def _wrong_waivers(
+    suite: type[Suite], waivers: Mapping[str, Waiver], checks: Mapping[str, Check]
+) -> Iterator[tuple[str, str]]:
     if not isinstance(suite.waivers, Mapping):
         yield "waivers", f"expected {{id: Waiver(reason, url)}}, got {suite.waivers!r}"
         return
-    for id, waiver in suite.waivers.items():
+    for id, waiver in waivers.items():
         if id not in checks:
             yield str(id), "it is waived, but there is no such check"
         elif not isinstance(waiver, Waiver):

@@ -118,6 +118,9 @@ class SuiteWatch:
         elif outcome.status == "failed" and check.id in self.expected[node].waivers:
             report.outcome = "skipped"
             report.wasxfail = f"waived: {self.expected[node].waivers[check.id]}"
+        elif outcome.status == "failed" and check.id in self.expected[node].newer:
+            report.outcome = "skipped"
+            report.wasxfail = f"newer than suite {self.expected[node].suite}"
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
