@@ -63,7 +63,7 @@ class ExecutorSuite(
         """`start` returned a `Capacity` that no engine can work with: it needs at least one page,
         one step in flight, two token ids; a pool that holds one sequence of `max_model_len`, which
         is at most the config's value."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             capacity = bench.capacity
             layout = bench.capacity.layout
             require(isinstance(capacity, Capacity), f"start returned {capacity!r}")
@@ -138,7 +138,7 @@ class ExecutorSuite(
         """After `stop` there are threads, processes, open files, temporary files or tensors of more
         than a megabyte that weren't there before `start`. (Resources that only the very first start
         creates, and later ones reuse, are excluded.)"""
-        with self._bench():
+        with self._shared_bench():
             pass
         before = Footprint.now()
         bytes_before = tensor_bytes()
@@ -155,7 +155,7 @@ class ExecutorSuite(
     def test_check_is_quiet_while_all_is_well(self) -> None:
         """`check` raised although nothing is wrong. The server calls it repeatedly to see whether
         the engine is alive."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             require_quiet(bench.executor, "after start")
             bench.add("a", bench.prompt(5))
             bench.submit({"a": 5})
@@ -218,7 +218,7 @@ class ExecutorSuite(
         """A request generated other tokens beside others, in another row and in other blocks, than
         by itself. Look for state shared between rows, and for reads by position in the batch
         instead of by row."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             expected = {
                 name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {}))
                 for name in LENGTHS
@@ -238,7 +238,7 @@ class ExecutorSuite(
         """A request that kept its row generated other tokens than one that was added to a row again
         with all its tokens. While a request has a row the core sends no ids: the next input is the
         token that the executor sampled."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             for name in LENGTHS:
                 expected = bench.alone(name, self._prompt(bench, name), 4, **SEEDED.get(name, {}))
                 for received in (1, 3):
@@ -259,7 +259,7 @@ class ExecutorSuite(
         """A prompt computed in chunks, beside decodes, gave other tokens than in one step. A chunk
         starts where the row has stopped, attends to everything before it, and samples only at the
         last known token."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 6) for name in "ac"}
             self._add(bench, "a", "c")
             bench.prefill("a")
@@ -278,7 +278,7 @@ class ExecutorSuite(
     def test_a_row_that_sits_out_steps_is_kept(self) -> None:
         """A request without grants for some steps continued with other tokens. A row is held until
         a batch lists it in `removed`."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 4) for name in "ac"}
             self._add(bench, "a", "c")
             bench.prefill("a", "c")
@@ -293,7 +293,7 @@ class ExecutorSuite(
         by itself, or the step failed, or rows that stayed were affected. `removed` precedes
         `added`, nothing of the old request remains (tokens, blocks, sampling), and other rows don't
         move."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             expected = {
                 name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {}))
                 for name in LENGTHS
@@ -324,7 +324,7 @@ class ExecutorSuite(
         of that, including the last row, token and position."""
         rows = SETTINGS["max_num_seqs"]
         step = SETTINGS["max_num_batched_tokens"]
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             longest = bench.capacity.max_model_len
             length = min(step // rows, longest - 1, bench.num_blocks // rows * bench.block_size - 1)
             prompts = {f"r{row}": bench.prompt(length, variant=row) for row in range(rows)}

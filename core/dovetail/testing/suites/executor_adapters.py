@@ -138,7 +138,7 @@ class ExecutorAdapters(ExecutorSubject):
     def _adapting(self) -> Iterator[tuple[Bench, Files]]:
         """Start an executor with slots, and write adapters for it: 1 and 2 of different ranks,
         "zeros" and "rank 0"."""
-        with self._bench(max_adapters=MOST_ADAPTERS) as bench, temporary_folder() as folder:
+        with self._shared_bench(max_adapters=MOST_ADAPTERS) as bench, temporary_folder() as folder:
             yield bench, Files(bench, folder)
 
     def _load(self, bench: Bench, slot: int, path: str) -> AdapterLoad:

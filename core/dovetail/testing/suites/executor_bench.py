@@ -78,6 +78,20 @@ class Bench:
         self._appended: list[tuple[int, int]] = []
         self._loads: list[AdapterLoad] = []
 
+    def clear(self) -> None:
+        """Leave all requests, for a check that uses the same executor. Their rows are removed in
+        the next batch. Raises `CheckFailed` if a step wasn't collected."""
+        require(not self.sent, f"{len(self.sent)} steps weren't collected")
+        unsent = [request.row for request in self._added]
+        rows = [request.row for request in self.requests.values()]
+        self._removed += [row for row in rows if row not in unsent]
+        self._added = []
+        self._appended = []
+        self._loads = []
+        self.requests = {}
+        self.tokens = {}
+        self._free_blocks = list(range(self.num_blocks))
+
     # What a check asks for
 
     def prompt(self, length: int, variant: int = 0) -> list[int]:

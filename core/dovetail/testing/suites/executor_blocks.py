@@ -12,7 +12,7 @@ class ExecutorBlocks(ExecutorSubject):
         """Requests with growing tables generated other tokens. Append `new_pages` (group, row,
         page) to the tables of their rows and groups, in order, for any order of rows; another
         request with these blocks, in this order, must find the computed values there."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             size = bench.block_size
             lengths = {"a": 1, "c": size}
             expected = {
@@ -50,7 +50,7 @@ class ExecutorBlocks(ExecutorSubject):
         """A request started with `computed` tokens in blocks written by another, before or in the
         same step, and generated other tokens than by itself. `computed` tokens need no work; write
         the K and V of the whole batch before any row attends."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             shared = 2 * bench.block_size
             prompt = bench.prompt(shared + 3)
             expected = bench.alone("a", prompt, 3)
@@ -76,7 +76,7 @@ class ExecutorBlocks(ExecutorSubject):
         """The executor declares `Capacity.shared_prefix`, and requests with
         `Batch.shared_prefix_blocks` generated other tokens than by themselves. Exactly these blocks
         may be read once for all rows of the batch."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             shared = 2 * bench.block_size
             prompts = {
                 name: bench.prompt(shared) + bench.prompt(3 + variant, variant)
@@ -99,7 +99,7 @@ class ExecutorBlocks(ExecutorSubject):
         """A request started on copies of another's blocks and generated other tokens than by
         itself. Run copies in order (one may read what the previous one wrote), after the rows'
         changes and before the step's writes, since a source may then belong to another request."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             length = bench.block_size + bench.block_size // 2 + 1
             prompt = bench.prompt(length)
             expected = bench.alone("a", prompt, 3)

@@ -41,7 +41,7 @@ class ExecutorDrafts(ExecutorSubject):
         than the drafts that were right, and one. A row keeps the tokens of its lines up to the
         first that differs from its draft; the next step begins after the last of them, and
         overwrites the K and V of other drafts."""
-        with self._bench(max_drafts=MOST_DRAFTS) as bench:
+        with self._shared_bench(max_drafts=MOST_DRAFTS) as bench:
             expected = self._expected(bench, *LENGTHS)
             for which, right in DRAFTERS.items():
                 self._begin(bench, *LENGTHS)
@@ -64,7 +64,7 @@ class ExecutorDrafts(ExecutorSubject):
         """In steps in which rows check different numbers of drafts, and others compute prompts,
         parts of these, or one token, a request generated other tokens than by itself; or one that
         began on the blocks of another, where right drafts had been computed, did."""
-        with self._bench(max_drafts=MOST_DRAFTS) as bench:
+        with self._shared_bench(max_drafts=MOST_DRAFTS) as bench:
             expected = self._expected(bench, *LENGTHS)
             self._begin(bench, "a", "b")
             self._add(bench, "c", room=ROOM)
@@ -106,7 +106,7 @@ class ExecutorDrafts(ExecutorSubject):
         """With drafts, requests with a temperature, penalties, bad words or `min_tokens` generated
         other tokens than one by one. The n-th line of a row is sampled as if the drafts before it
         were known: they count for noise, penalties and rules."""
-        with self._bench(max_drafts=MOST_DRAFTS) as bench:
+        with self._shared_bench(max_drafts=MOST_DRAFTS) as bench:
             if not self.declares("samples"):
                 return
             (likely,) = bench.alone("a", self._prompt(bench, "a"), 1)
@@ -140,7 +140,7 @@ class ExecutorDrafts(ExecutorSubject):
         """`Result.logprobs` of a step with drafts must have a line for each token that its rows
         yielded, row by row, and none for other lines; with the log-probabilities that the token has
         without drafts."""
-        with self._bench(max_drafts=MOST_DRAFTS) as bench:
+        with self._shared_bench(max_drafts=MOST_DRAFTS) as bench:
             if not self.declares("logprobs"):
                 return
             plain = []
@@ -170,7 +170,7 @@ class ExecutorDrafts(ExecutorSubject):
         """In a late step with drafts a line sampled a token that its mask forbids, or a line
         without a mask another than it would. `Masks.lines` counts all lines of the batch, row by
         row; rows that yield no token have none."""
-        with self._bench(max_drafts=MOST_DRAFTS) as bench:
+        with self._shared_bench(max_drafts=MOST_DRAFTS) as bench:
             if not self.declares("masks"):
                 return
             expected = self._expected(bench, *LENGTHS)
@@ -210,7 +210,7 @@ class ExecutorDrafts(ExecutorSubject):
     def test_as_many_lines_as_declared_can_be_checked(self) -> None:
         """A step with `Capacity.max_lines` lines, or with drafts up to the last token of the
         longest sequence, failed or gave other tokens."""
-        with self._bench(max_drafts=MOST_DRAFTS) as bench:
+        with self._shared_bench(max_drafts=MOST_DRAFTS) as bench:
             lines = bench.capacity.max_lines
             rows = SETTINGS["max_num_seqs"]
             require(

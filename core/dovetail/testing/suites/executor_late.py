@@ -22,7 +22,7 @@ class ExecutorLate(ExecutorSubject):
     def test_a_late_step_without_masks_samples_as_any_other(self) -> None:
         """`late` steps sampled without a mask gave other tokens. `submit` of a late batch only runs
         the model, `sample` samples for the rows that yield a token."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             expected = {
                 name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {}))
                 for name in LENGTHS
@@ -47,7 +47,7 @@ class ExecutorLate(ExecutorSubject):
         which it had sampled before; or a row without a mask sampled another token than by itself,
         possibly after a step with a mask. `Masks.lines` are indices among lines: rows that yield no
         token have none. `Masks.words` may be in other memory than `mask_words` returned."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             expected = {
                 name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {}))
                 for name in LENGTHS
@@ -88,7 +88,7 @@ class ExecutorLate(ExecutorSubject):
         """At a temperature at which nearly all tokens are likely, rows with two allowed ids drew
         another one, or all drew the same, or drew others when repeated with the same seeds. Apply
         the mask to the logits, then sample by the row's own parameters."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             if not self.declares("samples"):
                 return
             allowed = [0, bench.capacity.vocab_size - 1]
@@ -108,7 +108,7 @@ class ExecutorLate(ExecutorSubject):
         """With two steps in flight, a late step was submitted before the results of the previous
         one were collected, and sampled afterwards, and its tokens differ. The next step reads the
         tokens sampled by the late one."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             if bench.capacity.max_in_flight < 2:
                 return
             expected = bench.alone("a", self._prompt(bench, "a"), 4)
@@ -130,7 +130,7 @@ class ExecutorLate(ExecutorSubject):
     def test_masks_leave_log_probabilities_as_they_are(self) -> None:
         """The log-probability of a token sampled under a mask isn't that of the unmasked
         distribution, or the most likely tokens aren't."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             if not self.declares("masks"):
                 return
             raw = self._first_logprobs(bench, None)

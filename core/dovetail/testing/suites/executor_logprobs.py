@@ -19,7 +19,7 @@ class ExecutorLogprobs(ExecutorSubject):
         requests them, with 1 + k columns, where k is the largest number requested: column 0 is the
         sampled token, followed by as many of the most likely as the row requests, best first;
         `ranks` count from 1."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             self._add(bench, "b")
             bench.add("a", bench.prompt(5), logprobs=3)
             bench.add("c", self._prompt(bench, "c"))
@@ -50,7 +50,7 @@ class ExecutorLogprobs(ExecutorSubject):
         position i of the batch computed, about the known token after it (there is none after the
         last), for the rows that request them and no others; in chunks as at once."""
         for chunks in ([11], [1, 6, 4]):
-            with self._bench() as bench:
+            with self._shared_bench() as bench:
                 prompt = bench.prompt(11)
                 self._add(bench, "c")
                 bench.add("a", prompt, row=5, prompt_logprobs=2)
@@ -74,7 +74,7 @@ class ExecutorLogprobs(ExecutorSubject):
                 require(
                     not bench.run({"a": 1}).values(PromptLogprobs), "a decode has prompt logprobs"
                 )
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             asked = {
                 "a": (bench.prompt(11), 11, 2),
                 "again": (bench.prompt(9, variant=1), 6, 1),

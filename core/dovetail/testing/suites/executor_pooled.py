@@ -32,7 +32,7 @@ class ExecutorPooled(ExecutorSubject):
         """The part `Pooled` must have one array, float32, for each row in `PoolingRows.due` and no
         other: as many numbers as `Capacity.pooling.size` says, or labels, in a row for each token
         of the prompt if the task begins with "token_". Such a row has no token."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             can = _capacity(bench)
             for task in can.tasks:
                 size = can.size if task.endswith("embed") else len(can.labels)
@@ -69,7 +69,7 @@ class ExecutorPooled(ExecutorSubject):
         request that generated beside such rows got other tokens. Each method needs its own part of
         all chunks."""
         for method in METHODS:
-            with self._bench(pooling={"method": method}) as bench:
+            with self._shared_bench(pooling={"method": method}) as bench:
                 can = _capacity(bench)
                 require(
                     can.method == method,
@@ -129,8 +129,8 @@ class ExecutorPooled(ExecutorSubject):
         once. Nothing of the first attempt remains: with mean, first token and "token_" tasks it
         starts from its first token, as the core doesn't let it use cached ones; by last token it
         may."""
-        for method in METHODS:
-            with self._bench(pooling={"method": method}) as bench:
+        for method in reversed(METHODS):
+            with self._shared_bench(pooling={"method": method}) as bench:
                 can = _capacity(bench)
                 for task in can.tasks if not can.indivisible else ():
                     pooling = RowPooling(task)
@@ -170,7 +170,7 @@ class ExecutorPooled(ExecutorSubject):
         """In one step, rows want other sizes, or the numbers before the last function. `dimensions`
         keeps the leading numbers, and `activate` then normalizes them to length 1 if the model does
         that; scores become probabilities."""
-        with self._bench(pooling={"normalize": True}) as bench:
+        with self._shared_bench(pooling={"normalize": True}) as bench:
             can = _capacity(bench)
             for task in can.tasks:
                 raw = self._alone(bench, "a", RowPooling(task, activate=False))

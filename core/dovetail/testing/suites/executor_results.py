@@ -29,7 +29,7 @@ class ExecutorResults(ExecutorSubject):
         """With the maximum number of steps in flight, `collect` of the oldest handle returned
         another step, or the tokens of another. Results are a queue; a step's samples must not be
         overwritten by the next step."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             expected = {
                 name: bench.alone(name, self._prompt(bench, name), 4, **SEEDED.get(name, {}))
                 for name in LENGTHS
@@ -52,7 +52,7 @@ class ExecutorResults(ExecutorSubject):
         """`token_ids` must be [rows of the batch], in the order of `batch.rows`: an id of the
         vocabulary where `yields_token` is true, otherwise -1; `failed` must be empty if nothing
         failed. Ids are int64, times are floats."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             self._add(bench, *LENGTHS)
             batch = bench.submit({"c": 20, "a": LENGTHS["a"], "b": 1})
             result = bench.collect()
@@ -113,7 +113,7 @@ class ExecutorResults(ExecutorSubject):
     def test_a_batch_is_only_read(self) -> None:
         """The executor modified an array of its batch, which the core may reuse. Copy before
         modifying."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             self._add(bench, *LENGTHS)
             counts = {name: LENGTHS[name] for name in "cab"}
             batch = bench.submit(counts)
@@ -143,7 +143,7 @@ class ExecutorResults(ExecutorSubject):
         """A result changed when later steps ran: results belong to the core, which may keep them.
         Or later tokens changed when the arrays of a batch were overwritten after its results were
         collected: copy what must outlive that."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 4) for name in "ac"}
             self._add(bench, "a", "c")
             results = []
@@ -183,7 +183,7 @@ class ExecutorResults(ExecutorSubject):
         """`ended - started` was a negligible part of the time between submit and collect of the
         largest possible step. They are seconds on the device; the estimates of step times that
         policies plan by are based on their difference."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             clock = bench.executor.context.clock
             shares = []
             length = min(SETTINGS["max_num_batched_tokens"] // 2, bench.capacity.max_model_len - 1)
@@ -206,7 +206,7 @@ class ExecutorResults(ExecutorSubject):
         """`Result.started` and `ended` must be between the submit and the collect of their step on
         `context.clock`, in this order, and a step must not end before the previous one, including
         late steps. The step-time fit and all latencies are based on them."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             clock = bench.executor.context.clock
             ends = [-np.inf]
             bench.add("a", bench.prompt(5))

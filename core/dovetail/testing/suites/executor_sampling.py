@@ -21,7 +21,7 @@ class ExecutorSampling(ExecutorSubject):
         shouldn't be, or the other way round, or a rule had no effect. Pass each added row's
         parameters to the sampler (`Sampler.update`) before it samples for it. An executor with
         `virtual_clock` computes nothing, and may sample arbitrarily."""
-        with self._bench() as bench:
+        with self._shared_bench() as bench:
             prompt = bench.prompt(9)
             (greedy,) = _first(bench, prompt, {})
             other = (greedy + 1) % bench.capacity.vocab_size

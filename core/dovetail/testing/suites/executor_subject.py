@@ -1,5 +1,6 @@
 """`ExecutorSubject`: starts executors for checks, with common helpers."""
 
+import atexit
 import json
 import shutil
 import struct
@@ -32,6 +33,7 @@ SETTINGS: Mapping[str, Any] = {
 }
 LENGTHS = {"a": 11, "b": 2, "c": 37}  # of prompts: within a block, one step, over some blocks
 MOST_DRAFTS = 3  # of executors whose steps have drafts
+MOST_STARTED = 6  # executors with processes of their own, which take seconds to start
 MOST_ADAPTERS = 2  # slots of executors whose rows have adapters
 SEEDED: Mapping[str, Mapping[str, Any]] = {"b": {"temperature": 1.0}}  # the others are greedy
 
@@ -68,6 +70,34 @@ class ExecutorSubject(Suite):
         finally:
             executor.stop()
 
+    @contextmanager
+    def _shared_bench(self, **config: Any) -> Iterator[Bench]:
+        """Use the executor of the last check that asked for these fields of the config, without
+        its requests: some take seconds to start. A check that fails leaves it to no other."""
+        asked = repr(sorted(config.items()))
+        # one that computes in this process may be the only one that can
+        most = MOST_STARTED if self.declares("workers") else 1
+        bench = _shared.take(type(self), asked, most)
+        if bench is None:
+            executor = self._make(**config)
+            try:
+                bench = Bench(executor, executor.start())
+            except BaseException:
+                executor.stop()
+                raise
+        try:
+            yield bench
+            bench.clear()
+        except BaseException:
+            bench.executor.stop()
+            raise
+        _shared.keep(type(self), asked, bench)
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        """Stop what checks shared; pytest calls it after the last one."""
+        _shared.close()
+
     def _prompt(self, bench: Bench, name: str) -> list[int]:
         return bench.prompt(LENGTHS[name], variant=ord(name))
 
@@ -82,6 +112,40 @@ class ExecutorSubject(Suite):
                 room=room,
                 **SEEDED.get(name, {}),
             )
+
+
+class _Shared:
+    """Started executors that no check uses at the moment."""
+
+    def __init__(self) -> None:
+        self._suite: object = None  # they are of this one's component
+        self._benches: dict[str, Bench] = {}  # by config, the one kept first first
+
+    def take(self, suite: object, config: str, most: int) -> Bench | None:
+        """Return the bench that was kept for the same. Otherwise stop those of another suite, and
+        the oldest ones, so that another can be started: there are `most` at a time."""
+        if suite is self._suite and config in self._benches:
+            return self._benches.pop(config)
+        if suite is not self._suite:
+            self.close()
+        while len(self._benches) >= most:
+            self._stop_oldest()
+        return None
+
+    def keep(self, suite: object, config: str, bench: Bench) -> None:
+        self._suite = suite
+        self._benches[config] = bench
+
+    def close(self) -> None:
+        while self._benches:
+            self._stop_oldest()
+
+    def _stop_oldest(self) -> None:
+        self._benches.pop(next(iter(self._benches))).executor.stop()
+
+
+_shared = _Shared()
+atexit.register(_shared.close)  # of checks that run without pytest
 
 
 @cache
@@ -105,7 +169,7 @@ def _seen(suite: type[ExecutorSubject]) -> frozenset[str]:
 @cache
 def _adapts(suite: type[ExecutorSubject]) -> bool:
     """Return True if the executor has slots for adapters when asked for some."""
-    with suppress(UnsupportedError), suite()._bench(max_adapters=MOST_ADAPTERS) as bench:
+    with suppress(UnsupportedError), suite()._shared_bench(max_adapters=MOST_ADAPTERS) as bench:
         return bench.capacity.adapters is not None
     return False
 

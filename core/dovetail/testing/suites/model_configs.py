@@ -21,6 +21,7 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": False,
     "num_experts": 3,
     "num_local_experts": 3,
+    "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
     "bos_token_id": None,
