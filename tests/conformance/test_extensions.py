@@ -1,16 +1,14 @@
-"""The suites of routes, commands, weight formats and routers: right ones pass, and each mistake is
+"""The suites of routes, commands and routers: right ones pass, and each mistake is
 found by a check."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from dovetail.cli.plugins_new import write_package
-from dovetail.testing import CommandSuite, RouteExample, RouteSuite, WeightFormatSuite
+from dovetail.testing import CommandSuite, RouteExample, RouteSuite
 from dovetail.testing.checks import CheckFailed
 from dovetail.testing.extensions.base import ExtensionSuite
 from dovetail_lab.testing import RouterSuite
@@ -151,64 +149,3 @@ def test_a_mistake_is_found(sort: str, right: str, wrong: str, found_by: str, si
     (check,) = [check for name, check in checks_of(suite).items() if found_by in name]
     with pytest.raises(CheckFailed):
         check(suite())
-
-
-@pytest.mark.slow("imports torch and the layers")
-@pytest.mark.parametrize(
-    ("right", "wrong", "found_by"),
-    [
-        ("raise UnsupportedError(", "print(", "unknown_field"),
-        ("@dataclass(frozen=True, slots=True)", "@dataclass(eq=False)", "are_values"),
-        (
-            "    def tensors(self",
-            "    def columns(self, weight, x, *others, **more):\n"
-            "        return StoredFormat.columns(self, weight, x, *others, **more) * 1.01\n\n"
-            "    def tensors(self",
-            "products",
-        ),
-        ("values: torch.Tensor = ", "values = torch.nan * ", "products"),
-        ("raise UnsupportedError(", "raise UnsupportedError(", None),
-    ],
-)
-def test_a_mistake_in_a_weight_format_is_found(
-    right: str,
-    wrong: str,
-    found_by: str | None,
-    site: Site,  # noqa: F811
-    tmp_path: Any,
-) -> None:
-    project = write_package("weight_format", "mine", tmp_path)
-    source = project / "src/dovetail_mine/format.py"
-    text = source.read_text()
-    assert right in text
-    source.write_text(text.replace(right, wrong))
-    points = {"main": "dovetail_mine"}
-    Site(project / "src").install("dovetail-mine", modules={}, entry_points=points)
-    sys.path.insert(0, str(project / "src"))
-    try:
-        checks = checks_of(FormatOfACheckpoint)
-        if found_by is None:
-            for check in checks.values():
-                check(FormatOfACheckpoint())
-        else:
-            (check,) = [check for name, check in checks.items() if found_by in name]
-            with pytest.raises(CheckFailed):
-                check(FormatOfACheckpoint())
-    finally:
-        sys.path.remove(str(project / "src"))
-        for name in [name for name in sys.modules if name.startswith("dovetail_mine")]:
-            del sys.modules[name]
-
-
-class FormatOfACheckpoint(WeightFormatSuite):
-    name = "mine"
-    config: ClassVar[Mapping[str, Any]] = {"quant_method": "mine"}
-
-    def fill(self, form: Any, weight: Any) -> None:
-        import torch
-
-        generator = torch.Generator().manual_seed(0)
-        part = weight.parts[None]
-        values = torch.randint(-127, 128, self.shape, generator=generator, dtype=torch.int8)
-        scales = torch.rand(self.shape[0], generator=generator)
-        form.store(weight, part, {"weight": values, "weight_scale": scales})
