@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -31,7 +31,8 @@ from dovetail.api import RoutesSpec, hookimpl
 
 @hookimpl
 def dovetail_routes():
-    return [RoutesSpec(name=name, target=f"haiku_routes:{name}") for name in ("haiku", "taken", "broken", "odd", "wrap", "thin", "leaves", "deep")]
+    names = ("haiku", "taken", "broken", "odd", "wrap", "thin", "leaves", "deep", "reads")
+    return [RoutesSpec(name=name, target=f"haiku_routes:{name}") for name in names]
 """
 ROUTES = """
 from dovetail import SamplingParams
@@ -108,7 +109,31 @@ def deep(context):
     async def echo(request):
         return JSONResponse(await request.json())
 
-    return [Route("/own", own, methods=["POST"]), Route("/echo", echo, methods=["POST"])]
+    async def look(request):
+        import asyncio
+        for _ in range(3):
+            task = asyncio.create_task(request.receive())
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                return JSONResponse(json.loads(task.result()["body"]))
+        return JSONResponse(await request.json())
+
+    return [Route("/own", own, methods=["POST"]), Route("/echo", echo, methods=["POST"]), Route("/look", look, methods=["POST"])]
+
+class Reads:
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "http" and scope["path"] == "/read":
+            from starlette.requests import Request
+            await Request(scope, receive).json()
+        await self.app(scope, receive, send)
+
+def reads(context):
+    return [Middleware(Reads)]
 
 def wrap(context):
     return [Middleware(Wrap)]
@@ -180,6 +205,56 @@ async def test_a_body_that_is_not_json_is_the_clients_error(
     assert answer.json()["error"]["code"] == "invalid_json"
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert "dovetail-haiku" not in caplog.text
+
+
+async def in_chunks(size: int) -> AsyncIterator[bytes]:
+    for _ in range(size // 1000):
+        yield b"[" + b" " * 999
+
+
+@pytest.mark.usefixtures("haiku")
+async def test_their_bodies_have_the_servers_limit(
+    fake: Callable[..., FakeEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = fake()
+    async with (
+        serving(create_app(engine, offering("deep", max_body_bytes=10_000))) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        answers = [
+            await http.post("/echo", content=b" " * 20_000),
+            await http.post("/echo", content=in_chunks(20_000)),
+        ]
+        assert (await http.post("/echo", content=b" " * 9_000 + b"1")).json() == 1
+    assert [answer.status_code for answer in answers] == [413, 413]
+    assert all("max_body_bytes" in answer.text for answer in answers)
+    assert "dovetail-haiku" not in caplog.text
+
+
+@pytest.mark.usefixtures("haiku")
+@pytest.mark.parametrize("names", [("deep",), ("deep", "reads")])
+@pytest.mark.parametrize("end", [b"[", b"\xff", "é".encode() * 2**19 + b"["], ids=len)
+async def test_a_large_body_that_is_not_json_is_the_clients_error(
+    names: tuple[str, ...], end: bytes, fake: Callable[..., FakeEngine]
+) -> None:
+    app = create_app(fake(), offering(*names))
+    path = "/read" if "reads" in names else "/echo"
+    async with serving(app) as url, httpx.AsyncClient(base_url=url) as http:
+        answer = await http.post(path, content=b'"' + b" " * 2**20 + end)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    assert app.state.server.admission.bodies.held == 0
+
+
+@pytest.mark.usefixtures("haiku")
+async def test_a_body_is_received_whole_after_a_look_for_the_client(
+    fake: Callable[..., FakeEngine],
+) -> None:
+    """The look is cancelled while it waits for a message."""
+    async with (
+        serving(fake(), offering("deep")) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        assert (await http.post("/look", json=[1])).json() == [1]
 
 
 @pytest.mark.usefixtures("haiku")

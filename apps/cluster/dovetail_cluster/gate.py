@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from dovetail_server.admission import HeldBytes, receive_body
+from dovetail_server.admission import HeldBytes, body_too_large, receive_body
 from dovetail_server.app import http_exception, middleware_of
 from dovetail_server.errors import HttpError
 from dovetail_server.front_end import new_event_loop
@@ -172,9 +172,7 @@ class Forward:
             held = size
 
         try:
-            too_large = HttpError(
-                413, f"the body is larger than {most} bytes (max_body_bytes)", code="body_too_large"
-            )
+            too_large = body_too_large(most)
             body = b"".join(
                 [
                     part

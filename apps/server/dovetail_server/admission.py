@@ -1,8 +1,8 @@
 """`Admission`: limits on requests and tokens that wait for a first token, and the `Retry-After` of
 rejected requests.
 
-`receive_body` enforces the limits of one body, `HeldBytes` those of all together; the cluster's
-gate uses both, too.
+`BoundedReceive` and `receive_body` enforce the limits of one body, `HeldBytes` those of all
+together; the cluster's gate uses both, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
-from starlette.types import Receive, Scope
+from starlette.types import Message, Receive, Scope
 
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
@@ -58,6 +58,73 @@ class HeldBytes:
         self.held -= size
 
 
+def body_too_large(most: int) -> HttpError:
+    """Return the error for a body of more than `most` bytes."""
+    return HttpError(
+        413, f"the body is larger than {most} bytes (max_body_bytes)", code="body_too_large"
+    )
+
+
+class BoundedReceive:
+    """ASGI's `receive` of one request, with limits on its body. Calls may be cancelled."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        most: int,
+        too_large: HttpError,
+        timeout_s: float | None,
+        hold: Callable[[int], None],
+    ) -> None:
+        """`hold`: called with the body's size so far."""
+        self._scope = scope
+        self._receive = receive
+        self._most = most
+        self._too_large = too_large
+        self._timeout_s = timeout_s
+        self._hold = hold
+        self._began = asyncio.get_running_loop().time()
+        self._size = 0
+        self.is_whole = False  # the body has been received
+
+    async def __call__(self) -> Message:
+        """Return the next message. Raises `HttpError` 408 if the body takes longer than `timeout_s`
+        plus the time for its size, `too_large` above `most` bytes, and what `hold` raises."""
+        if self.is_whole:
+            return await self._receive()
+        if self._size == 0:
+            self._check_declared_size()
+        message = await self._next()
+        if message["type"] == "http.request":
+            self._size += len(message.get("body", b""))
+            self.is_whole = not message.get("more_body", False)
+            if self._size > self._most:
+                raise self._too_large
+            self._hold(self._size)
+        return message
+
+    def _check_declared_size(self) -> None:
+        for name, value in self._scope["headers"]:
+            is_length = name == b"content-length" and value.isdigit()
+            if is_length and (len(value) > 18 or int(value) > self._most):
+                raise self._too_large
+
+    async def _next(self) -> Message:
+        limit_s = self._timeout_s
+        until = None if limit_s is None else self._began + limit_s + self._size / SLOWEST_BYTES_S
+        try:
+            async with asyncio.timeout_at(until):
+                return await self._receive()
+        except TimeoutError:
+            raise HttpError(
+                408,
+                f"the body took too long: {self._size} bytes received (body_timeout_s is "
+                f"{limit_s:g})",
+                code="timeout",
+            ) from None
+
+
 async def receive_body(
     scope: Scope,
     receive: Receive,
@@ -66,37 +133,13 @@ async def receive_body(
     timeout_s: float | None,
     hold: Callable[[int], None],
 ) -> AsyncGenerator[bytes, None]:
-    """Yield a body in chunks. `hold`: called with its size so far. Raises `HttpError` 408 if it
-    takes longer than `timeout_s` plus the time for its size, `too_large` above `most` bytes,
-    `ClientGone`, and what `hold` raises."""
-    for name, value in scope["headers"]:
-        is_length = name == b"content-length" and value.isdigit()
-        if is_length and (len(value) > 18 or int(value) > most):
-            raise too_large
-    began = asyncio.get_running_loop().time()
-    size = 0
-    more = True
-    while more:
-        try:
-            async with asyncio.timeout_at(
-                None if timeout_s is None else began + timeout_s + size / SLOWEST_BYTES_S
-            ):
-                message = await receive()
-        except TimeoutError:
-            raise HttpError(
-                408,
-                f"the body took too long: {size} bytes received (body_timeout_s is {timeout_s:g})",
-                code="timeout",
-            ) from None
+    """Yield a body in chunks. Raises what `BoundedReceive` does, and `ClientGone`."""
+    bounded = BoundedReceive(scope, receive, most, too_large, timeout_s, hold)
+    while not bounded.is_whole:
+        message = await bounded()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        data = message.get("body", b"")
-        more = message.get("more_body", False)
-        size += len(data)
-        if size > most:
-            raise too_large
-        hold(size)
-        yield data
+        yield message.get("body", b"")
 
 
 class Ticket:

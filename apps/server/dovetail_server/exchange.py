@@ -46,7 +46,7 @@ from dovetail.serving import (
     check_counts,
     content_of,
 )
-from dovetail_server.admission import Admission, Ticket, receive_body
+from dovetail_server.admission import Admission, Ticket, body_too_large, receive_body
 from dovetail_server.answer_size import with_bounded_answer
 from dovetail_server.batches.store import BatchStore
 from dovetail_server.engine import ServedEngine
@@ -264,10 +264,7 @@ class Exchange:
         long.
         """
         most = self.server.settings.max_body_bytes
-        too_large = HttpError(
-            413, f"the body is larger than {most} bytes (max_body_bytes)", code="body_too_large"
-        )
-        data = b"".join([part async for part in self.received(most, too_large)])
+        data = b"".join([part async for part in self.received(most, body_too_large(most))])
         self.fields = getattr(kind, "__struct_encode_fields__", ())
         limits = self.engine.info.intake.limits
         self._body_bytes = len(data)

@@ -35,12 +35,13 @@ from dovetail.serving import (
     excess_of,
     make_routes,
 )
+from dovetail_server.admission import BoundedReceive, body_too_large
 from dovetail_server.errors import HttpError, http_error
 from dovetail_server.exchange import Server
 
 logger = logging.getLogger("dovetail.server")
 
-MOST_KEPT = 1 << 20  # bytes of a request's body that are kept while a plugin answers it
+MOST_KEPT = 1 << 20  # bytes of a body that are kept while a plugin's middleware answers it
 DEEP = JsonBounds(parts=MOST_KEPT, depth=500)  # deeper JSON may exceed Python's recursion limit
 
 
@@ -221,29 +222,62 @@ class _Body:
         self._receive = receive
         self._left = most
         self._parts: list[bytes] = []
+        self._refused: HttpError | None = None
 
     async def __call__(self) -> Message:
-        message = await self._receive()
-        part = message.get("body", b"")
-        if part and len(part) <= self._left:
+        try:
+            message = await self._receive()
+        except HttpError as error:
+            self._refused = error
+            raise
+        part = message.get("body", b"")[: self._left]
+        if part:
             self._left -= len(part)
             self._parts.append(part)
         return message
 
     def fault(self, error: Exception) -> HttpError | None:
-        """Return the error for the client if a handler's error says that this body isn't JSON, as
-        `request.json()` raises it; None for any other error."""
+        """Return the error for the client if this body was refused, or if a handler's error says
+        that it isn't JSON, as `request.json()` raises it; None for any other error."""
+        if self._refused is not None:
+            return self._refused
         body = b"".join(self._parts)
+        is_cut = self._left == 0
         if isinstance(error, json.JSONDecodeError):
-            is_ours = error.doc == body.decode(json.detect_encoding(body), "replace")
+            is_ours = _is_read_from(error.doc, body, is_cut)
         elif isinstance(error, UnicodeDecodeError):
-            is_ours = bytes(error.object) == body
+            read = bytes(error.object)
+            is_ours = read.startswith(body) if is_cut else read == body
         else:
             is_ours = isinstance(error, RecursionError) and excess_of(body, DEEP) is not None
         if not is_ours:
             return None
         what = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
         return HttpError(400, f"the body isn't valid JSON: {what}", code="invalid_json")
+
+
+def _is_read_from(text: str, body: bytes, is_cut: bool) -> bool:
+    """Return True if a text is what `json.loads` decodes of a body, or of one that begins so."""
+    if not is_cut:
+        return text == body.decode(json.detect_encoding(body), "surrogatepass")
+    beginning = body.decode(json.detect_encoding(body), "ignore")
+    return text.startswith(beginning[:-1])  # its last letter may be cut
+
+
+class _Held:
+    """The bytes of a request's body, which count with those of the server's own routes."""
+
+    def __init__(self, server: Server) -> None:
+        self._bodies = server.admission.bodies
+        self._size = 0
+
+    def hold(self, size: int) -> None:
+        self._bodies.take(size - self._size, self._size)
+        self._size = size
+
+    def release(self) -> None:
+        self._bodies.release(self._size)
+        self._size = 0
 
 
 class GuardedRoute(BaseRoute):
@@ -263,8 +297,28 @@ class GuardedRoute(BaseRoute):
             return Match.NONE, {}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._answer(scope, receive, send, MOST_KEPT)
+            return
+        server: Server = scope["app"].state.server
+        most = server.settings.max_body_bytes
+        held = _Held(server)
+        bounded = BoundedReceive(
+            scope,
+            receive,
+            most,
+            body_too_large(most),
+            server.settings.body_timeout_s,
+            held.hold,
+        )
+        try:
+            await self._answer(scope, bounded, send, most)
+        finally:
+            held.release()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, most: int) -> None:
         answer = _Answer(send)
-        body = _Body(receive, MOST_KEPT)
+        body = _Body(receive, most)
         try:
             await self._route.handle(scope, body, answer)
         except HTTPException:
