@@ -6,7 +6,9 @@ the sources of `dovetail.api`, the clauses and the suites. Imports no torch.
 
 From 1.0 on, an additive change needs a higher minor version of every kind that it belongs to, in
 `dovetail.api.component.API_VERSIONS`: one more than the highest of the last release. Any other
-change is refused.
+change is refused. The same holds for the hooks and routes (`EXTENSION_VERSIONS`). Checks are added,
+removed and applied to others only with a higher `SUITE_VERSION`, and a clause is removed only with
+a higher version of its kind; it may be worded anew.
 """
 
 from __future__ import annotations
@@ -15,21 +17,28 @@ import ast
 import hashlib
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dovetail.api.component import API_VERSIONS, KINDS, Kind
+from dovetail.api.component import (
+    API_VERSIONS,
+    EXTENSION_VERSIONS,
+    KINDS,
+    SUITE_VERSION,
+    Kind,
+)
 from dovetail.registry.contract import document
-from dovetail.registry.contract.diff import changes_between, kinds_of, name_changes
+from dovetail.registry.contract.diff import changes_between, name_changes, owners_of
 from dovetail.registry.contract.document import (
     FIRST,
     Check,
     Clause,
     Constant,
     Contract,
+    Extension,
     Feature,
     KindContract,
     Method,
@@ -88,7 +97,12 @@ GIVEN = ("Step", "ParallelGroup", "TrialRun", "RouteContext", "Clock", "Request"
 # Classes of `dovetail.nn` that a package implements. It calls all others, or inherits from them.
 IMPLEMENTED = ("Quantization", "WeightFormat")
 # Constants whose values are the versions themselves, and change with them.
-VERSIONS = ("API_VERSIONS",)
+VERSIONS = ("API_VERSIONS", "EXTENSION_VERSIONS", "SUITE_VERSION")
+# Modules of the interfaces that aren't those of components.
+EXTENSIONS: Mapping[str, tuple[str, ...]] = {
+    "hooks": ("dovetail.registry.hookspecs", "dovetail.api.component"),
+    "routes": ("dovetail.api.routes",),
+}
 # Further modules of a kind's interface: a class to inherit instead of the base class, and functions
 # for samplers. All of `dovetail.nn` belongs to that of models.
 FURTHER: Mapping[Kind, tuple[str, ...]] = {
@@ -116,6 +130,9 @@ FEATURES: Mapping[Kind, Mapping[str, Feature]] = {
         "reasoning": Feature(methods=("in_reasoning",)),
     },
 }
+
+
+HINT = "Before these versions are released, --rewrite writes the file as it is."
 
 
 def contract() -> Contract:
@@ -146,9 +163,14 @@ def contract() -> Contract:
             checks={id: check for id, check in checks.items() if id.startswith(f"{kind}.")},
         )
     return Contract(
-        version=max(API_VERSIONS.values(), key=number),
+        version=max((*API_VERSIONS.values(), *EXTENSION_VERSIONS.values()), key=number),
+        suite=SUITE_VERSION,
         exports=_exports(),
         kinds=kinds,
+        extensions={
+            name: Extension(version=EXTENSION_VERSIONS[name], modules=parts)
+            for name, parts in EXTENSIONS.items()
+        },
         modules=modules,
         clauses=_clauses("component"),
         checks={id: check for id, check in checks.items() if id.startswith("hygiene.")},
@@ -347,36 +369,89 @@ def _stamped(new: Mapping[str, Any], old: Mapping[str, Any], version: str) -> di
 
 
 def problems(old: Contract, new: Contract) -> list[str]:
-    """Return why `new` may not follow `old`, a line each: changes that break packages, and kinds
-    whose version has to be raised. Nothing is demanded of kinds before 1.0."""
+    """Return why `new` may not follow `old`, a line each: changes that break packages, interfaces
+    whose version has to be raised, and what is missing of checks and clauses. Nothing is demanded
+    before 1.0."""
+    return [*_name_problems(old, new), *_check_problems(old, new), *_clause_problems(old, new)]
+
+
+def _name_problems(old: Contract, new: Contract) -> list[str]:
     wrong = []
     changed: dict[str, list[str]] = defaultdict(list)
     for change in name_changes(old, new):
-        kinds = [
-            kind
-            for kind in kinds_of(change, new)
-            if kind in old.kinds and number(old.kinds[kind].version) >= number(FIRST)
-        ]
         if not change.additive and number(old.version) >= number(FIRST):
             wrong.append(f"{change}: in 1.x an interface only grows")
-        for kind in kinds:
-            changed[kind].append(str(change))
-    for kind, lines in changed.items():
-        if number(new.kinds[kind].version) <= number(old.kinds[kind].version):
+        for owner in owners_of(change, new):
+            if _is_settled(owner, old):
+                changed[owner].append(str(change))
+    for owner, lines in changed.items():
+        if not _is_raised(owner, old, new):
             raised = _next(old.version)
-            wrong.append(f"{kind}: raise its version to {raised}, since it has {'; '.join(lines)}")
-    raised_kinds = (kind for kind in new.kinds if _is_raised(kind, old, new))
+            wrong.append(f"{owner}: raise its version to {raised}, since it has {'; '.join(lines)}")
     wrong += [
-        f"{kind}: {new.kinds[kind].version} should be {new.version}, the version of all kinds that "
-        f"change together"
-        for kind in raised_kinds
-        if new.kinds[kind].version != new.version
+        f"{owner}: {version} should be {new.version}, the version of all that change together"
+        for owner, version in new.versions.items()
+        if _is_raised(owner, old, new) and version != new.version
     ]
     return wrong
 
 
-def _is_raised(kind: str, old: Contract, new: Contract) -> bool:
-    return kind in old.kinds and number(new.kinds[kind].version) > number(old.kinds[kind].version)
+def _is_settled(owner: str, old: Contract) -> bool:
+    return owner in old.versions and number(old.versions[owner]) >= number(FIRST)
+
+
+def _is_raised(owner: str, old: Contract, new: Contract) -> bool:
+    before = old.versions.get(owner)
+    return before is not None and number(new.versions[owner]) > number(before)
+
+
+def _check_problems(old: Contract, new: Contract) -> Iterator[str]:
+    """Yield the checks that were removed, added or applied to others without a new version of the
+    suites, and those that name a wrong one."""
+    if not old.suite:
+        return
+    before = old.all_checks
+    after = new.all_checks
+    raised = number(new.suite) > number(old.suite)
+    wanted = _next(old.suite)
+    for id, check in after.items():
+        known = before.get(id)
+        if known is None and not (raised and check.since == new.suite):
+            yield f'{id}: a new check needs SUITE_VERSION {wanted}, and since="{wanted}"'
+        if known is not None and known.since != check.since:
+            yield f"{id}: since is {check.since}, and was {known.since}: it stays"
+        if known is not None and known.capability != check.capability and not raised:
+            yield f"{id}: it applies to other components: raise SUITE_VERSION to {wanted}"
+    if not raised:
+        for id in before.keys() - after.keys():
+            yield f"{id}: the check was removed: raise SUITE_VERSION to {wanted}"
+
+
+def _clause_problems(old: Contract, new: Contract) -> Iterator[str]:
+    """Yield the clauses that were removed without a new version. One that was worded anew has
+    another at its place."""
+    for owner, before, after in _clauses_by_owner(old, new):
+        removed = [clause for id, clause in before.items() if id not in after]
+        added = Counter(clause.place for id, clause in after.items() if id not in before)
+        if not _is_settled(owner, old) or _is_raised(owner, old, new):
+            continue
+        for clause in removed:
+            if added[clause.place]:
+                added[clause.place] -= 1
+            else:
+                yield (
+                    f"{owner}: raise its version to {_next(old.version)}, since {clause.place} "
+                    f"doesn't say any more: {clause.text}"
+                )
+
+
+def _clauses_by_owner(
+    old: Contract, new: Contract
+) -> Iterator[tuple[str, Mapping[str, Clause], Mapping[str, Clause]]]:
+    for name, kind in old.kinds.items():
+        if name in new.kinds:
+            yield name, kind.clauses, new.kinds[name].clauses
+    yield "hooks", old.clauses, new.clauses
 
 
 def _next(version: str) -> str:
@@ -398,7 +473,7 @@ def main(arguments: Iterable[str]) -> str | None:
     new = current(old)
     wrong = [] if old is None or "--rewrite" in arguments else problems(old, new)
     if wrong:
-        return "\n".join(wrong)
+        return "\n".join([*wrong, HINT])
     FILE.write_text(new.to_json(), encoding="utf-8")
     for change in changes_between(old, new) if old is not None else ():
         print(change)

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 from tools import contract as tool
 
-from dovetail.api.component import API_VERSIONS, KINDS
+from dovetail.api.component import API_VERSIONS, EXTENSION_VERSIONS, KINDS, SUITE_VERSION
 from dovetail.errors import ConfigError
-from dovetail.registry.contract.diff import changes_between, kinds_of
+from dovetail.registry.contract.diff import changes_between, owners_of
 from dovetail.registry.contract.document import (
     FIRST,
+    Check,
+    Clause,
     Contract,
+    Extension,
     KindContract,
     Module,
     number,
@@ -86,6 +89,7 @@ def test_the_file_has_every_kind_with_its_version_and_every_check() -> None:
     known = {id for kind in KINDS for id in checks_of(suite_for(kind))}
     listed = {id for one in shipped().kinds.values() for id in one.checks} | {*shipped().checks}
     assert listed == known
+    assert shipped().suite == SUITE_VERSION
 
 
 def test_the_file_is_made_without_torch() -> None:
@@ -104,7 +108,7 @@ def test_a_layer_that_models_are_built_of_belongs_to_their_interface() -> None:
     without = shipped().model_copy(update={"modules": modules})
     (removed,) = changes_between(shipped(), without)
     assert (removed.name, removed.additive) == ("dovetail.nn.rotary:apply_rotary", False)
-    assert kinds_of(removed, without) == ["model"]
+    assert owners_of(removed, without) == ["model"]
 
 
 ADDITIVE = {
@@ -161,6 +165,102 @@ def test_any_other_change_is_refused_whatever_the_version(old: str, new: str) ->
     assert changed != BEFORE
     for version in ("1.0", "1.1", "2.0"):
         assert any("only grows" in one for one in tool.problems(before, of(changed, version)))
+
+
+HOOKS = "dovetail.registry.hookspecs"
+ROUTES = "dovetail.api.routes"
+
+
+def extended(hooks: str, routes: str, version: str = "1.0") -> Contract:
+    """A contract of hooks and routes with these sources."""
+    return Contract(
+        version=version,
+        extensions={
+            "hooks": Extension(version=version, modules=(HOOKS,)),
+            "routes": Extension(version=version, modules=(ROUTES,)),
+        },
+        modules={HOOKS: module_of(hooks), ROUTES: module_of(routes)},
+    )
+
+
+def test_hooks_and_routes_are_held_to_their_versions() -> None:
+    hooks = "def dovetail_a() -> Iterable[A]: ..."
+    routes = "class RouteContext(Protocol):\n    def answer(self, prompt: str) -> str: ..."
+    before = extended(hooks, routes)
+    another_hook = f"{hooks}\ndef dovetail_b() -> Iterable[B]: ..."
+    (problem,) = tool.problems(before, extended(another_hook, routes))
+    assert problem.startswith("hooks: raise its version to 1.1, since it has added")
+    assert not tool.problems(before, extended(another_hook, routes, "1.1"))
+    renamed = routes.replace("answer", "reply")
+    wrong = tool.problems(before, extended(hooks, renamed, "1.1"))
+    assert any("removed dovetail.api.routes:RouteContext.answer" in one for one in wrong)
+    changes = [str(one) for one in changes_between(before, extended(another_hook, routes))]
+    assert changes == [f"added {HOOKS}:dovetail_b: () -> Iterable[B]"]
+
+
+def test_hooks_and_routes_are_in_the_file_with_their_versions() -> None:
+    assert {name: one.version for name, one in shipped().extensions.items()} == EXTENSION_VERSIONS
+    for one in shipped().extensions.values():
+        assert set(one.modules) <= set(shipped().modules)
+    assert "dovetail_routes" in shipped().modules[HOOKS].functions
+    assert "RouteContext" in shipped().modules[ROUTES].types
+
+
+def checked(checks: dict[str, tuple[str, str | None]], suite: str = "1.0") -> Contract:
+    """A contract whose checks have these versions and capabilities."""
+    found = {
+        id: Check(since=since, capability=capability, help="")
+        for id, (since, capability) in checks.items()
+    }
+    return Contract(version="1.0", suite=suite, checks=found)
+
+
+CHECKS: dict[str, tuple[str, str | None]] = {"a.x": ("1.0", None), "a.y": ("1.0", "order")}
+GATED = {
+    "a check that is gone": ({"a.x": CHECKS["a.x"]}, "a.y: the check was removed"),
+    "a check that is new": (CHECKS | {"a.z": ("1.0", None)}, "a.z: a new check needs"),
+    "a check of all": (CHECKS | {"a.y": ("1.0", None)}, "a.y: it applies to other components"),
+    "a check of another version": (CHECKS | {"a.x": ("1.1", None)}, "a.x: since is 1.1"),
+}
+
+
+@pytest.mark.parametrize(("checks", "said"), GATED.values(), ids=GATED)
+def test_checks_change_only_with_the_version_of_the_suites(
+    checks: dict[str, tuple[str, str | None]], said: str
+) -> None:
+    (problem,) = tool.problems(checked(CHECKS), checked(checks))
+    assert problem.startswith(said)
+
+
+def test_a_new_version_of_the_suites_may_change_checks() -> None:
+    changed: dict[str, tuple[str, str | None]] = {"a.y": ("1.0", None), "a.z": ("1.1", None)}
+    assert not tool.problems(checked(CHECKS), checked(changed, "1.1"))
+    old = changed | {"a.z": ("1.0", None)}
+    assert tool.problems(checked(CHECKS), checked(old, "1.1"))
+    assert [str(one) for one in changes_between(checked(CHECKS), checked(changed, "1.1"))] == [
+        "removed a.x",
+        "added a.z",
+        "changed suite: 1.0 is now 1.1",
+        "changed a.y: if order since 1.0 is now required since 1.0",
+    ]
+
+
+def saying(*texts: str, version: str = "1.0") -> Contract:
+    """A contract of one kind with these clauses at one place."""
+    clauses = {text: Clause(place="Policy", text=text, checks=("a.x",)) for text in texts}
+    kind = KindContract(version=version, base="Policy", clauses=clauses)
+    return Contract(version=version, kinds={"policy": kind})
+
+
+def test_a_clause_is_removed_only_with_a_new_version_but_may_be_worded_anew() -> None:
+    before = saying("It is fair.", "It is quick.")
+    (problem,) = tool.problems(before, saying("It is fair."))
+    assert problem == (
+        "policy: raise its version to 1.1, since Policy doesn't say any more: It is quick."
+    )
+    assert not tool.problems(before, saying("It is fair.", version="1.1"))
+    assert not tool.problems(before, saying("It is fair.", "It is fast."))
+    assert not tool.problems(before, saying("It is fair.", "It is quick.", "It is new."))
 
 
 def test_before_1_0_any_change_is_written() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dovetail.api.component import API_VERSIONS
+from dovetail.api.component import API_VERSIONS, EXTENSION_VERSIONS
 from dovetail.cli.app import app
 from dovetail.registry.contract.document import shipped
 from tests.registry.fakes import Site, components, scheduler
@@ -238,6 +238,10 @@ def test_contract_prints_the_interface_of_a_kind_as_text_and_as_json() -> None:
     assert [*printed["kinds"]] == ["drafter"]
     assert "dovetail.api.drafter" in printed["modules"]
     assert "dovetail.api.attention" not in printed["modules"]
+    for name, part in (("routes", "protocol RouteContext"), ("hooks", "def dovetail_routes()")):
+        told = dovetail("plugins", "contract", "--kind", name).stdout
+        assert told.startswith(f"{name} {EXTENSION_VERSIONS[name]}: ")
+        assert part in told
     unknown = dovetail("plugins", "contract", "--kind", "draughter")
     assert (unknown.exit_code, "did you mean drafter?" in unknown.stderr) == (2, True)
 

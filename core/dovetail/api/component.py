@@ -51,6 +51,9 @@ API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "parser": "1.0",
 }
 
+# versions of the other interfaces for plugins: the hooks with what they declare, and routes
+EXTENSION_VERSIONS: dict[str, str] = {"hooks": "1.0", "routes": "1.0"}
+
 # version of the conformance suites of this release: each check names the first that has it
 SUITE_VERSION = "1.0"
 

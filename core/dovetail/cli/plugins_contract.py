@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 def contract(
     kind: Annotated[
-        str | None, typer.Option("--kind", help="Only this kind.", show_default=False)
+        str | None,
+        typer.Option("--kind", help="Only this kind, or `hooks` or `routes`.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     diff: Annotated[
@@ -27,7 +28,7 @@ def contract(
         ),
     ] = None,
 ) -> None:
-    """Print what components implement and may rely on, by kind: names, signatures, capabilities,
+    """Print what plugins implement and may rely on, by kind: names, signatures, capabilities,
     clauses and checks. With --diff, the exit code is 1 if packages for OLD don't run on NEW."""
     from dovetail.registry.contract.document import shipped
 
@@ -38,20 +39,42 @@ def contract(
 
 
 def _of_kind(whole: Contract, kind: str) -> Contract:
-    """Return the part of a contract that concerns one kind: its modules, and those it uses."""
+    """Return the part of a contract that concerns one kind: its modules, and those it uses; or one
+    extension."""
     from dovetail.base.where import did_you_mean
     from dovetail.errors import PluginError
 
+    if kind in whole.extensions:
+        return _of_extension(whole, kind)
     if kind not in whole.kinds:
         raise PluginError(
-            f"unknown kind {kind!r}{did_you_mean(kind, whole.kinds)}; kinds are "
-            f"{', '.join(whole.kinds)}"
+            f"unknown kind {kind!r}{did_you_mean(kind, whole.versions)}; kinds are "
+            f"{', '.join(whole.kinds)}, and there are {', '.join(whole.extensions)}"
         )
     one = whole.kinds[kind]
     names = {f"dovetail.api.{kind}", *(used.partition(":")[0] for used in one.uses)}
     modules = {name: module for name, module in whole.modules.items() if name in names}
     return whole.model_copy(
-        update={"version": one.version, "kinds": {kind: one}, "modules": modules}
+        update={
+            "version": one.version,
+            "kinds": {kind: one},
+            "modules": modules,
+            "extensions": {},
+        }
+    )
+
+
+def _of_extension(whole: Contract, name: str) -> Contract:
+    one = whole.extensions[name]
+    return whole.model_copy(
+        update={
+            "version": one.version,
+            "kinds": {},
+            "extensions": {name: one},
+            "modules": {module: whole.modules[module] for module in one.modules},
+            "clauses": whole.clauses if name == "hooks" else {},
+            "checks": {},
+        }
     )
 
 
@@ -88,6 +111,10 @@ def _lines(chosen: Contract) -> Iterator[str]:
 
     for name, one in chosen.kinds.items():
         yield f"{name} {one.version}: dovetail.api.{one.base}"
+    for name, extension in chosen.extensions.items():
+        yield f"{name} {extension.version}: {', '.join(extension.modules)}"
+    if chosen.all_checks:
+        yield f"suite {chosen.suite}: {len(chosen.all_checks)} checks"
     for name, module in chosen.modules.items():
         yield ""
         yield f"## {name}"

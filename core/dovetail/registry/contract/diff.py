@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from dovetail.registry.contract.document import (
+    Check,
     Constant,
     Contract,
     Field,
@@ -41,7 +42,7 @@ class Change:
 def changes_between(old: Contract, new: Contract) -> list[Change]:
     """Return all changes, names first, then clauses and checks. Those two are always additive: a
     clause may be worded anew, and a check is applied to components of its own version on."""
-    return [*name_changes(old, new), *_text_changes(old, new)]
+    return [*name_changes(old, new), *_text_changes(old, new), *_suite_changes(old, new)]
 
 
 def name_changes(old: Contract, new: Contract) -> list[Change]:
@@ -54,16 +55,17 @@ def name_changes(old: Contract, new: Contract) -> list[Change]:
     return changes
 
 
-def kinds_of(change: Change, contract: Contract) -> list[str]:
-    """Return the kinds whose interface a change belongs to: that of its module, and those that use
-    its name."""
+def owners_of(change: Change, contract: Contract) -> list[str]:
+    """Return the interfaces that a change belongs to: kinds whose module it is in, or that use its
+    name, and extensions with its module."""
     module, _, path = change.name.partition(":")
     used = f"{module}:{path.partition('.')[0]}"
-    return [
+    kinds = [
         kind
         for kind, one in contract.kinds.items()
         if module == f"dovetail.api.{kind}" or used in one.uses
     ]
+    return [*kinds, *(name for name, one in contract.extensions.items() if module in one.modules)]
 
 
 def _module(module: str, old: Module, new: Module) -> Iterator[Change]:
@@ -220,6 +222,21 @@ def parameter_texts(method: Method, *, typed: bool = True) -> Iterator[str]:
         equals = " = " if typed else "="
         default = "" if one.default is None else f"{equals}{one.default}"
         yield f"{one.name}{kind}{default}"
+
+
+def _suite_changes(old: Contract, new: Contract) -> Iterator[Change]:
+    """Yield the changes of the suites' version, and of checks that apply to other components."""
+    if old.suite != new.suite:
+        yield Change("changed", "suite", f"{old.suite or 'none'} is now {new.suite}", True)
+    for id, before in old.all_checks.items():
+        after = new.all_checks.get(id, before)
+        if _level(before) != _level(after):
+            yield Change("changed", id, f"{_level(before)} is now {_level(after)}", True)
+
+
+def _level(check: Check) -> str:
+    level = "required" if check.capability is None else f"if {check.capability}"
+    return f"{level} since {check.since}"
 
 
 def _text_changes(old: Contract, new: Contract) -> Iterator[Change]:

@@ -141,17 +141,41 @@ class KindContract(_Model):
     checks: dict[str, Check] = {}
 
 
+class Extension(_Model):
+    """Interface for plugins that isn't one of components, such as that of routes."""
+
+    version: str
+    modules: tuple[str, ...]
+
+
 class Contract(_Model):
-    """All interfaces. `exports`: names of `dovetail.api` -> their modules. `clauses` and `checks`
-    are those for components of all kinds."""
+    """All interfaces. `suite`: the version of the conformance suites. `exports`: names of
+    `dovetail.api` -> their modules. `clauses` and `checks` are those for components of all
+    kinds."""
 
     format: Literal[1] = 1
     version: str
+    suite: str = ""
     exports: dict[str, str] = {}
     kinds: dict[str, KindContract] = {}
+    extensions: dict[str, Extension] = {}
     modules: dict[str, Module] = {}
     clauses: dict[str, Clause] = {}
     checks: dict[str, Check] = {}
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the interfaces: kinds, then extensions."""
+        found = {name: kind.version for name, kind in self.kinds.items()}
+        return found | {name: one.version for name, one in self.extensions.items()}
+
+    @property
+    def all_checks(self) -> dict[str, Check]:
+        """Return the checks of all kinds, by id."""
+        found = dict(self.checks)
+        for kind in self.kinds.values():
+            found |= kind.checks
+        return found
 
     def type_named(self, module: str, name: str) -> Type | None:
         """Return a class by the module and name that it is imported by; None if it isn't here."""
@@ -183,7 +207,12 @@ class Contract(_Model):
             name: kind.model_copy(update={"version": min(kind.version, version, key=number)})
             for name, kind in self.kinds.items()
         }
-        return self.model_copy(update={"version": version, "modules": modules, "kinds": kinds})
+        extensions = {
+            name: one.model_copy(update={"version": min(one.version, version, key=number)})
+            for name, one in self.extensions.items()
+        }
+        parts = {"modules": modules, "kinds": kinds, "extensions": extensions}
+        return self.model_copy(update={"version": version, **parts})
 
     def to_json(self) -> str:
         """Return the text of the file."""
