@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 import random
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -589,6 +591,34 @@ class ReadsAnotherClock(Plain):
 
     def schedule(self, step: Step) -> None:
         serve(step, step.waiting[::-1] if time.monotonic() > self.begun + 3600 else step.waiting)
+
+
+@mutant(caught_by="scheduler.replay")
+class ReadsTheDate(Plain):
+    """An hour after it was made, it changes the order."""
+
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
+        super().__init__(options, context)
+        self.late = datetime.datetime.now() + datetime.timedelta(hours=1)
+
+    def schedule(self, step: Step) -> None:
+        late = datetime.datetime.now() > self.late
+        serve(step, step.waiting[::-1] if late else step.waiting)
+
+
+@mutant(caught_by="scheduler.blocks")
+class SleepsWhileNothingRuns(Plain):
+    def schedule(self, step: Step) -> None:
+        if not step.running:
+            time.sleep(0)
+        super().schedule(step)
+
+
+@mutant(caught_by="scheduler.blocks")
+class AsksTheNetworkForEachRequest(Plain):
+    def on_arrived(self, request: Request) -> None:
+        with suppress(OSError):
+            socket.getaddrinfo("127.0.0.1", 1)
 
 
 @mutant(caught_by="scheduler.order")

@@ -29,12 +29,7 @@ CLAUSES: Marks = {
     "SchedulerContext": {"computed in a step": held("budget", "seqs"), "*": TOLD},
     "Scheduler": {
         "may keep requests": held("forgets"),
-        "may not read another": held(
-            "replay",
-            "read_only",
-            but="a policy that blocks is detected only if it hangs, and one that reads `datetime` "
-            "only by chance",
-        ),
+        "may not read another": held("replay", "blocks", "read_only"),
         "ends the engine": held("sound", "aborts"),
         "*": TOLD,
     },

@@ -41,7 +41,7 @@ from dovetail.testing.suites.scheduler_loads import (
     ranked,
     streamed,
 )
-from dovetail.testing.suites.scheduler_replay import plans, plans_elsewhere
+from dovetail.testing.suites.scheduler_replay import blocking_calls, plans, plans_elsewhere
 from dovetail.testing.suites.scheduler_scenarios import scenarios, smaller
 from dovetail.testing.suites.scheduler_world import Scenario, Shape, Shown, World
 
@@ -378,6 +378,14 @@ class SchedulerSuite(Suite):
         require(
             plans_elsewhere(self) == [first], "another process planned the same requests otherwise"
         )
+
+    @check("scheduler.blocks", since="1.0")
+    def test_it_does_not_block(self) -> None:
+        """The policy slept, started a process, or used the network, and the engine waits for it in
+        every step. Use `step.wake_at` to be called again later, and prepare the rest in the
+        constructor."""
+        found = blocking_calls(self.make)
+        require(not found, f"while requests were served, it called {', '.join(found)}")
 
     # Running scenarios
 

@@ -3,15 +3,19 @@ seed and other clocks."""
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import os
 import pickle
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Self
 
 from dovetail.api.scheduler import Scheduler, SchedulerContext
 from dovetail.testing.binding import Binding
@@ -20,6 +24,16 @@ from dovetail.testing.suites.scheduler_loads import crowd, pressed
 from dovetail.testing.suites.scheduler_world import World
 
 CLOCKS = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns")
+# audit events of Python, see the standard library's "Audit events table"
+BLOCKING = (
+    "builtins.input",
+    "os.posix_spawn",
+    "os.system",
+    "socket.connect",
+    "socket.getaddrinfo",
+    "subprocess.Popen",
+    "time.sleep",
+)
 _ELSEWHERE = "from dovetail.testing.suites.scheduler_replay import _answer; _answer()"
 
 
@@ -59,6 +73,69 @@ def plans_elsewhere(*suites: Binding) -> list[list[str]]:
         return found
 
 
+def blocking_calls(make: Callable[[SchedulerContext], Scheduler]) -> list[str]:
+    """Return the names of the blocking calls that this thread makes while a crowd is served."""
+    _listen()
+    scenario = crowd(scarce=True)
+    _heard.names = []
+    real_sleep = time.sleep
+    time.sleep = _sleep_after_telling(real_sleep)  # type: ignore[assignment]
+    try:
+        World(make, scenario.shape).play(scenario.acts)
+        return sorted(set(_heard.names))
+    finally:
+        time.sleep = real_sleep
+        _heard.names = None
+
+
+def _sleep_after_telling(real_sleep: Callable[[float], None]) -> Callable[[float], None]:
+    """Return a `time.sleep` that raises its audit event, as Python 3.13 does."""
+
+    def sleep(seconds: float) -> None:
+        _hear("time.sleep", seconds)
+        real_sleep(seconds)
+
+    return sleep
+
+
+class _Heard(threading.local):
+    """Names of blocking calls of this thread; None: nobody listens."""
+
+    names: list[str] | None = None
+
+
+_heard = _Heard()
+
+
+@cache
+def _listen() -> None:
+    """Add the hook, which can't be removed, once."""
+    sys.addaudithook(_hear)
+
+
+def _hear(event: str, arguments: object) -> None:
+    if event in BLOCKING and _heard.names is not None:
+        _heard.names.append(event)
+
+
+class _JumpingDate(datetime.datetime):
+    """Is an hour later at each reading."""
+
+    _readings = itertools.count(1)
+
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> Self:
+        return cls(2000, 1, 1, tzinfo=tz) + datetime.timedelta(hours=next(cls._readings))
+
+    @classmethod
+    def utcnow(cls) -> Self:
+        return cls.now()
+
+    @classmethod
+    def today(cls) -> Self:
+        return cls.now()
+
+
 def _jumping() -> Callable[[], int]:
     """Return a clock that is an hour later at each reading, in seconds or nanoseconds, so that a
     policy that reads it plans otherwise."""
@@ -69,6 +146,7 @@ def _jumping() -> Callable[[], int]:
 def _answer() -> None:
     for name in CLOCKS:
         setattr(time, name, _jumping())
+    datetime.datetime = _JumpingDate  # type: ignore[misc]
     policies, answer = pickle.load(sys.stdin.buffer)
     bound = [
         type(
