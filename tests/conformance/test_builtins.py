@@ -51,6 +51,7 @@ NEEDS_TIME = {
     "qwen3_5_moe_text",
     "nemotron_h",
     "granitemoehybrid",
+    "lfm2",
     "roberta",
 }  # processes, many tensors, or layers that another model has: in the full profile alone
 SERVES_ANY = {

@@ -133,6 +133,7 @@ TRIPLES = (
         ("granite", "moody", "small memory"),
         ("moe", "oracle", "overlap"),
         ("nemotron_h", "oracle", "two ranks"),
+        ("lfm2", "alternating", "small steps"),
     ]
 )
 
@@ -296,7 +297,7 @@ def test_answers_of_other_models_are_those_without_drafts(
     if count < EACH_OF_OTHERS:
         return  # too few for what follows
     assert sum(stats.accepted_drafts) > 0 or drafter == "ngram"
-    assert stats.draft_tokens > sum(stats.accepted_drafts) or drafter == "oracle"
+    assert stats.draft_tokens > sum(stats.accepted_drafts) or drafter in ("oracle", "ngram")
     assert stats.preemptions > 0 or way != "small memory"
 
 

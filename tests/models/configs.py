@@ -273,6 +273,8 @@ def hybrid_configs(draw: st.DrawFn) -> Any:
     """Models with recurrent layers: all sizes that relate to each other, biases, multipliers, and
     mixtures."""
     kind = draw(st.sampled_from(list(FAMILIES)))
+    if "lfm2" in kind:
+        return FAMILIES[kind](**_convolutions(draw))
     eps = "layer_norm_epsilon" if kind == "nemotron_h" else "rms_norm_eps"
     layers = draw(
         st.permutations(
@@ -374,3 +376,19 @@ def configs() -> st.SearchStrategy[Any]:
         gemma_configs(),
         gemma4_configs(),
     )
+
+
+def _convolutions(draw: st.DrawFn) -> dict[str, Any]:
+    """Fields of models with gated convolutions."""
+    layers = draw(st.permutations(["conv", "full_attention", "conv"]))
+    return {
+        "num_hidden_layers": 3,
+        "layer_types": layers,
+        "conv_L_cache": draw(st.integers(2, 5)),
+        "conv_bias": draw(st.booleans()),
+        "tie_word_embeddings": draw(st.booleans()),
+        "intermediate_size": draw(st.integers(8, 80)),
+        "block_auto_adjust_ff_dim": draw(st.booleans()),
+        "block_ffn_dim_multiplier": draw(st.sampled_from([0.7, 1.0, 1.4])),
+        "block_multiple_of": draw(st.sampled_from([1, 16])),
+    }

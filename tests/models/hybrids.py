@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import (
     GraniteMoeHybridConfig,
+    Lfm2Config,
     NemotronHConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
@@ -122,6 +123,17 @@ def granite_dense(**fields: Any) -> Any:
     return granite(**{**dense, **fields})
 
 
+def lfm2(**fields: Any) -> Any:
+    kinds = ["conv", "full_attention", "conv", "conv"]
+    sizes = {"num_hidden_layers": 4, "intermediate_size": 60, "block_multiple_of": 16}
+    return Lfm2Config(**{**SHAPE, **sizes, "layer_types": kinds, **fields})
+
+
+def lfm2_biased(**fields: Any) -> Any:
+    other = {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}
+    return lfm2(**{**other, "tie_word_embeddings": False, **fields})
+
+
 FAMILIES = {
     "qwen3_next": qwen3_next,
     "qwen3_5": qwen3_5,
@@ -129,4 +141,6 @@ FAMILIES = {
     "nemotron_h": nemotron_h,
     "granite": granite,
     "granite_dense": granite_dense,
+    "lfm2": lfm2,
+    "lfm2_biased": lfm2_biased,
 }

@@ -15,7 +15,7 @@ from tests.models.hybrids import FAMILIES, SHAPE
 from tests.support import FULL
 
 NEW = 10
-ONE_OF_EACH = ["qwen3_next", "nemotron_h", "granite"]  # recurrences and decoders
+ONE_OF_EACH = ["qwen3_next", "nemotron_h", "granite", "lfm2"]  # recurrences and decoders
 TRIED = list(FAMILIES) if FULL else ONE_OF_EACH
 SETTINGS: dict[str, Any] = {"dtype": "float32", "generation_config": "none", "block_size": 8}
 

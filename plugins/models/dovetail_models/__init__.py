@@ -122,6 +122,7 @@ def dovetail_components() -> list[ComponentSpec]:
             "Granite 4, recurrent layers",
             module="granite",
         ),
+        _model("lfm2", "Lfm2", "Lfm2ForCausalLM", "LFM2, gated convolutions"),
         _encoder("bert", "Bert", "Bert", "BERT, an encoder", "bert"),
         _encoder("roberta", "Roberta", "Roberta", "RoBERTa, an encoder", "bert"),
         _encoder(

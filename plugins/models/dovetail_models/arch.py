@@ -138,7 +138,8 @@ class ConfigArch(ModelArch):
         return []
 
     def _wrong_activation(self, config: Any) -> list[str]:
-        activation = getattr(config, self.activation_field)
+        # transformers' code for a config without the field has no other
+        activation = getattr(config, self.activation_field, self.activations[0])
         implemented = ", ".join(map(repr, self.activations))
         return (
             []

@@ -1,5 +1,5 @@
-"""Parts of models whose layers are of several kinds: attention, Gated DeltaNet and Mamba2, which
-mix tokens, and feed-forwards, which don't.
+"""Parts of models whose layers are of several kinds: attention, Gated DeltaNet, Mamba2 and
+convolutions, which mix tokens, and feed-forwards, which don't.
 
 The recurrences are those of `dovetail.nn.state`; here are the products before and after them. Ranks
 split heads.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import nn
@@ -30,8 +30,22 @@ from dovetail.nn.rotary import Rotation
 from dovetail.nn.state import DeltaShape, GatedDeltaNet, Mamba2Mixer, Mamba2Shape
 from dovetail_models.arch import DecoderArch
 
-Kind = Literal["attention", "delta", "mamba", "mlp", "experts"]
-RECURRENT = ("delta", "mamba")
+Kind = Literal["attention", "delta", "mamba", "conv", "mlp", "experts"]
+RECURRENT = ("delta", "mamba", "conv")
+
+
+class Sizes(Protocol):
+    """Sizes of a recurrent layer on this rank."""
+
+    def spec(self, index: int) -> StateSpec:
+        """Return the state of layer `index`."""
+
+
+class Recurrent(Protocol):
+    """Hyperparameters of recurrent layers."""
+
+    def on_rank(self, group: ParallelGroup) -> Sizes:
+        """Return the sizes of this rank. Raises `UnsupportedError` if they can't be split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +110,10 @@ class DeltaMixer(nn.Module):
             qkvz = interleaved(pieces, whole.k_heads, group, "linear_num_key_heads")
             ba = interleaved({"b": ratio, "a": ratio}, whole.k_heads, group, "linear_num_key_heads")
         else:
-            qkvz = dict(_split({"q": keys, "k": keys, "v": values}, group)) | dict(
-                _split({"z": values}, group)
+            qkvz = dict(split({"q": keys, "k": keys, "v": values}, group)) | dict(
+                split({"z": values}, group)
             )
-            ba = dict(_split({"b": own.v_heads}, group)) | dict(_split({"a": own.v_heads}, group))
+            ba = dict(split({"b": own.v_heads}, group)) | dict(split({"a": own.v_heads}, group))
         self.ba_proj: MergedColumnParallelLinear | None = None
         if of_runtime(context).weights_later:  # a checkpoint may store these in another format
             self.ba_proj = MergedColumnParallelLinear(hidden, ba, context, bias=False)
@@ -151,7 +165,7 @@ class MambaMixer(nn.Module):
         channels = own.heads * own.head_size
         groups = own.groups * own.state_size
         parts = dict(
-            _split({"z": channels, "x": channels, "B": groups, "C": groups, "dt": own.heads}, group)
+            split({"z": channels, "x": channels, "B": groups, "C": groups, "dt": own.heads}, group)
         )
         self.in_proj = MergedColumnParallelLinear(hidden, parts, context, bias=mamba.bias)
         self.net = Mamba2Mixer(
@@ -181,7 +195,7 @@ class MambaMixer(nn.Module):
         yield from self.net.weights(prefix)
 
 
-def _split(sections: dict[str, int], group: ParallelGroup) -> Iterator[tuple[str | None, Columns]]:
+def split(sections: dict[str, int], group: ParallelGroup) -> Iterator[tuple[str | None, Columns]]:
     """Yield the parts of a checkpoint's tensor whose outputs are sections (shard id -> size on this
     rank), each split over the ranks."""
     total = sum(sections.values()) * group.size
@@ -198,7 +212,7 @@ class HybridArch(DecoderArch):
     sizes: ClassVar[tuple[str, ...]]  # fields with those of recurrent layers
 
     @abstractmethod
-    def recurrent(self, config: Any) -> Delta | Mamba:
+    def recurrent(self, config: Any) -> Recurrent:
         """Return the hyperparameters of recurrent layers. Raises `UnsupportedError` for sizes that
         aren't implemented."""
 
