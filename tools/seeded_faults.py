@@ -6,8 +6,8 @@
     python -m tools.seeded_faults --out faults.json --covered quick.coverage slow.coverage
 
 A fault is one changed operator, constant, branch or call. Faults are spread evenly over the
-packages, and the seed decides which. Each is tried against the quick tests of its package, and
-against the slow ones if those don't find it. The file is changed in place and restored, so it needs
+packages, and the seed decides which. Each is tried against the quick tests of the files that name
+its module, then of its package, and against the slow ones if those don't find it. The file is changed in place and restored, so it needs
 a checkout without changes. A run that times out counts as found.
 
 With `--covered`, the tests that run the fault's line are tried first, of all packages; those of its
@@ -23,6 +23,7 @@ import ast
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RUN_LIMIT_S = 600.0
+MOST_NAMING = 12  # test files that name a module
 PROFILES = ("quick", "slow")
 COMPARED = {
     ast.Lt: "<=",
@@ -181,6 +183,23 @@ def tests_of(package: str) -> list[str]:
     return [str(path) for paths in found for path in paths]
 
 
+def tests_that_name(fault: Fault) -> list[str]:
+    """Return the test files that name the fault's module, those of its package first, MOST_NAMING at
+    most."""
+    parts = Path(fault.path).with_suffix("").parts
+    begin = next(index for index, part in enumerate(parts) if part.startswith("dovetail"))
+    module = ".".join(parts[begin:]).removesuffix(".__init__")
+    parent, _, name = module.rpartition(".")
+    named = re.compile(rf"\b{re.escape(module)}\b|from {re.escape(parent)} import [^\n]*\b{name}\b")
+    files = [
+        str(path)
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if named.search(path.read_text(encoding="utf-8"))
+    ]
+    own = tuple(tests_of(fault.package))
+    return sorted(files, key=lambda file: not file.startswith(own))[:MOST_NAMING]
+
+
 def tests_that_run(fault: Fault, data_file: Path) -> list[str]:
     """Return the tests that run the fault's line, those of its package first."""
     from coverage import CoverageData
@@ -288,7 +307,7 @@ def main() -> None:
             running = tests_that_run(fault, data_file) if data_file is not None else []
             run = finds(fault, profile, running) if running else None
             if run is None or not run["found"]:
-                run = finds(fault, profile, tests_of(fault.package))
+                run = finds(fault, profile, [*tests_that_name(fault), *tests_of(fault.package)])
             runs.append(run)
             if runs[-1]["found"]:
                 break
