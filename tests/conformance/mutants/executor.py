@@ -24,6 +24,7 @@ from dovetail.api.executor import (
     ExecutorContext,
     HostLogprobs,
     Masks,
+    NewRow,
     Pooled,
     PoolingRows,
     PromptLogprobs,
@@ -1071,3 +1072,24 @@ class AdaptsSomeModulesOnly(LocalExecutor):
             if isinstance(layer, RowParallelLinear):
                 layer.adapters = None
         return capacity
+
+
+@mutant(caught_by="executor.processors")
+class MakesNoProcessors(LocalExecutor):
+    """Declares them, and ignores what rows ask for."""
+
+    def submit(self, batch: Batch) -> Any:
+        return super().submit(replace(batch, added=tuple(map(without_processors, batch.added))))
+
+
+@mutant(caught_by="executor.processors")
+class AppliesProcessorsInAnotherOrder(LocalExecutor):
+    def __init__(self, options: Any, context: ExecutorContext) -> None:
+        refs = context.logits_processors[::-1]
+        super().__init__(options, replace(context, logits_processors=refs))
+
+
+def without_processors(row: NewRow) -> NewRow:
+    if row.sampling is None:
+        return row
+    return replace(row, sampling=replace(row.sampling, logits_processors={}))

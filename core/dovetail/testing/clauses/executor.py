@@ -19,10 +19,6 @@ DRAFT_HEAD = promised(
     "runtime/test_draft_head.py::test_drafts_are_those_of_the_head_alone",
     "e2e/test_draft_heads.py::test_answers_are_those_without_drafts",
 )
-PROCESSORS = promised(
-    "e2e/test_logits_processors.py::test_tokens_are_those_of_a_plain_twin",
-    "runtime/test_logits.py::test_tokens_in_graphs_are_those_without",
-)
 FEATURES = promised(
     "features/steering/test_tokens.py::test_tokens_are_those_of_a_hook",
     "features/steering/test_tokens.py::test_tokens_over_two_ranks_are_those_of_a_hook",
@@ -86,7 +82,7 @@ CLAUSES: Marks = {
         "`samples`": held("sampling"),
         "`draft_model`": DRAFT_MODEL,
         "`draft_head`": DRAFT_HEAD,
-        "`logits_processors`": PROCESSORS,
+        "`logits_processors`": held("processors"),
     },
     "RowPooling": held("pooled", "pooled_settings"),
     "RowPooling.of_pair": promised(

@@ -24,6 +24,7 @@ from dovetail.testing.suites.executor_drafts import ExecutorDrafts
 from dovetail.testing.suites.executor_late import ExecutorLate
 from dovetail.testing.suites.executor_logprobs import ExecutorLogprobs
 from dovetail.testing.suites.executor_pooled import ExecutorPooled
+from dovetail.testing.suites.executor_processors import ExecutorProcessors
 from dovetail.testing.suites.executor_results import ExecutorResults
 from dovetail.testing.suites.executor_sampling import ExecutorSampling
 from dovetail.testing.suites.executor_subject import (
@@ -54,6 +55,7 @@ class ExecutorSuite(
     ExecutorPooled,
     ExecutorAdapters,
     ExecutorLogprobs,
+    ExecutorProcessors,
 ):
     """Suite of executors: start and stop, and the tokens of a request, which depend on nothing
     else."""

@@ -58,7 +58,7 @@ class ExecutorSubject(Suite):
 
     def _make(self, model_dir: Path | None = None, **config: Any) -> Executor:
         clock: Clock = VirtualClock() if self.capabilities.virtual_clock else WallClock()
-        executor: Executor = self.make(_context(self.model, clock, model_dir, **config))
+        executor: Executor = self.make(context_of(self.model, clock, model_dir, **config))
         return executor
 
     @contextmanager
@@ -179,7 +179,7 @@ def model_directory(model: str) -> Path:
     return Path(resolve_model(model, installed(tuple(sys.path))))
 
 
-def _context(model: str, clock: Clock, model_dir: Path | None, **changes: Any) -> ExecutorContext:
+def context_of(model: str, clock: Clock, model_dir: Path | None, **changes: Any) -> ExecutorContext:
     """Make a context as the engine does."""
     registry = installed(tuple(sys.path))
     config = EngineConfig.load({"model": model, **SETTINGS})
