@@ -1089,6 +1089,17 @@ class AppliesProcessorsInAnotherOrder(LocalExecutor):
         super().__init__(options, replace(context, logits_processors=refs))
 
 
+@mutant(caught_by="executor.draft_model")
+class DraftsTheFirstToken(LocalExecutor):
+    """Declares a draft model, and proposes the token 0 whatever it would."""
+
+    def submit(self, batch: Batch) -> Any:
+        if batch.drafts is None:
+            return super().submit(batch)
+        ids = np.maximum(batch.drafts.token_ids, 0)
+        return super().submit(replace(batch, drafts=replace(batch.drafts, token_ids=ids)))
+
+
 def without_processors(row: NewRow) -> NewRow:
     if row.sampling is None:
         return row

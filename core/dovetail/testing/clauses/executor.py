@@ -11,10 +11,7 @@ STATES = promised(
     "models/test_hybrids_in_engine.py::test_greedy_tokens_are_those_of_transformers",
     "models/test_hybrids_in_engine.py::test_preempted_requests_write_the_same_tokens",
 )
-DRAFT_MODEL = promised(
-    "runtime/test_draft_model.py::test_drafts_are_those_of_the_draft_model_alone",
-    "e2e/test_draft_model.py::test_answers_are_those_without_drafts",
-)
+DRAFT_MODEL = held("draft_model")
 DRAFT_HEAD = promised(
     "runtime/test_draft_head.py::test_drafts_are_those_of_the_head_alone",
     "e2e/test_draft_heads.py::test_answers_are_those_without_drafts",
@@ -139,6 +136,7 @@ CLAUSES: Marks = {
             "engine/test_speculation.py::test_the_executors_own_drafts_are_checked",
             "runtime/test_draft_model.py::"
             "test_drafts_of_a_row_that_are_only_partly_the_models_are_refused",
+            by=("draft_model",),
         ),
         "*": held("drafts", "drafts_beside"),
     },

@@ -20,6 +20,7 @@ from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suites.executor_adapters import ExecutorAdapters
 from dovetail.testing.suites.executor_bench import Bench
 from dovetail.testing.suites.executor_blocks import ExecutorBlocks
+from dovetail.testing.suites.executor_draft_model import ExecutorDraftModel
 from dovetail.testing.suites.executor_drafts import ExecutorDrafts
 from dovetail.testing.suites.executor_late import ExecutorLate
 from dovetail.testing.suites.executor_logprobs import ExecutorLogprobs
@@ -56,6 +57,7 @@ class ExecutorSuite(
     ExecutorAdapters,
     ExecutorLogprobs,
     ExecutorProcessors,
+    ExecutorDraftModel,
 ):
     """Suite of executors: start and stop, and the tokens of a request, which depend on nothing
     else."""
