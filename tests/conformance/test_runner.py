@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dovetail import __version__
-from dovetail.api.component import API_VERSIONS, Kind
+from dovetail.api.component import API_VERSIONS, SUITE_VERSION, Kind
 from dovetail.cli.app import app
 from dovetail.errors import ConfigError, DovetailError, PluginError
 from dovetail.testing import ObserverSuite, Waiver, run, runner
@@ -231,7 +231,7 @@ def test_a_component_that_cannot_be_imported_has_a_verdict(site: Site) -> None: 
     assert done.exit_code == 1
     assert "importing nowhere.at_all failed" in done.stdout
     assert done.stdout.splitlines()[-1].startswith(
-        f"NOT CONFORMANT observer api={API_VERSIONS['observer']}, 0/0"
+        f"NOT CONFORMANT observer api={API_VERSIONS['observer']} suite={SUITE_VERSION}, 0/0"
     )
 
 
