@@ -3,6 +3,7 @@ found by a check."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from dovetail.testing import CommandSuite, RouteExample, RouteSuite
 from dovetail.testing.checks import CheckFailed
+from dovetail.testing.extensions import route
 from dovetail.testing.extensions.base import ExtensionSuite
 from dovetail_lab.testing import RouterSuite
 from tests.registry.fakes import Site
@@ -26,7 +28,7 @@ def {hook}():
 
 class Routes(RouteSuite):
     name = "mine"
-    examples = (RouteExample(path="/mine", body={"text": "Once."}),)
+    examples = (RouteExample(path="/mine?most=3", body={"text": "Once.", "options": {}}),)
 
 
 class Command(CommandSuite):
@@ -56,8 +58,23 @@ def make(context):
         return JSONResponse({"text": answer.outputs[0].text})
     return [Route("/mine", summarize, methods=["POST"])]
 """
+HEAD = """
+import asyncio
+import itertools
+import threading
+KEPT = []
+NUMBERS = itertools.count()
+TEXT = None
+LOCK = asyncio.Semaphore(3)
+WAITING = threading.Event()
+
+def started():
+    thread = threading.Thread(target=WAITING.wait)
+    thread.start()
+    return thread
+"""
 COMMAND = '''
-def main(number: int):
+def main(number: str):
     """Print a number."""
     print(number)
 '''
@@ -75,6 +92,62 @@ SORTS: dict[str, tuple[type[ExtensionSuite], str, str, str, str]] = {
 }
 QUIET = "except Exception:\n            return JSONResponse({'text': None})"
 ANSWER = "answer = await context.answer(text, SamplingParams(max_tokens=9))"
+TEXT = 'text = body.get("text") if isinstance(body, dict) else None'
+RETURN = 'return JSONResponse({"text": answer.outputs[0].text})'
+ROUTE = 'Route("/mine", summarize, methods=["POST"])'
+AS_500 = "except Exception as error:\n            return JSONResponse(str(error), 500)"
+IN_A_GROUP = (
+    "async with asyncio.TaskGroup() as group:\n            task = group.create_task(context.answer("
+    "text, SamplingParams(max_tokens=9)))\n        answer = task.result()"
+)
+STREAM = """
+        queue = asyncio.Queue()
+        async def pump():
+            async for output in context.generate(text, SamplingParams()):
+                queue.put_nowait(output.outputs[0].text)
+            queue.put_nowait(None)
+        async def texts():
+            KEPT.append({make})
+            while (part := await queue.get()) is not None:
+                yield part
+        from starlette.responses import StreamingResponse
+        return StreamingResponse(texts())
+"""
+LAST = """
+        async for output in context.generate(text, SamplingParams()):
+            pass
+        return JSONResponse({"text": output.outputs[0].text})
+"""
+AROUND = """
+    from starlette.middleware import Middleware
+    from starlette.requests import Request
+    class Around:
+        def __init__(self, app):
+            self.app = app
+        async def __call__(self, scope, receive, send):
+            if {}:
+                return
+            await self.app(scope, receive, send)
+    return [Middleware(Around), Route"""
+READS = "scope['type'] == 'http' and (await Request(scope, receive).body()) == 1"
+HIDES = (
+    "scope['type'] == 'http':\n                try:\n                    await self.app(scope, "
+    "receive, send)\n                except Exception:\n                    await JSONResponse(1)"
+    "(scope, receive, send)\n                return\n            if False"
+)
+GROUP = """
+import typer
+main = typer.Typer(help="Numbers.")
+
+@main.command()
+def described(number: int):
+    "Print a number."
+
+@main.command()
+def undescribed(number: int):
+    pass
+
+def other"""
 MISTAKES = [  # sort, right, wrong, the check that finds it
     ("route", "def make(context):", "def make(context):\n    context.models", "made_without"),
     ("route", '"/mine"', '"/yours"', "examples_are_answered"),
@@ -109,6 +182,47 @@ MISTAKES = [  # sort, right, wrong, the check that finds it
         f"try:\n            {ANSWER}\n        {QUIET}",
         "error_of_the_engine",
     ),
+    ("route", ANSWER, IN_A_GROUP, "error_of_the_engine"),
+    ("route", ANSWER, f"try:\n            {ANSWER}\n        {AS_500}", "error_of_the_engine"),
+    (
+        "route",
+        ANSWER,
+        f"await LOCK.acquire()\n        {ANSWER}\n        LOCK.release()",
+        "as_before",
+    ),
+    (
+        "route",
+        ANSWER,
+        "global TEXT\n        TEXT = text\n        await asyncio.sleep(0)\n        "
+        + ANSWER.replace("(text", "(TEXT"),
+        "do_not_mix",
+    ),
+    ("route", RETURN, STREAM.format(make="asyncio.create_task(pump())"), "client_has_gone"),
+    ("route", RETURN, LAST, "has_all_words"),
+    (
+        "route",
+        "if not isinstance(text, str)",
+        "text = text.strip()\n        if not text",
+        "odd_values",
+    ),
+    ("route", RETURN, f"len(body.get('options', {{}}).keys())\n        {RETURN}", "odd_values"),
+    ("route", RETURN, f"int(request.query_params['most'])\n        {RETURN}", "odd_values"),
+    (
+        "route",
+        RETURN,
+        f"json.dumps(body, ensure_ascii=False).encode()\n        {RETURN}",
+        "odd_values",
+    ),
+    ("route", ROUTE, f"Route('/{{name}}', summarize, methods=['POST']), {ROUTE}", "be_reached"),
+    ("route", "return [Route", AROUND.format("scope['path'] == 1"), "passes_on"),
+    ("route", "return [Route", AROUND.format("scope['type'] == 'lifespan'"), "passes_on"),
+    ("route", "return [Route", AROUND.format(READS), "passes_on"),
+    ("route", "return [Route", AROUND.format(HIDES), "passes_on"),
+    ("command", "def main", "async def main", "is_run"),
+    ("command", "print(number)", "print(number); KEPT.append(started())", "leaves_nothing"),
+    ("command", "print(number)", "print(open(number))", "wrong_argument"),
+    ("command", "print(number)", "print(int(number))", "wrong_argument"),
+    ("command", "def main", GROUP, "help_text"),
     ("command", '"""Print a number."""', "", "help_text"),
     ("command", "print(number)", "1 / 0", "examples_succeed"),
     ("router", "% len(replicas)", "% 7", "one_of_the_replicas"),
@@ -129,7 +243,7 @@ def checks_of(suite: type[ExtensionSuite]) -> dict[str, Callable[[Any], None]]:
 def install(site: Site, sort: str, code: str) -> type[ExtensionSuite]:  # noqa: F811
     suite, spec, hook, target, _ = SORTS[sort]
     declared = DECLARED.format(spec=spec, hook=hook, target=target)
-    head = "import itertools\nKEPT = []\nNUMBERS = itertools.count()\n"
+    head = HEAD
     site.install("dovetail-mine", modules={"mine": declared, "mine_code": head + code})
     return suite
 
@@ -142,10 +256,31 @@ def test_a_right_one_passes(sort: str, site: Site) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize(("sort", "right", "wrong", "found_by"), MISTAKES)
-def test_a_mistake_is_found(sort: str, right: str, wrong: str, found_by: str, site: Site) -> None:  # noqa: F811
+def test_a_mistake_is_found(
+    sort: str,
+    right: str,
+    wrong: str,
+    found_by: str,
+    site: Site,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(route, "TIME_LIMIT_S", 0.5)  # what hangs here hangs for good
     code = SORTS[sort][-1]
     assert code.count(right) == 1
     suite = install(site, sort, code.replace(right, wrong))
     (check,) = [check for name, check in checks_of(suite).items() if found_by in name]
-    with pytest.raises(CheckFailed):
-        check(suite())
+    try:
+        with pytest.raises(CheckFailed):
+            check(suite())
+    finally:
+        if "mine_code" in sys.modules:
+            sys.modules["mine_code"].WAITING.set()
+
+
+def test_examples_that_are_all_refused_are_no_examples(site: Site) -> None:  # noqa: F811
+    class Refused(Routes):
+        examples = (RouteExample(path="/mine", body={}, status=400),)
+
+    install(site, "route", ROUTES)
+    with pytest.raises(CheckFailed, match="below 400"):
+        Refused().test_examples_are_answered()

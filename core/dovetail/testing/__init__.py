@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from dovetail.testing.checks import Waiver
     from dovetail.testing.contract import check_contract
     from dovetail.testing.extensions.command import CommandSuite
-    from dovetail.testing.extensions.route import RouteExample, RouteSuite
+    from dovetail.testing.extensions.route import RouteSuite
+    from dovetail.testing.extensions.route_requests import RouteExample
     from dovetail.testing.extensions.weight_format import WeightFormatSuite
     from dovetail.testing.fake_executor import FakeExecutor, FakeExecutorOptions
     from dovetail.testing.fake_kv import FakeKVCache
@@ -51,7 +52,7 @@ _HOMES = {
     "ObserverSuite": "suites.observer",
     "ParserSuite": "suites.parser",
     "Plan": "planning",
-    "RouteExample": "extensions.route",
+    "RouteExample": "extensions.route_requests",
     "RouteSuite": "extensions.route",
     "SamplerSuite": "suites.sampler",
     "SchedulerSuite": "suites.scheduler",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -23,6 +24,7 @@ class FakeTokenizer:
     vocab_size = 256
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        _check_text("text", text)
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -41,15 +43,18 @@ class FakePrompt:
 @dataclass(slots=True)
 class FakeRouteContext:
     """`RouteContext` that answers `text`, a token for each byte; each token of text and prompt has
-    the log-probability `LOGPROB` if it is asked for, and no other token has one. `refusal`: an error that every request gets instead.
-    `prompts`: the prompts so far. `running`: number of requests that have neither ended nor been
-    aborted."""
+    the log-probability `LOGPROB` if it is asked for, and no other token has one. `refusal`: an
+    error that every request gets instead. `prompts`: the prompts so far. `streamed`: number of
+    those that `generate` got. `refused`: number of refusals. `running`: number of requests that
+    have neither ended nor been aborted."""
 
     text: str = "Hello, world."
     models: tuple[str, ...] = ("fake",)
     refusal: DovetailError | None = None
     prompts: list[str | Sequence[int] | RoutePrompt] = field(default_factory=list)
     running: int = 0
+    streamed: int = 0
+    refused: int = 0
 
     @property
     def tokenizer(self) -> FakeTokenizer:
@@ -61,13 +66,25 @@ class FakeRouteContext:
         params: SamplingParams,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
+        self.streamed += 1
+        async with aclosing(self._outputs(prompt, params, options)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _outputs(
+        self,
+        prompt: str | Sequence[int] | RoutePrompt,
+        params: SamplingParams,
+        options: RequestOptions,
+    ) -> AsyncGenerator[RequestOutput, None]:
         self._check(prompt, params, options)
         self.prompts.append(prompt)
         self.running += 1
         try:
             words = re.findall(r"\s*\S+", self.text)
             for number, word in enumerate(words):
-                await asyncio.sleep(0)  # as other requests run between two tokens
+                for _ in range(2):  # other tasks run, and also wait, between two tokens
+                    await asyncio.sleep(0)
                 yield self._output(prompt, params, word, number + 1 == len(words))
         finally:
             self.running -= 1
@@ -78,25 +95,35 @@ class FakeRouteContext:
         params: SamplingParams,
         **options: Unpack[RequestOptions],
     ) -> RequestOutput:
-        async for _ in self.generate(prompt, params, **options):
+        async for _ in self._outputs(prompt, params, options):
             pass
         return self._output(prompt, params, self.text, True)
 
     async def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatPromptOptions]
     ) -> RoutePrompt:
-        if not messages or not all(
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise RequestError("messages: expected a list of mappings with role and content")
+        if not all(
             isinstance(one, Mapping) and {"role", "content"} <= set(one) for one in messages
         ):
             raise RequestError("messages: expected a list of mappings with role and content")
         unknown = set(options) - set(ChatPromptOptions.__annotations__)
         if unknown:
             raise TypeError(f"chat_prompt got unknown options: {', '.join(sorted(unknown))}")
+        for one in messages:
+            content = one["content"]
+            if not isinstance(content, list | None):
+                _check_text("messages", content)
         text = "\n".join(f"{one['role']}: {one['content']}" for one in messages)
         return FakePrompt(text, self.tokenizer.encode(text))
 
     def check_health(self) -> None:
+        self._refuse()
+
+    def _refuse(self) -> None:
         if self.refusal is not None:
+            self.refused += 1
             raise self.refusal
 
     def _check(self, prompt: Any, params: Any, options: RequestOptions) -> None:
@@ -106,12 +133,13 @@ class FakeRouteContext:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
         ids = getattr(prompt, "token_ids", prompt)
-        if not isinstance(ids, str) and not all(isinstance(token, int) for token in ids):
+        if isinstance(ids, str):
+            _check_text("the prompt", ids)
+        elif not isinstance(ids, Sequence) or not all(type(token) is int for token in ids):
             raise RequestError("the prompt must be text or a list of token ids")
         if not len(ids):
             raise RequestError("the prompt is empty: it needs at least one token")
-        if self.refusal is not None:
-            raise self.refusal
+        self._refuse()
 
     def _output(
         self,
@@ -143,3 +171,12 @@ class FakeRouteContext:
 
 def _logprobs(ids: Sequence[int]) -> list[TokenLogprobMap]:
     return [{token: Logprob(LOGPROB, rank=1)} for token in ids]
+
+
+def _check_text(what: str, text: str) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"{what} must be text, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{what} isn't valid Unicode: it has a lone surrogate") from None
