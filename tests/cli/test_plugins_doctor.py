@@ -31,6 +31,14 @@ ROUTES = (
     "    return [RoutesSpec('x', {!r})]\n"
 )
 
+TAKEN = """
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+def make(context):
+    return [Route("/health", lambda request: JSONResponse(1))]
+"""
+
 BAD_PLUGINS = {  # problem -> source of a plugin that has it
     "import-fails": "import there_is_no_such_module",
     "exits": "import sys\nsys.exit(3)",
@@ -73,6 +81,7 @@ BAD_PLUGINS = {  # problem -> source of a plugin that has it
     ),
     "target-fails by routes from nowhere": ROUTES.format("there_is_no_such_module:make"),
     "target-fails by routes that raise": ROUTES.format("good_policy:Fair"),
+    "target-fails by a path of the server": ROUTES.format("taken_routes:make"),
     "target-fails by a command": COMMAND.format("x", "there_is_no_such_module:app"),
     "name-collision with a built-in": components(
         'kind="scheduler", name="fcfs", target="good_policy:Fair", options="good_policy:Options"'
@@ -90,6 +99,7 @@ def diagnosis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
         patch.setattr(sys, "path", [str(site.path), *sys.path])
         (site.path / "good_policy.py").write_text(SCHEDULER)
         (site.path / "bad_policy.py").write_text(SCHEDULER.replace("self, step", "self, plan"))
+        (site.path / "taken_routes.py").write_text(TAKEN)
         (site.path / "torch.py").write_text("")
         for what, source in BAD_PLUGINS.items():
             site.install(name_of(what), modules={name_of(what).replace("-", "_"): source})
@@ -476,3 +486,11 @@ def test_routes_without_their_server_cannot_be_used_here_but_are_not_wrong(
     (finding,) = examine("dovetail-x").findings
     assert (finding.problem, finding.severity) == ("requirement-missing", "warning")
     assert finding.remedy == f'pip install "{DISTRIBUTION}[server]"'
+
+
+@pytest.mark.parametrize("command", ["test", "info"])
+@pytest.mark.parametrize("kind", ["route", "command", "weight_format", "router"])
+def test_what_pytest_checks_is_said_with_its_command(command: str, kind: str) -> None:
+    ran = CliRunner().invoke(dovetail_app, ["plugins", command, kind, "mine"])
+    assert ran.exit_code == 2
+    assert "python -m pytest tests/test_conformance.py" in " ".join(ran.output.split())

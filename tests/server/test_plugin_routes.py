@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from dovetail.cli.app import app
 from dovetail.errors import ConfigError, PluginError, RequestError
+from dovetail.registry.route_making import SERVER_PATHS
 from dovetail.registry.selection import PluginSelection
 from dovetail_server.app import create_app
 from dovetail_server.route_trial import try_routes
@@ -406,3 +407,8 @@ def test_the_line_of_a_plugin_that_cannot_be_imported_is_told(site: Site) -> Non
 async def test_routes_that_are_not_named_are_not_served(fake: Callable[..., FakeEngine]) -> None:
     async with serving(fake()) as url, httpx.AsyncClient(base_url=url) as http:
         assert (await http.get("/chat")).status_code == 404
+
+
+def test_the_doctor_knows_the_paths_of_the_server(fake: Callable[..., FakeEngine]) -> None:
+    app = create_app(fake())
+    assert {getattr(route, "path", "") for route in app.routes} == SERVER_PATHS

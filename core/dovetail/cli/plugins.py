@@ -98,6 +98,7 @@ def info(
     from dovetail.registry.registry import Registry
     from dovetail.registry.requirements import missing_requirements
 
+    plugins_test.check_is_kind(kind)
     registry = Registry.discover(enforce_require=False)
     component = registry.resolve(kind, name, where=Where(("plugins info",)))  # type: ignore[arg-type]
     spec = component.spec

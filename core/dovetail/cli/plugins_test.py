@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from dovetail.testing.checks import Waiver
 
 EXTRA = ("pytest", "hypothesis")
+SUITES_OF_EXTENSIONS = {
+    "route": "dovetail.testing.RouteSuite",
+    "routes": "dovetail.testing.RouteSuite",
+    "command": "dovetail.testing.CommandSuite",
+    "weight_format": "dovetail.testing.WeightFormatSuite",
+    "quantization": "dovetail.testing.WeightFormatSuite",
+    "router": "dovetail_lab.testing.RouterSuite",
+}
 MAPPING = "KEY=VALUE|YAML"
 EXAMPLE = "scheduler.recompute=evicts too eagerly https://example.org/issues/7"
 
@@ -71,6 +79,7 @@ def run_suite(
 ) -> None:
     """Run the checks of a kind's conformance suite over an installed component. The exit code is 0
     if it is CONFORMANT, else 1."""
+    check_is_kind(kind)
     _check_installed()
     from dovetail.testing.runner import run
 
@@ -99,6 +108,15 @@ def run_suite(
             raise ConfigError(f"--badge: {badge} can't be written: {error.strerror}") from None
     if not verdict.conformant:
         raise typer.Exit(1)
+
+
+def check_is_kind(kind: str) -> None:
+    """Raise `ConfigError` for extensions, which aren't components: pytest runs their suites."""
+    if (suite := SUITES_OF_EXTENSIONS.get(kind)) is not None:
+        raise ConfigError(
+            f"{kind} isn't a kind of component: pytest runs its suite, with a class of {suite} in "
+            f"the package's tests: python -m pytest tests/test_conformance.py"
+        )
 
 
 def parse_mappings(texts: Sequence[str], flag: str) -> dict[str, Any]:

@@ -17,6 +17,52 @@ if TYPE_CHECKING:
     from dovetail.registry.resolved import ResolvedRoutes
 
 SERVER_EXTRA = "server"
+# what the server answers itself; the doctor, which doesn't import the server, compares with it
+SERVER_PATHS = frozenset(
+    [
+        "/",
+        "/page/page.css",
+        "/page/page.js",
+        "/page/icon.svg",
+        "/page/live",
+        "/metrics",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/responses/compact",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/embeddings",
+        "/v1/score",
+        "/score",
+        "/v1/rerank",
+        "/rerank",
+        "/v2/rerank",
+        "/v1/classify",
+        "/classify",
+        "/pooling",
+        "/v1/files",
+        "/v1/files/{file}",
+        "/v1/files/{file}/content",
+        "/v1/batches",
+        "/v1/batches/{batch}",
+        "/v1/batches/{batch}/cancel",
+        "/tokenize",
+        "/detokenize",
+        "/tokenizer_info",
+        "/health",
+        "/ping",
+        "/reset_prefix_cache",
+        "/load",
+        "/ready",
+        "/openapi.json",
+        "/version",
+        "/v1/models",
+        "/v1/models/{model:path}",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    ]
+)
 
 
 def make_routes(offer: ResolvedRoutes, context: RouteContext) -> list[BaseRoute | Middleware]:
@@ -43,6 +89,14 @@ def make_routes(offer: ResolvedRoutes, context: RouteContext) -> list[BaseRoute 
                 f"Middleware"
             )
     return made
+
+
+def check_paths(offer: ResolvedRoutes, made: Sequence[BaseRoute | Middleware]) -> None:
+    """Raise `PluginError` if one of a plugin's routes has a path that the server answers itself,
+    so that the server would refuse it."""
+    taken = [path for one in made if (path := getattr(one, "path", None)) in SERVER_PATHS]
+    if taken:
+        raise PluginError(f"{offer}: the server answers {taken[0]} itself: choose another path")
 
 
 class NotServing:

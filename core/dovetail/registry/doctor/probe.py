@@ -35,7 +35,7 @@ from dovetail.registry.resolved import (
     ResolvedRouter,
     ResolvedRoutes,
 )
-from dovetail.registry.route_making import NotServing, make_routes
+from dovetail.registry.route_making import NotServing, check_paths, make_routes
 
 # whether to import only the declarations, or also all that is declared
 Level = Literal["declare", "use"]
@@ -251,9 +251,7 @@ def _of_what_it_offers(plugin: LoadedPlugin, write: Callable[..., None]) -> Iter
             module=routes.target.partition(":")[0],
         )
         resolved = ResolvedRoutes(routes, plugin.origin)
-        yield from _attempts(
-            f"routes {routes.name!r}", [partial(make_routes, resolved, NotServing())]
-        )
+        yield from _attempts(f"routes {routes.name!r}", [partial(_try_routes, resolved)])
     yield from _of_classes(plugin, write)
     for model in plugin.models:
         if not _has_model(model.package, model.path):
@@ -262,6 +260,10 @@ def _of_what_it_offers(plugin: LoadedPlugin, write: Callable[..., None]) -> Iter
                 f"bundled model {model.name!r}: there is no {model.path} in {model.package}",
                 "ship it as package data",
             )
+
+
+def _try_routes(offer: ResolvedRoutes) -> None:
+    check_paths(offer, make_routes(offer, NotServing()))
 
 
 def _of_classes(plugin: LoadedPlugin, write: Callable[..., None]) -> Iterator[Problem]:
