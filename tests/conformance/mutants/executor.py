@@ -1100,6 +1100,20 @@ class DraftsTheFirstToken(LocalExecutor):
         return super().submit(replace(batch, drafts=replace(batch.drafts, token_ids=ids)))
 
 
+@mutant(caught_by="executor.settings")
+class IgnoresTheDtypeOfItsCache(LocalExecutor):
+    def __init__(self, options: Any, context: ExecutorContext) -> None:
+        config = replace(context.config, kv_cache_dtype="auto")
+        super().__init__(options, replace(context, config=config))
+
+
+@mutant(caught_by="executor.settings")
+class IgnoresQuantization(LocalExecutor):
+    def __init__(self, options: Any, context: ExecutorContext) -> None:
+        config = replace(context.config, quantization=None)
+        super().__init__(options, replace(context, config=config))
+
+
 def without_processors(row: NewRow) -> NewRow:
     if row.sampling is None:
         return row

@@ -44,12 +44,13 @@ CLAUSES: Marks = {
     "QuantizationRef": TOLD,
     "ExecutorConfig": promised(
         "config/test_config.py::test_every_setting_of_an_executor_is_that_of_the_config",
-        by=("limits", "capacity"),
+        by=("limits", "capacity", "settings"),
     ),
     "ExecutorConfig.kv_cache_dtype": promised(
         "runtime/test_kv_scales.py::test_the_pool_holds_as_many_more_tokens_as_fp8_is_smaller",
         "runtime/test_kv_scales.py::"
         "test_a_cache_dtype_that_no_backend_keeps_is_refused_with_each_ones_reason",
+        by=("settings",),
     ),
     "ExecutorConfig.kv_cache_scales": promised(
         "runtime/test_kv_scales.py::"
@@ -69,6 +70,7 @@ CLAUSES: Marks = {
         "test_a_quantized_checkpoint_writes_what_its_dequantized_weights_do",
         "models/test_quantization_config.py::"
         "test_what_is_asked_for_must_be_what_the_checkpoint_has",
+        by=("settings",),
     ),
     "ExecutorContext": TOLD,
     "ExecutorCapabilities": {

@@ -28,6 +28,7 @@ from dovetail.testing.suites.executor_pooled import ExecutorPooled
 from dovetail.testing.suites.executor_processors import ExecutorProcessors
 from dovetail.testing.suites.executor_results import ExecutorResults
 from dovetail.testing.suites.executor_sampling import ExecutorSampling
+from dovetail.testing.suites.executor_settings import ExecutorSettings
 from dovetail.testing.suites.executor_subject import (
     LENGTHS,
     SEEDED,
@@ -58,6 +59,7 @@ class ExecutorSuite(
     ExecutorLogprobs,
     ExecutorProcessors,
     ExecutorDraftModel,
+    ExecutorSettings,
 ):
     """Suite of executors: start and stop, and the tokens of a request, which depend on nothing
     else."""
