@@ -191,3 +191,17 @@ def test_a_drafter_with_a_model_has_a_tokenizer_but_no_sizes_yet() -> None:
         context = Told.contexts.pop()
     assert (context.vocab_size, context.max_model_len) == (None, None)
     assert context.encode("a b c")
+
+
+ONE_TOKEN = {"model": "demo", "max_num_batched_tokens": 1, "max_model_len": 64}
+DRAFT_MODEL = {"drafter": {"name": "model", "model": "demo-draft"}, "max_drafts": 1}
+
+
+def test_steps_of_one_token_have_no_room_for_drafts() -> None:
+    with pytest.raises(UnsupportedError, match="raise max_num_batched_tokens"):
+        LLMEngine.from_config({**ONE_TOKEN, "max_num_seqs": 1}, speculation=DRAFT_MODEL)
+
+
+def test_costs_of_drafts_are_measured_with_no_more_rows_than_a_step_has() -> None:
+    with LLMEngine.from_config({**ONE_TOKEN, "max_num_seqs": 9}, speculation=DRAFT_MODEL) as engine:
+        assert engine.capacity.max_lines == 9

@@ -459,6 +459,11 @@ def _make_timing(
             f"speculation: executor {parts.executor.qualified_name} can't check drafts: leave "
             f"`speculation` out, or use `local`"
         )
+    if capacity.max_lines == 1:
+        raise UnsupportedError(
+            f"speculation: a step of executor {parts.executor.qualified_name} has room for one "
+            f"token, and none for drafts: raise max_num_batched_tokens"
+        )
     if chosen.max_drafts >= capacity.max_lines:
         raise UnsupportedError(
             f"speculation.max_drafts is {chosen.max_drafts}, but a step of executor "

@@ -61,13 +61,16 @@ def line_costs(runner: Runner, graphs: Graphs) -> tuple[tuple[int, float], ...]:
 
 
 @torch.inference_mode()
-def draft_costs(runner: Runner, draft: Proposer, drafts: int) -> tuple[tuple[int, float], ...]:
+def draft_costs(
+    runner: Runner, draft: Proposer, drafts: int, max_tokens: int
+) -> tuple[tuple[int, float], ...]:
     """Let the draft model, or the head, propose `drafts` for each of some numbers of rows with few
     tokens, and return the seconds of each number by draft, the host's work included. Empty if rows
-    are too short for that. As with `line_costs`, rows are empty before and after."""
+    are too short for that, or a step of `max_tokens` can't check as many. As with `line_costs`, rows are empty before and after."""
     rows = runner.rows
     costs = list[tuple[int, float]]()
-    most = min(rows.max_rows, rows.max_lines // (1 + drafts)) if 2 + drafts <= rows.max_len else 0
+    lines = min(rows.max_lines, max_tokens)
+    most = min(rows.max_rows, lines // (1 + drafts)) if 2 + drafts <= rows.max_len else 0
     for count in sorted({count for count in DRAFTING_ROWS if count < most} | {most} - {0}):
         asked = Drafts(np.full(count, drafts, np.int32), np.full(count * drafts, -1, np.int32))
         seconds = list[float]()

@@ -222,7 +222,10 @@ class Worker:
                 self.line_costs = line_costs(runner, self._graphs)
         for feature in runner.features:
             if isinstance(feature, Proposer):
-                self.draft_costs = draft_costs(runner, feature, self.context.config.max_drafts)
+                config = self.context.config
+                self.draft_costs = draft_costs(
+                    runner, feature, config.max_drafts, config.max_num_batched_tokens
+                )
         if isinstance(runner.model, VerifiesItself):
             runner.model.verify(
                 TrialRun(
