@@ -284,3 +284,62 @@ def test_examples_that_are_all_refused_are_no_examples(site: Site) -> None:  # n
     install(site, "route", ROUTES)
     with pytest.raises(CheckFailed, match="below 400"):
         Refused().test_examples_are_answered()
+
+
+SLOTTED = """
+import asyncio
+from contextlib import aclosing
+from starlette.endpoints import HTTPEndpoint
+from starlette.responses import StreamingResponse
+from starlette.routing import Mount, Route
+from dovetail import SamplingParams
+from dovetail.errors import RequestError
+
+class Handler:
+    __slots__ = ("context",)
+
+    def __init__(self, context):
+        self.context = context
+
+    async def __call__(self, request):
+        body = await request.json()
+        if not isinstance(body, dict) or not isinstance(body.get("text"), str):
+            raise RequestError("text: expected a text")
+        return StreamingResponse(self.texts(body["text"]))
+
+    async def texts(self, text):
+        async with aclosing(self.context.generate(text, SamplingParams())) as outputs:
+            async for output in outputs:
+                yield output.outputs[0].text
+
+def make(context):
+    yield Route("/mine", Handler(context).__call__, methods=["POST"])
+    yield Mount("/more", routes=[])
+"""
+GROUPED = '''
+import typer
+main = typer.Typer(invoke_without_command=True)
+below = typer.Typer(help="More numbers.")
+main.add_typer(below, name="more")
+
+@main.callback()
+def first(ctx: typer.Context):
+    """Print numbers."""
+
+@main.command("1")
+def one():
+    """Print one."""
+    print(1)
+
+@below.command()
+def two(number: int = 2):
+    """Print two."""
+    print(number)
+'''
+
+
+@pytest.mark.parametrize(("sort", "code"), [("route", SLOTTED), ("command", GROUPED)])
+def test_a_right_one_in_an_odd_style_passes(sort: str, code: str, site: Site) -> None:  # noqa: F811
+    suite = install(site, sort, code)
+    for check in checks_of(suite).values():
+        check(suite())
