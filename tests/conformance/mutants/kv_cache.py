@@ -18,7 +18,14 @@ from dovetail.api.kv_cache import (
     PageCounts,
     Pages,
 )
-from dovetail.api.prefix_cache import PrefixCache, PrefixOptions, _Group, _Hit, _Table
+from dovetail.api.prefix_cache import (
+    CachedBlock,
+    PrefixCache,
+    PrefixOptions,
+    _Group,
+    _Hit,
+    _Table,
+)
 from dovetail.errors import DovetailError
 from dovetail.request import Request
 from dovetail.request.sampling_params import SamplingParams
@@ -1378,3 +1385,171 @@ class ResetKeepsCheckpoints(PrefixCache):
         for key, block in [*self._pool.block_of.items()]:
             if block not in kept:
                 self._pool.unpublish(block, key)
+
+
+# What is told apart by a short form only
+
+
+class _OtherKeys(PrefixCache):
+    """Tells cache keys apart by `seen` only."""
+
+    def seen(self, keys: tuple[str, ...]) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def _chain(self, request: Request) -> HashChain:
+        return self._chains.setdefault(
+            request.id,
+            _Keyless(request, self._hash_tokens, self._digest, self.seen(request.cache_keys)),
+        )
+
+
+@mutant(caught_by="kv_cache.cache_keys")
+class TakesKeysInAnyCase(_OtherKeys):
+    def seen(self, keys: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(key.casefold() for key in keys)
+
+
+@mutant(caught_by="kv_cache.cache_keys")
+class TakesTheBeginningOfKeys(_OtherKeys):
+    def seen(self, keys: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(key[:32] for key in keys)
+
+
+@mutant(caught_by="kv_cache.cache_keys")
+class TakesTheEndOfKeys(_OtherKeys):
+    def seen(self, keys: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(key[-32:] for key in keys)
+
+
+@mutant(caught_by="kv_cache.cache_keys")
+class StripsKeys(_OtherKeys):
+    def seen(self, keys: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(key.strip() for key in keys)
+
+
+@mutant(caught_by="kv_cache.cache_keys")
+class TakesTheFirstKeys(_OtherKeys):
+    def seen(self, keys: tuple[str, ...]) -> tuple[str, ...]:
+        return keys[:3]
+
+
+@mutant(caught_by="kv_cache.cache_keys")
+class EncodesKeysInAscii(_OtherKeys):
+    def seen(self, keys: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(key.encode("ascii", "replace").decode() for key in keys)
+
+
+class _ShortIds(PrefixCache):
+    """Keeps the ids of those that hold blocks, in a short form."""
+
+    def __init__(self, options: PrefixOptions, context: KVContext) -> None:
+        super().__init__(options, context)
+        self.holders: dict[str, str] = {}
+
+    def short(self, id: str) -> str:
+        raise NotImplementedError
+
+    def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        if self.holders.setdefault(self.short(request.id), request.id) != request.id:
+            raise DovetailError(f"{request.id} holds blocks already")
+        return super().allocate(request, num_tokens)
+
+    def free(self, request: Request) -> None:
+        self.holders.pop(self.short(request.id), None)
+        super().free(request)
+
+
+@mutant(caught_by="kv_cache.ids", error=DovetailError)
+class TakesTheBeginningOfIds(_ShortIds):
+    def short(self, id: str) -> str:
+        return id[:8]
+
+
+@mutant(caught_by="kv_cache.ids", error=DovetailError)
+class TakesTheEndOfIds(_ShortIds):
+    def short(self, id: str) -> str:
+        return id[-8:]
+
+
+@mutant(caught_by="kv_cache.ids", error=DovetailError)
+class TakesIdsInAnyCase(_ShortIds):
+    def short(self, id: str) -> str:
+        return id.casefold()
+
+
+@mutant(caught_by="kv_cache.reuse")
+class FindsOnlyWhatTheSameClientComputed(_OtherKeys):
+    def _chain(self, request: Request) -> HashChain:
+        return self._chains.setdefault(
+            request.id,
+            _Keyless(
+                request,
+                self._hash_tokens,
+                self._digest,
+                (*request.cache_keys, repr(request.client)),
+            ),
+        )
+
+
+@mutant(caught_by="kv_cache.reuse")
+class FindsOnlyForTheSamePriority(_OtherKeys):
+    def _chain(self, request: Request) -> HashChain:
+        return self._chains.setdefault(
+            request.id,
+            _Keyless(
+                request,
+                self._hash_tokens,
+                self._digest,
+                (*request.cache_keys, repr(request.priority)),
+            ),
+        )
+
+
+# What changes with use
+
+
+class _Counting(PrefixCache):
+    def __init__(self, options: PrefixOptions, context: KVContext) -> None:
+        super().__init__(options, context)
+        self.freed = 0
+
+    def free(self, request: Request) -> None:
+        super().free(request)
+        self.freed += 1
+
+
+@mutant(caught_by="kv_cache.long_use")
+class FindsNothingAfterAThousandRequests(_Counting):
+    def lookup(self, request: Request) -> int:
+        return 0 if self.freed >= 1000 else super().lookup(request)
+
+
+@mutant(caught_by="kv_cache.long_use")
+class LosesABlockOnceInAWhile(_Counting):
+    def free(self, request: Request) -> None:
+        super().free(request)
+        if self.freed % 500 == 0 and self._pool._empty:
+            self._pool._empty.pop()
+
+    def check_integrity(self) -> None: ...
+
+
+@mutant(caught_by="kv_cache.long_use")
+class KeepsANumberOfEachRequest(_Counting):
+    def __init__(self, options: PrefixOptions, context: KVContext) -> None:
+        super().__init__(options, context)
+        self.lengths: list[int] = []
+
+    def free(self, request: Request) -> None:
+        super().free(request)
+        self.lengths.append(request.num_tokens)
+
+
+@mutant(caught_by="kv_cache.forgets")
+class KeepsTheRequestsOfHits(PrefixCache):
+    def __init__(self, options: PrefixOptions, context: KVContext) -> None:
+        super().__init__(options, context)
+        self.readers: dict[bytes, Request] = {}
+
+    def on_hit(self, block: CachedBlock, request: Request) -> None:
+        self.readers[block.key] = request

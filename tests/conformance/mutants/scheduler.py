@@ -7,7 +7,7 @@ import math
 import random
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -639,3 +639,133 @@ class HasNoNegativePriorities(TakesADeadlineOfZeroForNone):
 
     def key(self, request: Request) -> tuple[float, float]:
         return max(0, request.priority), request.arrival_time
+
+
+class _ShortIds(Plain):
+    """Keeps requests by a short form of their ids, until they end."""
+
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
+        super().__init__(options, context)
+        self.known: dict[str, Request] = {}
+
+    def short(self, id: str) -> str:
+        raise NotImplementedError
+
+    def on_arrived(self, request: Request) -> None:
+        self.known[self.short(request.id)] = request
+
+    def on_finished(self, request: Request) -> None:
+        self.known.pop(self.short(request.id), None)
+
+    def schedule(self, step: Step) -> None:
+        serve(step, [r for r in step.waiting if self.known.get(self.short(r.id)) is r])
+
+
+@mutant(caught_by="scheduler.ids")
+class TakesTheBeginningOfIds(_ShortIds):
+    def short(self, id: str) -> str:
+        return id[:8]
+
+
+@mutant(caught_by="scheduler.ids")
+class TakesTheEndOfIds(_ShortIds):
+    def short(self, id: str) -> str:
+        return id[-8:]
+
+
+@mutant(caught_by="scheduler.ids")
+class TakesIdsInAnyCase(_ShortIds):
+    def short(self, id: str) -> str:
+        return id.casefold()
+
+
+@mutant(caught_by="scheduler.ids")
+class ReadsNumbersInIds(Plain):
+    """The ids of other programs have none."""
+
+    def on_arrived(self, request: Request) -> None:
+        self.last = int(request.id.strip("r").partition(".")[0])
+
+
+@mutant(caught_by="scheduler.long_run")
+class StopsAfterAThousandSteps(Plain):
+    def schedule(self, step: Step) -> None:
+        if step.index < 1000:
+            super().schedule(step)
+
+
+@mutant(caught_by="scheduler.long_run")
+class AdmitsAThousandRequests(Plain):
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
+        super().__init__(options, context)
+        self.arrived = 0
+
+    def on_arrived(self, request: Request) -> None:
+        self.arrived += 1
+        if self.arrived > 1000:
+            raise OverflowError("too many requests")
+
+
+@mutant(caught_by="scheduler.long_run")
+class KeepsTheTimeOfEachStep(Plain):
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
+        super().__init__(options, context)
+        self.times: list[float] = []
+
+    def on_step(self, done: StepDone) -> None:
+        self.times.append(done.ended - done.started)
+
+
+@mutant(caught_by="scheduler.long_run")
+class CountsLengthsOfEachRequest(Plain):
+    """By number, not by id."""
+
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
+        super().__init__(options, context)
+        self.lengths: dict[int, int] = {}
+
+    def on_finished(self, request: Request) -> None:
+        self.lengths[hash(request)] = request.prompt_tokens
+
+
+@mutant(caught_by="scheduler.order")
+class ClampsPriorities(TakesADeadlineOfZeroForNone):
+    capabilities = SchedulerCapabilities(order="priority", starves=True)
+
+    def key(self, request: Request) -> tuple[float, float]:
+        return min(max(request.priority, -100), 100), request.arrival_time
+
+
+@mutant(caught_by="scheduler.order")
+class TakesDeadlinesInWholeSeconds(TakesADeadlineOfZeroForNone):
+    def key(self, request: Request) -> tuple[float, float]:
+        deadline = request.deadline
+        return math.inf if deadline is None else int(deadline), request.arrival_time
+
+
+@mutant(caught_by="scheduler.order")
+class TakesADayForever(TakesADeadlineOfZeroForNone):
+    def key(self, request: Request) -> tuple[float, float]:
+        deadline = request.deadline
+        return math.inf if deadline is None else min(deadline, 86400.0), request.arrival_time
+
+
+@mutant(caught_by="scheduler.replay")
+class GoesByTheHashOfClients(Plain):
+    def schedule(self, step: Step) -> None:
+        serve(step, sorted(step.waiting, key=lambda request: hash(str(request.client)) % 3))
+
+
+@mutant(caught_by="scheduler.sound")
+class ActsWhileItNamesVictims(Plain):
+    def schedule(self, step: Step) -> None:
+        def victims() -> Iterator[Request]:
+            for request in reversed(step.running):
+                step.preempt(request)
+                yield request
+
+        for request in step.grant_each(step.running):
+            step.grant(request, evict=victims())
+        for request in step.waiting:
+            if not step.grant(request):
+                break

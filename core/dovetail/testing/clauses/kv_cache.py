@@ -35,7 +35,7 @@ CLAUSES: Marks = {
     },
     "KVCacheManager": {
         "Misuse": held("misuse"),
-        "Requests are only read": held("request_untouched", "forgets", "lawful"),
+        "Requests are only read": held("request_untouched", "forgets", "lawful", "ids", "long_use"),
         "What it returns": held("answers"),
         "*": TOLD,
     },

@@ -28,7 +28,7 @@ CLAUSES: Marks = {
     },
     "SchedulerContext": {"computed in a step": held("budget", "seqs"), "*": TOLD},
     "Scheduler": {
-        "may keep requests": held("forgets"),
+        "may keep requests": held("forgets", "ids", "long_run"),
         "may not read another": held("replay", "blocks", "read_only"),
         "ends the engine": held("sound", "aborts"),
         "*": TOLD,

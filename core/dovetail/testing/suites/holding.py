@@ -1,9 +1,10 @@
 """Finds everything reachable from a component, for checks that it drops requests that have
-ended."""
+ended, and doesn't grow."""
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections import deque
 from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -14,6 +15,19 @@ from dovetail.engine.live_request import LiveRequest
 def reachable(component: object) -> Iterator[tuple[str, object]]:
     """Yield the requests and strings reachable from a component, each with the attribute path.
     Requests aren't searched further, since they belong to the engine."""
+    for path, value in _objects(component):
+        if isinstance(value, LiveRequest | str):
+            yield path, value
+
+
+def size_of(component: object) -> int:
+    """Return the bytes of all objects that are reachable from a component. Containers count with
+    their entries, since small numbers are one object wherever they are."""
+    return sum(sys.getsizeof(value, 0) for _, value in _objects(component))
+
+
+def _objects(component: object) -> Iterator[tuple[str, object]]:
+    """Yield the objects reachable from a component, each with the attribute path."""
     code = (type, ModuleType, BuiltinFunctionType)
     held = [(f"self.{name}", value) for name, value in vars(component).items()]
     held += [
@@ -28,9 +42,10 @@ def reachable(component: object) -> Iterator[tuple[str, object]]:
         if id(value) in seen or isinstance(value, code):
             continue
         seen.add(id(value))
+        yield path, value
         if isinstance(value, LiveRequest | str):
-            yield path, value
-        elif isinstance(value, FunctionType):  # not the module that it is in
+            continue
+        if isinstance(value, FunctionType):  # not the module that it is in
             queue.extend(
                 (path, part) for part in (value.__closure__, value.__defaults__, value.__dict__)
             )

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from random import Random
+from typing import Any
 
 from dovetail.api.kv_cache import (
     HOLE,
@@ -24,9 +25,10 @@ from dovetail.api.kv_cache import (
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import DovetailError
 from dovetail.request import Request
+from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
-from dovetail.testing.suites.holding import reachable
+from dovetail.testing.suites.holding import reachable, size_of
 from dovetail.testing.suites.kv_model import Broken, KVWorld, Shape, generate, make_request, plain
 from dovetail.testing.suites.kv_scripts import (
     BLOCK_SIZES,
@@ -64,7 +66,42 @@ KEYS: tuple[tuple[str, ...], ...] = (
     ("ab",),
     ("a", ""),
     ("a", "", "b"),
+    # equal in a short form: without case, space or accents, in the beginning, the end or the number
+    ("A",),
+    ("a ",),
+    ("\u00e4",),
+    ("a\u0308",),
+    ("\u0430",),
+    ("a" * 64,),
+    ("a" * 64 + "b",),
+    ("b" + "a" * 64,),
+    ("a", "b", "c", "d"),
+    ("a", "b", "c", "e"),
 )
+IDS = (  # equal in their first or last 8 characters, or without case, space or zeros
+    "request-1-of-a-user",
+    "request-2-of-a-user",
+    "Request-1-of-a-user",
+    "request-1-of-a-user ",
+    "1",
+    "01",
+    "1.0",
+    "",
+)
+OTHERWISE: tuple[dict[str, Any], ...] = (  # fields of requests that lookups don't depend on
+    {"client": "another"},
+    {"priority": 7},
+    {"arrival_time": 1e6},
+    {"deadline": 1e6},
+    {"ttft_deadline": 1e6},
+    {"tbt_s": 1.0},
+    {"predicted_tokens": 7},
+    {"max_tokens": 7},
+    {"parent": "another"},
+    {"stop_ids": frozenset({7})},
+)
+LONG = 1_200  # pairs of requests before a manager's size is taken, and again as many
+GROWTH = 4 * LONG  # most bytes more that it may keep after the latter
 
 FINDS = "a request that had found a prefix"
 SAMPLES = ("a sample", "a sample whose parent had ended", "a sample of a sample")
@@ -174,6 +211,10 @@ class KVCacheSuite(Suite):
         for request in requests[:-1]:
             kv.lookup(request)
             _compute(kv, request)
+        # one that finds what another computed, and ends first
+        reader = make_request("reader", [*range(9), 7])
+        _compute(kv, reader)
+        requests.insert(0, reader)
         kv.lookup(requests[-1])
         for request in requests:
             kv.free(request)
@@ -184,6 +225,62 @@ class KVCacheSuite(Suite):
             f"after all requests were freed, {', '.join(kept)} still holds some of them, or their "
             f"ids",
         )
+
+    @check("kv_cache.ids", since="1.0")
+    def test_requests_are_told_apart_by_all_of_their_ids(self) -> None:
+        """Requests whose ids are equal in part, or but for case, were taken for one another. Keep
+        values by the whole id, as it is."""
+        kv = self._manager(4)
+        requests = [
+            make_request(id, [index, *range(50, 53), index]) for index, id in enumerate(IDS)
+        ]
+        given = [_compute(kv, request) for request in requests]
+        for index, request in enumerate(requests):
+            found = kv.tables(request)
+            require(
+                found == (given[index],),
+                f"the tables of request {request.id!r}, beside {IDS}, are {found}, after allocate "
+                f"returned {given[index]}",
+            )
+            kv.free(request)
+            held = 2 * (len(requests) - index - 1)
+            require(
+                kv.counts.held == held,
+                f"after request {request.id!r} was freed, {kv.counts}; the others hold {held}",
+            )
+
+    @check("kv_cache.long_use", since="1.0")
+    def test_use_changes_nothing(self) -> None:
+        """After many requests the manager found less, had fewer pages, or kept more than before.
+        Bound what you keep of requests that have ended, by the number of pages or by a constant."""
+        kv = self._manager(4)
+        sizes = list[int]()
+        for start in (0, LONG):
+            for number in range(start, start + LONG):
+                self._serve_one_more(kv, number)
+            sizes.append(size_of(kv))
+        kv.reset()
+        require(
+            kv.counts.empty == kv.context.num_pages,
+            f"after {4 * LONG} requests that were freed, and reset, {kv.counts}",
+        )
+        require(
+            sizes[1] - sizes[0] <= GROWTH,
+            f"the manager keeps {sizes[0]} bytes after {2 * LONG} requests, and {sizes[1]} after "
+            f"{4 * LONG}, all of which were freed",
+        )
+
+    def _serve_one_more(self, kv: KVCacheManager, number: int) -> None:
+        """Compute a request of tokens of its own, and another with the same beginning."""
+        tokens = [number * 7 + position for position in range(8)]
+        first = make_request(f"first {number}", tokens)
+        second = make_request(f"second {number}", [*tokens, 7])
+        _compute(kv, first)
+        kv.free(first)
+        if self.capabilities.reuse:
+            self._finds(kv, second, 8, f"whose tokens another computed, after {number} others")
+        _compute(kv, second)
+        kv.free(second)
 
     @check("kv_cache.answers", since="1.0")
     def test_answers_are_the_callers(self) -> None:
@@ -364,9 +461,22 @@ class KVCacheSuite(Suite):
                 0,
                 f"with a token id that differs from the computed one in bit {bit} alone",
             )
+        self._find_for_any_request()
         if self.capabilities.groups and self.capabilities.trim:
             self._find_without_what_no_window_sees()
         self._explore("reuse")
+
+    def _find_for_any_request(self) -> None:
+        """Ask with requests that differ in other fields than those that lookups depend on."""
+        for fields in OTHERWISE:
+            kv = self._manager(4)
+            for number, changed in enumerate((fields, {}, fields)):
+                values = {"max_tokens": 1000, **changed}
+                request = LiveRequest(f"{number}", [*range(8), 7], SamplingParams(), **values)
+                told = f"computed by one with {fields}" if number == 1 else f"with {fields}"
+                self._finds(kv, request, 8 if number else 0, told)
+                _compute(kv, request)
+                kv.free(request)
 
     def _find_without_what_no_window_sees(self) -> None:
         """Let others take the pages of the blocks before a window."""

@@ -23,14 +23,17 @@ from dovetail.errors import PolicyError, SchedulerStalled
 from dovetail.request import Request
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
-from dovetail.testing.suites.holding import reachable
+from dovetail.testing.suites.holding import reachable, size_of
 from dovetail.testing.suites.repeatable import for_all
 from dovetail.testing.suites.scheduler_loads import (
     BEFORE_VICTIM,
     CROWDED,
+    LONG_BATCH,
+    LONG_BATCHES,
     THREE_GROUPS,
     VICTIMS,
     adapted,
+    alike,
     begun_without_memory,
     crowd,
     crowded,
@@ -190,6 +193,52 @@ class SchedulerSuite(Suite):
         for scenario in (*held_back(), crowd(scarce=True)):
             forgotten(self._world(scenario.shape).play(scenario.acts))
         self._in_all(scenarios(aborts=True), 25, forgotten)
+
+    @check("scheduler.ids", since="1.0")
+    def test_ids(self) -> None:
+        """Requests whose ids are equal in part, or but for case, were taken for one another, or the
+        policy reads something from ids. Keep values by the whole id, as it is."""
+        for overlap in (True, False):
+            scenario = alike(overlap)
+            world = self._world(scenario.shape).play(scenario.acts)
+            require(world.dead is None, f"the engine ended: {world.dead}")
+            require(
+                not world.unfinished,
+                f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}",
+            )
+
+    @check("scheduler.long_run", since="1.0")
+    def test_long_run(self) -> None:
+        """After many requests the policy raised, served the same requests in far more steps than at
+        first, or kept more than before. Bound what you keep of steps and of requests that have
+        ended."""
+        shape = Shape(num_pages=24, token_budget=32, max_num_seqs=8)
+        world = self._world(shape)
+        steps = list[int]()
+        sizes = list[int]()
+        for batch in range(2 * LONG_BATCHES):
+            before = world.steps
+            world.play(LONG_BATCH)
+            _require_alive(world)
+            told = f"after {len(world.requests)} requests and {world.steps} steps"
+            require(not world.unfinished, f"unfinished {told}: {world.unfinished}")
+            steps.append(world.steps - before)
+            if batch % LONG_BATCHES == LONG_BATCHES - 1:
+                sizes.append(size_of(world.policy))
+        first = sum(steps[:10])
+        last = sum(steps[-10:])
+        require(
+            last <= 2 * first,
+            f"the first 10 of {len(steps)} equal batches of requests took {first} steps, the last "
+            f"10 took {last}",
+        )
+        growth = sizes[1] - sizes[0]
+        served = LONG_BATCHES * len(LONG_BATCH)
+        require(
+            growth <= 4 * served,
+            f"the policy keeps {growth} bytes more after {2 * served} requests than after "
+            f"{served}; all of them have ended",
+        )
 
     # Capabilities
 

@@ -14,6 +14,17 @@ THREE_GROUPS = (
     (4, 12, 1),
 )
 
+# equal in their first or last 8 characters, or without case
+CLIENTS = (
+    "client 1 of many",
+    "client 2 of many",
+    "Client 1 of many",
+    "client 1 of most",
+    "a",
+    "A",
+    "b",
+)
+
 
 def pressed(
     overlap: bool, *, reuse: bool = False, groups: tuple[tuple[int, int | None, int], ...] = ()
@@ -46,7 +57,7 @@ def crowd(*, scarce: bool) -> Scenario:
         Arrive(
             tuple(range(9 - i % 5, 3 - i % 4, -1)),
             max_tokens=4 + i % 7,
-            client="abc"[i % 3],
+            client=CLIENTS[i % 7],
             priority=i % 4 - 2,
             deadline=1e6 + i * 5 % 7,
             ttft_deadline=(None, -1.0, 1e6)[i % 3],
@@ -68,14 +79,47 @@ def crowd(*, scarce: bool) -> Scenario:
 
 def ranked() -> Scenario:
     """One sequence at a time, and requests that wait for it with priorities and deadlines below, at and above 0,
-    each twice, and without a deadline."""
-    ranks = (None, 3.0, 0.0, -2.0, 1.0, -1.0, None, 0.0, -2.0)
+    each twice, far apart and close together, and without a deadline."""
+    ranks: tuple[float | None, ...] = (None, 3.0, 0.0, -2.0, 1.0, -1.0, None, 0.0, -2.0)
+    ranks += (2e9, 1e9, 2e5, 1e5, 300.0, 200.0, 1.75, 1.5, -200.0, -300.0, -1e9, -2e9)
     first = Arrive((1, 2), max_tokens=3, priority=-9, deadline=-9.0)
     rest = (
         Arrive((1, i), max_tokens=2, priority=int(rank or 0), deadline=rank)
         for i, rank in enumerate(ranks)
     )
     return Scenario(Shape(max_num_seqs=1), (first, *rest))
+
+
+def alike(overlap: bool) -> Scenario:
+    """Requests whose ids are equal in their first and last 8 characters, some of them but for case,
+    all at once."""
+    middles = ("1", "2", "10", "a", "A", "b", "\u00e4", "A ", " A", "")
+    arrives = tuple(
+        Arrive(
+            tuple(range(4 + index % 3)),
+            max_tokens=3 + index % 4,
+            client=CLIENTS[index % 7],
+            deadline=1e6,
+            predicted_tokens=3,
+            id=f"request-{middle}-of-user",
+        )
+        for index, middle in enumerate(middles)
+    )
+    return Scenario(Shape(num_pages=32, overlap=overlap), (*arrives, Run(3), Abort(5), Abort(8)))
+
+
+LONG_BATCHES = 150  # before a policy's size is taken, and again as many
+LONG_BATCH = tuple(
+    Arrive(
+        (7,) * (2 + index),
+        max_tokens=2 + index % 3,
+        client="abc"[index % 3],
+        priority=index % 3,
+        deadline=1e6,
+        predicted_tokens=3,
+    )
+    for index in range(8)
+)
 
 
 def adapted(overlap: bool) -> Scenario:
