@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 from dovetail import LLMEngine, SamplingParams, __version__
 from dovetail.api.component import API_VERSIONS, KINDS, CommandSpec, Kind
+from dovetail.cli.app import app
 from dovetail.cli.plugins_new import (
     EXTENSIONS,
     MAX_NAME,
@@ -411,3 +412,18 @@ def test_the_command_says_what_is_next(tmp_path: Path) -> None:
         "dovetail plugins doctor dovetail-my-cache",
     ):
         assert f"  {line}\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "tests"),
+    [("drafter", "dovetail plugins test drafter mine"), ("route", "python -m pytest")],
+)
+def test_the_command_says_what_to_run_next(kind: str, tests: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["plugins", "new", kind, "mine", "--dir", str(tmp_path)])
+    project = tmp_path / "dovetail-mine"
+    assert [line.strip() for line in done.stdout.splitlines()[1:5]] == [
+        f"cd {project}",
+        'pip install -e ".[test]"',
+        tests,
+        "dovetail plugins doctor dovetail-mine",
+    ]
