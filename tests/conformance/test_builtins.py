@@ -52,6 +52,7 @@ NEEDS_TIME = {
     "nemotron_h",
     "granitemoehybrid",
     "lfm2",
+    "lfm2_moe",
     "roberta",
 }  # processes, many tensors, or layers that another model has: in the full profile alone
 SERVES_ANY = {

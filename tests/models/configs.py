@@ -274,7 +274,7 @@ def hybrid_configs(draw: st.DrawFn) -> Any:
     mixtures."""
     kind = draw(st.sampled_from(list(FAMILIES)))
     if "lfm2" in kind:
-        return FAMILIES[kind](**_convolutions(draw))
+        return FAMILIES[kind](**_convolutions(draw, has_experts=kind == "lfm2_moe"))
     eps = "layer_norm_epsilon" if kind == "nemotron_h" else "rms_norm_eps"
     layers = draw(
         st.permutations(
@@ -378,16 +378,25 @@ def configs() -> st.SearchStrategy[Any]:
     )
 
 
-def _convolutions(draw: st.DrawFn) -> dict[str, Any]:
+def _convolutions(draw: st.DrawFn, *, has_experts: bool) -> dict[str, Any]:
     """Fields of models with gated convolutions."""
-    layers = draw(st.permutations(["conv", "full_attention", "conv"]))
-    return {
+    fields: dict[str, Any] = {
         "num_hidden_layers": 3,
-        "layer_types": layers,
+        "layer_types": draw(st.permutations(["conv", "full_attention", "conv"])),
         "conv_L_cache": draw(st.integers(2, 5)),
         "conv_bias": draw(st.booleans()),
         "tie_word_embeddings": draw(st.booleans()),
         "intermediate_size": draw(st.integers(8, 80)),
+    }
+    if has_experts:
+        return fields | {
+            "num_dense_layers": draw(st.integers(0, 3)),
+            "use_expert_bias": draw(st.booleans()),
+            "norm_topk_prob": draw(st.booleans()),
+            "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+            "num_experts_per_tok": draw(st.integers(1, 6)),
+        }
+    return fields | {
         "block_auto_adjust_ff_dim": draw(st.booleans()),
         "block_ffn_dim_multiplier": draw(st.sampled_from([0.7, 1.0, 1.4])),
         "block_multiple_of": draw(st.sampled_from([1, 16])),

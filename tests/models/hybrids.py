@@ -8,6 +8,7 @@ from typing import Any
 from transformers import (
     GraniteMoeHybridConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     NemotronHConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
@@ -134,6 +135,13 @@ def lfm2_biased(**fields: Any) -> Any:
     return lfm2(**{**other, "tie_word_embeddings": False, **fields})
 
 
+def lfm2_moe(**fields: Any) -> Any:
+    kinds = ["conv", "full_attention", "conv", "conv"]
+    sizes = {"num_hidden_layers": 4, "intermediate_size": 40, "moe_intermediate_size": 24}
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "num_dense_layers": 1}
+    return Lfm2MoeConfig(**{**SHAPE, **sizes, **experts, "layer_types": kinds, **fields})
+
+
 FAMILIES = {
     "qwen3_next": qwen3_next,
     "qwen3_5": qwen3_5,
@@ -143,4 +151,5 @@ FAMILIES = {
     "granite_dense": granite_dense,
     "lfm2": lfm2,
     "lfm2_biased": lfm2_biased,
+    "lfm2_moe": lfm2_moe,
 }

@@ -93,6 +93,8 @@ def reference(config: Any, seed: int = 0) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.normal_(mean=1.0, std=0.2)
+            if name.endswith("bias"):  # of experts
+                buffer.normal_(std=0.2)
     return model
 
 

@@ -82,6 +82,7 @@ OF_TYPES: dict[str, dict[str, Any]] = {
         "mamba_d_head": 16,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "qwen3_vl_moe_text": {
         "moe_intermediate_size": 24

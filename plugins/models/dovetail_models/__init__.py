@@ -123,6 +123,13 @@ def dovetail_components() -> list[ComponentSpec]:
             module="granite",
         ),
         _model("lfm2", "Lfm2", "Lfm2ForCausalLM", "LFM2, gated convolutions"),
+        _model(
+            "lfm2_moe",
+            "Lfm2Moe",
+            "Lfm2MoeForCausalLM",
+            "LFM2, gated convolutions and experts",
+            module="lfm2",
+        ),
         _encoder("bert", "Bert", "Bert", "BERT, an encoder", "bert"),
         _encoder("roberta", "Roberta", "Roberta", "RoBERTa, an encoder", "bert"),
         _encoder(

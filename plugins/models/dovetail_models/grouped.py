@@ -24,6 +24,7 @@ class Grouping:
     pair: int  # a group's score is the sum of this many best scores of its experts
     scale: float  # multiplies the weights
     corrected: bool  # a learned bias of each expert counts in the choice, not in the weights
+    eps: float = 1e-20  # added to the sum by which weights are divided
 
 
 def group_reasons(config: Any, pair: int) -> list[str]:
@@ -79,7 +80,7 @@ class GroupedRouter(Router):
         )
         weights = scores.gather(1, ids)
         if normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.grouping.eps)
         return ids.to(torch.int32), weights * self.grouping.scale
 
 

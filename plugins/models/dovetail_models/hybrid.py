@@ -220,7 +220,7 @@ class HybridArch(DecoderArch):
         return tuple(self.kinds[name] for name in config.layer_types)
 
     def reasons_against_fields(self, config: Any) -> list[str]:
-        names = config.layer_types
+        names = config.layer_types or ()
         reasons = [
             f"layer_types: {name!r} is not implemented (only {', '.join(self.kinds)})"
             for name in sorted(set(names) - set(self.kinds))

@@ -1,4 +1,5 @@
-"""LFM2: most layers are gated short convolutions, the others attention."""
+"""LFM2: most layers are gated short convolutions, the others attention; feed-forwards are dense, or
+mixtures of experts."""
 
 from __future__ import annotations
 
@@ -14,14 +15,17 @@ from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
 from dovetail.api.state import StateSpec, StateTensor
 from dovetail.errors import UnsupportedError
 from dovetail.nn.attention import Attention
-from dovetail.nn.decoder import Block, Decoder, Mixer
+from dovetail.nn.decoder import Block, Decoder, FeedForward, Mixer
 from dovetail.nn.feed_forward import GatedFeedForward
 from dovetail.nn.linear import MergedColumnParallelLinear, RowParallelLinear
+from dovetail.nn.moe import Experts, SparseFeedForward
 from dovetail.nn.norm import Norm, RMSNorm
-from dovetail.nn.parameter import share, weight_rules
+from dovetail.nn.parameter import Weight, share, weight_rules
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rotation
 from dovetail.nn.state import ShortConv
+from dovetail_models.arch import experts_reasons
+from dovetail_models.grouped import GroupedRouter, Grouping
 from dovetail_models.hybrid import HybridArch, Kind, split
 
 
@@ -101,17 +105,48 @@ class Lfm2Attention(Attention):
         )
 
 
+class Lfm2FeedForward(GatedFeedForward):
+    """Dense feed-forward with a checkpoint's names."""
+
+    def weights(
+        self, prefix: str, gate: str = "w1", up: str = "w3", down: str = "w2"
+    ) -> Iterator[WeightRule]:
+        yield from super().weights(prefix, gate, up, down)
+
+
+class Lfm2SparseFeedForward(SparseFeedForward):
+    """Mixture with a checkpoint's names; experts are chosen as DeepSeek-V3's of one group are."""
+
+    def __init__(self, config: Any, context: BuildContext) -> None:
+        hidden = config.hidden_size
+        count = config.num_experts
+        scale = config.routed_scaling_factor
+        corrected = config.use_expert_bias
+        grouping = Grouping("sigmoid", 1, 1, 1, scale, corrected, eps=1e-6)
+        inner = config.moe_intermediate_size
+        per_token = config.num_experts_per_tok
+        router = GroupedRouter(hidden, count, grouping, context)
+        experts = Experts(hidden, inner, count, context, per_token=per_token)
+        super().__init__(router, experts, normalize=config.norm_topk_prob)
+        self.correction: Weight | None = router.e_score_correction_bias
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        # without its correction, which has another name
+        yield WeightRule(f"{prefix}gate.weight", self.router.weight)
+        if self.correction is not None:
+            yield WeightRule(f"{prefix}expert_bias", self.correction)
+        yield from self.experts.weights(f"{prefix}experts.", "w1", "w3", "w2")
+
+
 class Lfm2Block(Block[Mixer]):
     """Block with a checkpoint's names for its norms and its feed-forward."""
-
-    mlp: GatedFeedForward
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
         yield from weight_rules(
             prefix, {"operator_norm": self.input_norm, "ffn_norm": self.mlp_norm}
         )
         yield from self.attention.weights(f"{prefix}{self.attention.name}.")
-        yield from self.mlp.weights(f"{prefix}feed_forward.", "w1", "w3", "w2")
+        yield from self.mlp.weights(f"{prefix}feed_forward.")
 
 
 class Lfm2Decoder(Decoder):
@@ -171,8 +206,31 @@ class Lfm2(HybridArch):
             self.norm(config, context),
             mixer,
             self.norm(config, context),
-            GatedFeedForward(hidden, _inner(config), context),
+            self.feed_forward(config, spec.index, context),
         )
+
+    def feed_forward(self, config: Any, index: int, context: BuildContext) -> FeedForward:
+        """Return the feed-forward of a layer."""
+        return Lfm2FeedForward(config.hidden_size, _inner(config), context)
+
+
+class Lfm2Moe(Lfm2):
+    """Serves `Lfm2MoeForCausalLM`."""
+
+    model_type = "lfm2_moe"
+    handled = Lfm2.handled | {
+        *("num_dense_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        *("use_expert_bias", "routed_scaling_factor", "norm_topk_prob"),
+        "output_router_logits",  # only for training
+    }
+
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        return super().reasons_against_fields(config) + experts_reasons(config, "num_experts")
+
+    def feed_forward(self, config: Any, index: int, context: BuildContext) -> FeedForward:
+        if index < config.num_dense_layers:
+            return Lfm2FeedForward(config.hidden_size, config.intermediate_size, context)
+        return Lfm2SparseFeedForward(config, context)
 
 
 def _inner(config: Any) -> int:

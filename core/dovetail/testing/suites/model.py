@@ -35,6 +35,9 @@ FAR = 600  # a position that bfloat16 can't hold
 # relative to the largest number, and to each: allows another order of sums, but not another formula
 TOLERANCE = 1e-4
 
+# ends of the names of tensors that count in the choice of experts alone
+OF_CHOICES = ("correction_bias", "expert_bias")
+
 
 class ModelSuite(Suite):
     """`architectures`: to build; default: those declared by the component's plugin, for a class
@@ -614,11 +617,10 @@ class ModelSuite(Suite):
 
         def usual(name: str) -> bool:
             # the bias of keys adds the same to all scores of a query
-            return not name.endswith(("correction_bias", ".key.bias"))
+            return not name.endswith((*OF_CHOICES, ".key.bias"))
 
         for config in self.configs():
-            # which counts in the choice of experts alone
-            self.assert_used(config, lambda name: name.endswith("correction_bias"))
+            self.assert_used(config, lambda name: name.endswith(OF_CHOICES))
             configs.choosing_all_experts(config)  # an expert that no token chooses has no effect
             self.assert_used(config, usual)
 
@@ -840,8 +842,11 @@ class ModelSuite(Suite):
             ".D",
         )
         # those of a transform may be float32
+        may_be_wide = (*of_states, *OF_CHOICES)
         rules = [
-            rule for rule in rules if rule.transform is None and not rule.source.endswith(of_states)
+            rule
+            for rule in rules
+            if rule.transform is None and not rule.source.endswith(may_be_wide)
         ]
         found = {rule.parameter.dtype for rule in rules}
         require(found == {dtype}, f"parameters of a model in {dtype} are {found}")

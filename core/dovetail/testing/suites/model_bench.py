@@ -393,6 +393,8 @@ class Reference:
             for name, buffer in self.model.named_buffers():
                 if name.endswith("layer_scalar"):
                     buffer.normal_(mean=1.0, std=0.2, generator=generator)
+                if name.endswith("bias"):  # of experts
+                    buffer.normal_(std=0.2, generator=generator)
 
     @torch.no_grad()
     def streams(self, token_ids: torch.Tensor) -> list[torch.Tensor]:

@@ -93,6 +93,7 @@ OF_STATES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 4,
         "moe_shared_expert_intermediate_size": 20,
     },
+    "conv_L_cache": {"norm_eps": 1e-2, "block_multiple_of": 8, "num_dense_layers": 1},
 }
 
 OF_ENCODERS: dict[str, Any] = {  # besides, for encoders
@@ -109,7 +110,9 @@ KINDS = (
     "sliding_attention",
     "full_attention",
 )
-STATE_KINDS = ("linear_attention", "full_attention")  # for architectures with recurrent layers
+# for architectures with recurrent layers, by the same fields
+STATE_KINDS = {"conv_L_cache": ("conv", "full_attention")}
+USUAL_STATE_KINDS = ("linear_attention", "full_attention")
 
 VARIANTS: tuple[Mapping[str, Any], ...] = (
     {},
@@ -242,10 +245,9 @@ def tiny(architecture: str, **fields: Any) -> Any:
             }  # of which an even number must rotate
             if "layers_block_type" not in known:
                 layers = fields.get("num_hidden_layers", TINY["num_hidden_layers"])
-                fields = {
-                    "layer_types": [STATE_KINDS[index % 2] for index in range(layers)],
-                    **fields,
-                }
+                kinds = STATE_KINDS.get(field, USUAL_STATE_KINDS)
+                types = [kinds[index % 2] for index in range(layers)]
+                fields = {"layer_types": types, **fields}
     if has_ropes(known.get("rope_parameters")):
         rope = fields.get("rope_parameters", TINY["rope_parameters"])
         if not has_ropes(rope):
@@ -253,11 +255,11 @@ def tiny(architecture: str, **fields: Any) -> Any:
                 **fields,
                 "rope_parameters": {KINDS[0]: {**rope, "rope_theta": 30.0}, KINDS[1]: rope},
             }
-        kinds = [
+        types = [
             KINDS[index % 2]
             for index in range(fields.get("num_hidden_layers", TINY["num_hidden_layers"]))
         ]
-        fields = {"layer_types": kinds, **fields}
+        fields = {"layer_types": types, **fields}
     # copied, since configs change the dicts that they are given: some add how much of a head
     # rotates
     config = cls(
