@@ -6,8 +6,8 @@ import json
 import threading
 import time
 import unicodedata
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
@@ -243,3 +243,265 @@ class ExpectsQuestionsFirst(Bytes):
     def encode_chat(self, chat: Chat) -> Sequence[int]:
         assert chat.messages[0]["role"] == "user"
         return super().encode_chat(chat)
+
+
+class Tools(Bytes):
+    """Right, with a form for tools, calls and their results."""
+
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        for name in chat.variables:
+            raise RequestError(f"chat_template_kwargs.{name}: unknown")
+        ids = [BOS, *self.said("".join(map(self.written, chat.tools)))]
+        for message in chat.messages:
+            ids += [self.begin(message), *self.said(self.body(message))]
+            ids += [] if chat.continues and message is chat.messages[-1] else [EOS]
+        return [*ids, ASSISTANT] if chat.begins_answer else ids
+
+    def begin(self, message: Mapping[str, Any]) -> int:
+        return ASSISTANT if message["role"] == "assistant" else USER
+
+    def body(self, message: Mapping[str, Any]) -> str:
+        content = message.get("content", "")
+        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        known = message["role"] in ("user", "assistant")
+        rest = {
+            key: value
+            for key, value in message.items()
+            if key != "content" and not (known and key == "role")
+        }
+        return text + (self.written(rest) if rest else "")
+
+    def written(self, value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False)
+
+
+@mutant(caught_by="tokenizer.exact")
+class DropsAByteOrderMark(Bytes):
+    def encode(self, text: str) -> Sequence[int]:
+        return super().encode(text.removeprefix("\ufeff"))
+
+
+@mutant(caught_by="tokenizer.exact")
+class SplitsAtEachLineBreak(Bytes):
+    def encode(self, text: str) -> Sequence[int]:
+        lines = text.splitlines()
+        return super().encode("\n".join(lines) + "\n" * (text[-1:] == "\n"))
+
+
+@mutant(caught_by="tokenizer.exact")
+class UnescapesEntities(Bytes):
+    def encode(self, text: str) -> Sequence[int]:
+        return super().encode(text.replace("&amp;", "&"))
+
+
+class Large(Bytes):
+    """Right, with 70,000 names more, each of which is a token if it is the whole text."""
+
+    names: ClassVar[list[bytes]] = [b"word%06d" % number for number in range(70_000)]
+    number: ClassVar[dict[bytes, int]] = {name: 260 + at for at, name in enumerate(names)}
+
+    def vocabulary(self) -> Sequence[bytes]:
+        return [*super().vocabulary(), *self.names]
+
+    def encode(self, text: str) -> Sequence[int]:
+        known = self.number.get(text.encode())
+        return super().encode(text) if known is None else [known]
+
+
+@mutant(caught_by="tokenizer.exact")
+class CutsIdsTo16Bits(Large):
+    def encode(self, text: str) -> Sequence[int]:
+        return [token_id & 0xFFFF for token_id in super().encode(text)]
+
+
+@mutant(caught_by="tokenizer.repeatable")
+class KeepsTextsByTheirBeginning(Bytes):
+    """And by their length, in a cache that is read once it is large."""
+
+    def __init__(self, options: BaseModel, context: TokenizerContext) -> None:
+        super().__init__(options, context)
+        self.kept: dict[tuple[str, int], Sequence[int]] = {}
+
+    def encode(self, text: str) -> Sequence[int]:
+        ids = super().encode(text)
+        kept = self.kept.setdefault((text[:16], len(text)), ids)
+        return kept if len(self.kept) > 256 else ids
+
+
+@mutant(caught_by="tokenizer.repeatable")
+class ForgetsItsWordsInTime(Bytes):
+    """Its thousandth call is not like its first."""
+
+    calls = 0
+
+    def vocabulary(self) -> Sequence[bytes]:
+        return [*super().vocabulary(), b"th"]
+
+    def encode(self, text: str) -> Sequence[int]:
+        self.calls += 1
+        ids = super().encode(text)
+        if self.calls > 800 and "th" in text:
+            before, after = text.split("th", 1)
+            return [*before.encode(), 260, *after.encode()]
+        return ids
+
+
+@mutant(caught_by="tokenizer.repeatable")
+class SharesItsNames(Bytes):
+    """Each further tokenizer has its special tokens at other ids."""
+
+    pieces: ClassVar[list[bytes]] = [bytes([byte]) for byte in range(256)]
+
+    def __init__(self, options: BaseModel, context: TokenizerContext) -> None:
+        super().__init__(options, context)
+        self.pieces.extend(name.encode() for name in NAMES)
+
+    def vocabulary(self) -> Sequence[bytes]:
+        return list(self.pieces)
+
+
+@mutant(caught_by="tokenizer.processes")
+class MergesInTheOrderOfASet(Bytes):
+    merges: ClassVar[set[str]] = {"th", "he", "in", "er", "an", "re", "on", "at", "ou", "nd"}
+
+    def vocabulary(self) -> Sequence[bytes]:
+        return [*super().vocabulary(), *(merge.encode() for merge in sorted(self.merges))]
+
+    def encode(self, text: str) -> Sequence[int]:
+        places = {merge: 260 + at for at, merge in enumerate(sorted(self.merges))}
+        for merge in self.merges:
+            if merge in text:
+                before, after = text.split(merge, 1)
+                return [*before.encode(), places[merge], *after.encode()]
+        return super().encode(text)
+
+
+@mutant(caught_by="tokenizer.linear")
+class MergesOneAfterTheOther(Bytes):
+    """Looks through all of a text for each merge that it makes."""
+
+    def vocabulary(self) -> Sequence[bytes]:
+        return [*super().vocabulary(), b"a "]
+
+    def encode(self, text: str) -> Sequence[int]:
+        ids = super().encode(text)
+        data = bytes(ids)
+        place = data.find(b"a ")
+        out = list[int]()
+        while place >= 0:
+            out += [*data[:place], 260]
+            data = data[place + 2 :]
+            place = data.find(b"a ")
+        return [*out, *data]
+
+
+@mutant(caught_by="tokenizer.chat_threads", soon=True)
+class WritesConversationsInOnePlace(Bytes):
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        self.place: list[int] = []
+        for token_id in super().encode_chat(chat):
+            self.place.append(token_id)
+            self.place = [*self.place]
+        return list(self.place)
+
+
+@mutant(caught_by="tokenizer.chat_refuses")
+class LeavesOutCalls(Tools):
+    def body(self, message: Mapping[str, Any]) -> str:
+        return super().body({key: message[key] for key in message.keys() - {"tool_calls"}})
+
+
+@mutant(caught_by="tokenizer.chat_refuses")
+class LeavesOutCallsAndRefusesTools(Bytes):
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        without = [
+            {"role": one["role"], "content": one.get("content", "")} for one in chat.messages
+        ]
+        return super().encode_chat(
+            Chat(without, chat.tools, chat.begins_answer, chat.continues, chat.variables)
+        )
+
+
+@mutant(caught_by="tokenizer.chat_refuses")
+class WritesTheFirstCall(Tools):
+    def body(self, message: Mapping[str, Any]) -> str:
+        calls = message.get("tool_calls", ())[:1]
+        return super().body({**message, "tool_calls": calls} if calls else message)
+
+
+@mutant(caught_by="tokenizer.chat_refuses")
+class WritesTheFirstTool(Tools):
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        return super().encode_chat(
+            Chat(chat.messages, chat.tools[:1], chat.begins_answer, chat.continues, chat.variables)
+        )
+
+
+@mutant(caught_by="tokenizer.chat_refuses")
+class WritesTheFirstPart(Bytes):
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        messages = [
+            one
+            if isinstance(one.get("content", ""), str)
+            else {**one, "content": one["content"][:1]}
+            for one in chat.messages
+        ]
+        return super().encode_chat(
+            Chat(messages, chat.tools, chat.begins_answer, chat.continues, chat.variables)
+        )
+
+
+@mutant(caught_by="tokenizer.chat_refuses")
+class IgnoresFalseVariables(Bytes):
+    def check(self, chat: Chat) -> None:
+        super().check(
+            Chat(
+                chat.messages,
+                chat.tools,
+                variables={name: value for name, value in chat.variables.items() if value},
+            )
+        )
+
+
+@mutant(caught_by="tokenizer.chat")
+class WritesAllRolesAlike(Tools):
+    def begin(self, message: Mapping[str, Any]) -> int:
+        return USER
+
+
+@mutant(caught_by="tokenizer.chat")
+class AlwaysBeginsAnAnswer(Bytes):
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        return super().encode_chat(
+            Chat(chat.messages, chat.tools, True, chat.continues, chat.variables)
+        )
+
+
+@mutant(caught_by="tokenizer.chat")
+class TakesMessagesApart(Bytes):
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        ids = super().encode_chat(chat)
+        for message in chat.messages:
+            if isinstance(message, dict):
+                message.pop("content")
+        return ids
+
+
+@mutant(caught_by="tokenizer.chat_text")
+class ComposesWhatMessagesSay(Bytes):
+    def said(self, text: str) -> Sequence[int]:
+        return list(unicodedata.normalize("NFC", text).encode())
+
+
+@mutant(caught_by="tokenizer.chat_refuses")
+class ContinuesOnlyWithoutTools(Tools):
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        return super().encode_chat(
+            Chat(
+                chat.messages,
+                chat.tools,
+                chat.begins_answer,
+                chat.continues and not chat.tools,
+                chat.variables,
+            )
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dovetail.testing.clauses import TOLD, Marks, held
 
 CLAUSES: Marks = {
-    "module": {"made once in the engine's process": held("repeatable"), "*": TOLD},
+    "module": {"made once in the engine's process": held("repeatable", "processes"), "*": TOLD},
     "TokenizerContext": TOLD,
     "Chat": TOLD,
     "TokenizerCapabilities": {
@@ -23,12 +23,13 @@ CLAUSES: Marks = {
     "Tokenizer.encode": {
         "without those around it": held("encode", "repeatable"),
         "looks like a special token": held("special"),
+        "may be empty or megabytes long": held("encode", "linear"),
         "*": held("encode"),
     },
     "Tokenizer.encode_chat": {
         "What messages contain": held("chat_text"),
         "Raises `RequestError`": held(
-            "chat_refuses", but="of the keys of messages, only those of calls are tried"
+            "chat_refuses", but="formats may leave out the reasoning of earlier answers"
         ),
         "*": held("chat"),
     },

@@ -7,11 +7,14 @@ with the vocabulary. Needs no torch.
 from __future__ import annotations
 
 import random
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import cached_property, partial
 from operator import index
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,10 +23,24 @@ from dovetail.api.tokenizer import Chat, Tokenizer, TokenizerContext
 from dovetail.errors import ModelLoadError, RequestError, describe
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
+from dovetail.testing.suites import tokenizer_elsewhere
+from dovetail.testing.suites.odd_texts import TEXTS
+from dovetail.testing.suites.tokenizer_chats import CARRIED, ODD, USER
 
 LONG = 200_000  # characters of the long texts
+LARGE = 2**17  # characters of a large text, whose time is compared with that of a small one
+SMALL = LARGE // 8
+# a large text takes so much CPU time, and so many times a small one's: more than in proportion
+SLOW_S = 0.1
+SLOWER = 20
+TRIES = 3  # all of them have to be slow, since one may be interrupted
+PIECES = 500  # of the vocabulary that are encoded as texts, at most
+BEGINNING = "a long beginning, " * 8
+OFTEN = 1_000  # texts that are encoded before the first ones are encoded again
 RANDOM_TEXTS = 60
 THREADS = 4
+TRIMMED = " \t\r\n\x0b\x0c\x1c\x1d\x1e\x85\xa0\u2028\u2029\u3000"  # formats may trim contents
+SWITCH_S = 1e-6  # so that threads meet in the middle of a call
 UNKNOWN = "no_format_has_this_variable"
 # files that tokenizers are usually in
 USUAL = (
@@ -53,29 +70,6 @@ SAMPLES = (
     '{"a": [1, 2.5e-3, "é\\n"], "b": null}',
     "def f(x):\n\treturn x ** 2  # 0123456789\n",
     "<s>[INST]<|im_start|><|endoftext|></s><unk><pad>",
-)
-ODD: tuple[tuple[Mapping[str, Any], ...], ...] = (
-    ({"role": "assistant", "content": "one"},),
-    ({"role": "user", "content": "one"}, {"role": "user", "content": "two"}),
-    ({"role": "user", "content": ""},),
-    (
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
-        },
-    ),
-    ({"role": "system", "content": "one"},),
-    ({"role": "user", "content": "one"}, {"role": "system", "content": "two"}),
-    (
-        {"role": "user", "content": "one"},
-        {"role": "tool", "content": "two", "tool_call_id": "call00001"},
-    ),
-    ({"role": "developer", "content": "one"}, {"role": "user", "content": "two"}),
-    (
-        {"role": "user", "content": "one"},
-        {"role": "assistant", "content": "two", "reasoning_content": "three"},
-        {"role": "user", "content": "four"},
-    ),
 )
 
 
@@ -151,7 +145,7 @@ class TokenizerSuite(Suite):
         """The bytes of a text's ids aren't the text's: what the model reads and writes would be
         shown as another text. A tokenizer that changes texts on purpose doesn't declare
         `exact`."""
-        for text in self._texts:
+        for text in (*self._texts, *self._pieces()):
             ids = self._encoded(text)
             require(
                 self._spelled(ids) == text.encode(),
@@ -172,28 +166,73 @@ class TokenizerSuite(Suite):
         another tokenizer made with the same options. Prefixes wouldn't be found in the cache, and
         front ends would differ."""
         first = [list(self._encoded(text)) for text in self._texts]
+        mine = tokenizer_elsewhere.summary(self._made, ())
         other = self._make()
-        for turn in (self._made, other):
-            for text, ids in random.Random(0).sample(
-                list(zip(self._texts, first, strict=True)), len(first)
-            ):
-                require(
-                    list(turn.encode(text)) == ids,
-                    f"{text!r} became {ids}, and another time {list(turn.encode(text))}",
-                )
+        for name, value in tokenizer_elsewhere.summary(other, ()).items():
+            require(value == mine[name], f"{name} of two tokenizers with the same options differ")
+        self._require_first(self._made, first)
+        self._require_first(other, first)
+        alike = {tuple(self._encoded(f"{BEGINNING} {number:04}")) for number in range(OFTEN)}
+        require(
+            len(alike) == OFTEN or not self.declares("exact"),
+            f"{OFTEN} texts that differ in their end became only {len(alike)} different ids",
+        )
+        self._require_first(self._made, first)
+
+    def _require_first(self, turn: Tokenizer, first: Sequence[list[int]]) -> None:
+        """Check that the texts, in another order, become the ids that they became first."""
+        for text, ids in random.Random(0).sample(
+            list(zip(self._texts, first, strict=True)), len(first)
+        ):
+            again = list(turn.encode(text))
+            require(again == ids, f"{text!r} became {ids}, and another time {again}")
+
+    @check("tokenizer.processes", since="1.0")
+    def test_other_processes_find_the_same_ids(self) -> None:
+        """In a process with another string hash seed, texts became other ids, or the vocabulary is
+        another. Front ends and the engine would differ: don't depend on the order of a set."""
+        texts = self._texts
+        expected = tokenizer_elsewhere.summary(self._made, texts)
+        directory = None if self.directory is None else str(Path(self.directory).absolute())
+        found = tokenizer_elsewhere.elsewhere(self, directory, texts)
+        for name, value in expected.items():
+            if name != "ids":
+                require(found[name] == value, f"in another process, {name} differs")
+        for text, ids, others in zip(texts, expected["ids"], found["ids"], strict=True):
+            require(ids == others, f"{text!r} became {ids}, and in another process {others}")
+
+    @check("tokenizer.linear", since="1.0")
+    def test_time_is_proportional_to_length(self) -> None:
+        """A text of words that is eight times as long took far more than eight times the time.
+        Split a text before merging, or keep the merges that are possible in a queue."""
+        for piece in ("a ", "word, 12\n", "\u6f22\u5b57\u3002"):
+            text = (piece * LARGE)[:LARGE]
+            for _ in range(TRIES):
+                small_s = self._seconds(text[:SMALL])
+                large_s = self._seconds(text)
+                slow = large_s > SLOW_S and large_s > SLOWER * small_s
+                if not slow:
+                    break
+            require(
+                not slow,
+                f"{piece!r}: {SMALL} characters took {small_s:.3f} s, {LARGE} took {large_s:.3f} s",
+            )
 
     @check("tokenizer.threads", since="1.0")
     def test_several_threads_may_encode(self) -> None:
-        """Called by several threads at once, `encode` raised or returned other ids. Keep no state
-        of a call in the tokenizer."""
-        expected = [list(self._encoded(text)) for text in self._texts]
+        """Called by several threads at once, `encode` raised or returned other
+        ids. Keep no state of a call in the tokenizer."""
+        calls: list[Callable[[], list[int]]] = [
+            partial(self._listed, self._made.encode, text) for text in self._texts
+        ]
+        expected = [call() for call in calls]
 
-        def encode_all(_: int) -> list[list[int]]:
-            return [list(self._made.encode(text)) for _ in range(3) for text in self._texts]
+        def call_all(_: int) -> list[list[int]]:
+            return [call() for _ in range(3) for call in calls]
 
-        with ThreadPoolExecutor(THREADS) as pool:
+        with switching_often(), ThreadPoolExecutor(THREADS) as pool:
             for found in self._trying(
-                lambda: list(pool.map(encode_all, range(THREADS))),
+                lambda: list(pool.map(call_all, range(THREADS))),
                 "encode, called by several threads,",
             ):
                 require(found == expected * 3, "in one of several threads, texts became other ids")
@@ -202,13 +241,13 @@ class TokenizerSuite(Suite):
     def test_several_threads_may_encode_conversations(self) -> None:
         """Called by several threads at once, `encode_chat` raised or returned other ids. Keep no
         state of a call in the tokenizer."""
-        chats = [Chat([{"role": "user", "content": text}]) for text in SAMPLES[3:7]]
-        expected = [list(self._chat(chat)) for chat in chats]
+        chats = [Chat([{"role": "user", "content": text}]) for text in (*SAMPLES[3:], *TEXTS)]
+        expected = [self._listed(self._made.encode_chat, chat) for chat in chats]
 
         def encode_all(_: int) -> list[list[int]]:
-            return [list(self._made.encode_chat(chat)) for _ in range(3) for chat in chats]
+            return [self._listed(self._made.encode_chat, chat) for _ in range(3) for chat in chats]
 
-        with ThreadPoolExecutor(THREADS) as pool:
+        with switching_often(), ThreadPoolExecutor(THREADS) as pool:
             for found in self._trying(
                 lambda: list(pool.map(encode_all, range(THREADS))),
                 "encode_chat, called by several threads,",
@@ -250,17 +289,26 @@ class TokenizerSuite(Suite):
             if path.is_file() and path.suffix not in WEIGHTS
         }
 
+    @staticmethod
+    def _listed(call: Callable[[Any], Sequence[int]], given: Any) -> list[int]:
+        """Return the ids; none if the text or conversation is refused."""
+        try:
+            return list(call(given))
+        except RequestError:
+            return []
+
     @check("tokenizer.chat", since="1.0", capability="chat")
     def test_a_conversation_has_all_its_texts(self) -> None:
         """The ids of a conversation aren't in the vocabulary, or don't spell the contents of all
         messages in order; or with `continues` something follows the content of the last message,
-        which the model should continue."""
+        which the model should continue; or an answer became the ids of a question; or an answer is
+        begun although `begins_answer` is False; or the messages that were given are changed."""
         contents = ["first question", "first answer", "second question"]
         messages = [
             {"role": role, "content": text}
             for role, text in zip(("user", "assistant", "user"), contents, strict=True)
         ]
-        ids = self._chat(Chat(messages))
+        ids = self._chat(Chat(deepcopy(messages)))
         text = self._spelled(ids).decode(errors="replace")
         place = 0
         for content in contents if self.declares("exact") else ():
@@ -270,7 +318,9 @@ class TokenizerSuite(Suite):
                 f"the conversation became {text!r}, in which {content!r} isn't in its place",
             )
         try:
-            begun = self._made.encode_chat(Chat(messages[:2], begins_answer=False, continues=True))
+            begun = self._made.encode_chat(
+                Chat(deepcopy(messages[:2]), begins_answer=False, continues=True)
+            )
         except RequestError as error:
             self.note(f"continuing the last message is refused: {error}")
         else:
@@ -280,11 +330,41 @@ class TokenizerSuite(Suite):
                 f"with `continues`, a conversation became {spelled!r}, which should end with "
                 f"{contents[1]!r}",
             )
+        self._require_roles()
+        self._require_its_beginning(messages)
+
+    def _require_roles(self) -> None:
+        """Check that an answer and a question don't become the same ids, if both are allowed."""
+        question = {"role": "user", "content": "one"}
+        try:
+            answer, other = (
+                list(self._chat(Chat([question, {"role": role, "content": "two"}])))
+                for role in ("assistant", "user")
+            )
+        except RequestError:
+            return
+        require(answer != other, "an answer and a second question become the same ids")
+
+    def _require_its_beginning(self, messages: list[dict[str, str]]) -> None:
+        """Check that `begins_answer` only adds to the ids, and that messages aren't changed."""
+        given = deepcopy(messages)
+        try:
+            whole = list(self._chat(Chat(given)))
+            without = list(self._chat(Chat(given, begins_answer=False)))
+        except RequestError:
+            return
+        require(given == messages, f"encode_chat changed the messages {messages} to {given}")
+        require(
+            whole[: len(without)] == without,
+            "without the beginning of an answer, a conversation isn't the beginning of the one "
+            "with it",
+        )
 
     @check("tokenizer.chat_text", since="1.0", capability="chat")
     def test_what_messages_say_is_text(self) -> None:
         """A message's content became special tokens, so a user could begin a message of another
-        role. Encode contents as text, and add the format's special tokens as ids."""
+        role; or it was changed, white space around it aside, though the tokenizer is `exact`.
+        Encode contents as text, and add the format's special tokens as ids."""
 
         def special_of(question: str, answer: str) -> list[int]:
             said = [("user", question), ("assistant", answer), ("user", question)]
@@ -300,46 +380,23 @@ class TokenizerSuite(Suite):
                     f"with {text!r} in a message, the special tokens of a conversation are "
                     f"{found}, and {plain} without it",
                 )
+        for text in TEXTS if self.declares("exact") else ():
+            try:
+                spelled = self._spelled(self._chat(Chat([{"role": "user", "content": text}])))
+            except RequestError:
+                continue
+            require(
+                text.strip(TRIMMED).encode() in spelled,
+                f"a conversation of {text!r} became {spelled!r}, without it",
+            )
 
     @check("tokenizer.chat_refuses", since="1.0", capability="chat")
     def test_what_the_format_lacks_is_refused(self) -> None:
         """`encode_chat` raised an error other than `RequestError`; or ignored an unknown variable,
         a tool, or a tool call, instead of rejecting it by name."""
-        user: Mapping[str, Any] = {"role": "user", "content": "question"}
-        try:
-            self._chat(Chat([user], variables={UNKNOWN: True}))
-        except RequestError as error:
-            require(
-                UNKNOWN in str(error),
-                f"the unknown variable {UNKNOWN} is refused without being named: {error}",
-            )
-        else:
-            fail(f"the unknown variable {UNKNOWN} is ignored: raise RequestError")
-        function = {
-            "name": "find_weather",
-            "description": "Weather",
-            "parameters": {"type": "object", "properties": {"town": {"type": "string"}}},
-        }
-        call = {
-            "id": "call00001",
-            "type": "function",
-            "function": {"name": "find_weather", "arguments": {"town": "Zermatt"}},
-        }
-        result = {
-            "role": "tool",
-            "content": "sunny skies",
-            "tool_call_id": "call00001",
-            "name": "find_weather",
-        }
-        tools = ({"type": "function", "function": function},)
-        for what, chat, said in (
-            ("a tool", Chat([user], tools), ("find_weather",)),
-            (
-                "a call",
-                Chat([user, {"role": "assistant", "tool_calls": [call]}, result], tools),
-                ("find_weather", "Zermatt", "sunny skies"),
-            ),
-        ):
+        for value in (True, False, None, "", 0):
+            self._require_variable_refused(value)
+        for what, chat, said in CARRIED:
             try:
                 text = self._spelled(self._chat(chat)).decode(errors="replace")
             except RequestError as error:
@@ -350,6 +407,10 @@ class TokenizerSuite(Suite):
                     word in text,
                     f"{what} is left out: the conversation became {text!r}, without {word!r}",
                 )
+            require(
+                not chat.continues or not self.declares("exact") or text.endswith(said[-1]),
+                f"{what}: the conversation became {text!r}, which should end with {said[-1]!r}",
+            )
         for messages in ODD:
             try:
                 text = self._spelled(self._chat(Chat(messages))).decode(errors="replace")
@@ -361,6 +422,17 @@ class TokenizerSuite(Suite):
                 else ()
             ):
                 require(content in text, f"{list(messages)} became {text!r}, without {content!r}")
+
+    def _require_variable_refused(self, value: Any) -> None:
+        try:
+            self._chat(Chat([USER], variables={UNKNOWN: value}))
+        except RequestError as error:
+            require(
+                UNKNOWN in str(error),
+                f"the unknown variable {UNKNOWN} is refused without being named: {error}",
+            )
+        else:
+            fail(f"the unknown variable {UNKNOWN} = {value!r} is ignored: raise RequestError")
 
     @cached_property
     def _made(self) -> Tokenizer:
@@ -383,14 +455,26 @@ class TokenizerSuite(Suite):
 
     @cached_property
     def _texts(self) -> list[str]:
-        """The samples, and random parts of them joined."""
+        """The samples, texts at the edges of Unicode, and random parts of the samples joined."""
         chance = random.Random(0)
         whole = "".join(SAMPLES)
         parts = [
             whole[start : start + chance.randrange(1, 12)]
             for start in (chance.randrange(len(whole)) for _ in range(4 * RANDOM_TEXTS))
         ]
-        return [*SAMPLES, *("".join(chance.sample(parts, 4)) for _ in range(RANDOM_TEXTS))]
+        return [*SAMPLES, *TEXTS, *("".join(chance.sample(parts, 4)) for _ in range(RANDOM_TEXTS))]
+
+    def _pieces(self) -> Iterator[str]:
+        """Yield tokens that are texts: random ones, and the last of the vocabulary, whose ids may
+        have more than 16 bits."""
+        chance = random.Random(0)
+        last = range(max(0, len(self._vocabulary) - PIECES // 2), len(self._vocabulary))
+        some = chance.sample(range(len(self._vocabulary)), min(len(self._vocabulary), PIECES // 2))
+        for token_id in {*some, *last} - self._special_ids:
+            try:
+                yield self._vocabulary[token_id].decode()
+            except UnicodeDecodeError:  # part of a character
+                continue
 
     def _with_special_names(self) -> Iterator[str]:
         """Yield texts with names of special tokens, at most 200 of these."""
@@ -428,9 +512,28 @@ class TokenizerSuite(Suite):
             known, f"{what} has {ids!r:.200}, expected ids from 0 to {len(self._vocabulary) - 1}"
         )
 
+    def _seconds(self, text: str) -> float:
+        begun = time.thread_time()
+        try:
+            self._made.encode(text)
+        except RequestError:  # too long for it
+            return 0.0
+        return time.thread_time() - begun
+
     @staticmethod
     def _trying(call: Callable[[], Any], what: str) -> Any:
         try:
             return call()
         except BaseException as error:
             fail(f"{what} raised {describe(error)}", error)
+
+
+@contextmanager
+def switching_often() -> Iterator[None]:
+    """Switch between threads as often as possible."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
