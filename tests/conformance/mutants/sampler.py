@@ -789,8 +789,14 @@ class RaisesForText(Warmer):
         )
 
 
+class AnyWarmth(BaseModel):
+    warmth: Any = 1.0
+
+
 @mutant(caught_by="sampler.extra_args")
 class TakesNonsenseForTheDefault(Warmer):
+    capabilities = SamplerCapabilities(extra_args_model=AnyWarmth)
+
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
         warmth = sampling.extra_args.get("warmth", 1.0)
         return replace(
@@ -1240,3 +1246,221 @@ class RanksOfFloats(DefaultSampler):
         found = super().sample(inputs)
         of = found.logprobs
         return found if of is None else replace(found, logprobs=replace(of, ranks=of.ranks.float()))
+
+
+# ---- rows that come again, many calls, large ids
+
+
+@mutant(caught_by="sampler.other_rows")
+class ForgetsTheRulesOfAll(DefaultSampler):
+    """Makes its rules anew in each update that begins a row, of those that begin."""
+
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
+        known: dict[int, RowSampling] = self.__dict__.setdefault("known", {})
+        fresh = by_row(added)
+        if fresh:
+            plain = [
+                SampledRow(row=row, sampling=replace(sampling, logit_bias=(), bad_words=()))
+                for row, sampling in known.items()
+                if row not in fresh
+            ]
+            super().update([], plain)
+        known |= fresh
+        super().update(removed, added)
+
+
+@mutant(caught_by="sampler.other_rows")
+class SkipsWhatItKnows(DefaultSampler):
+    """A row that begins with the parameters that it had is taken for known."""
+
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
+        known: dict[int, RowSampling] = self.__dict__.setdefault("known", {})
+        news = [one for one in added if known.get(one.row) != one.sampling]
+        super().update([], [SampledRow(row=row, sampling=RowSampling()) for row in removed])
+        known |= by_row(added)
+        super().update([], news)
+
+
+@mutant(caught_by="sampler.other_rows")
+class RemovesTheNextRowToo(DefaultSampler):
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
+        begun = self.__dict__.setdefault("begun", set())
+        super().update(
+            [],
+            [
+                SampledRow(row=row + 1, sampling=RowSampling(temperature=0.0))
+                for row in removed
+                if row + 1 in begun
+            ],
+        )
+        begun |= set(by_row(added))
+        super().update(removed, added)
+
+
+@mutant(caught_by="sampler.many_calls")
+class NoiseAgesWithCalls(DefaultSampler):
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 600:
+            self._table.seed_states += 1
+        return super().sample(inputs)
+
+
+@mutant(caught_by="sampler.many_calls")
+class HasRoomForFiveHundredRequests(DefaultSampler):
+    """Requests that come later have no rules."""
+
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
+        self.begun = getattr(self, "begun", 0) + len(added)
+        late = self.begun > 500
+        super().update(
+            removed, changed(added, lambda _, s: replace(s, logit_bias=()) if late else s)
+        )
+
+
+def in_16_bits(token: int) -> int:
+    return token % 2**16
+
+
+@mutant(caught_by="sampler.large_ids")
+class BiasesIdsOf16Bits(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        biases = tuple((in_16_bits(token), bias) for token, bias in sampling.logit_bias)
+        return replace(sampling, logit_bias=biases)
+
+
+@mutant(caught_by="sampler.large_ids")
+class AllowsIdsOf16Bits(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        allowed = sampling.allowed_token_ids
+        return replace(sampling, allowed_token_ids=allowed and tuple(map(in_16_bits, allowed)))
+
+
+@mutant(caught_by="sampler.large_ids")
+class ComparesWordsIn16Bits(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        words = tuple((*map(in_16_bits, word[:-1]), word[-1]) for word in sampling.bad_words)
+        return replace(sampling, bad_words=words)
+
+
+@mutant(caught_by="sampler.large_ids")
+class StopsAtIdsOf16Bits(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, stop_token_ids=tuple(map(in_16_bits, sampling.stop_token_ids)))
+
+
+@mutant(caught_by="sampler.large_ids")
+class CountsTokensIn16Bits(WithHistory):
+    def told(self, history: RowHistory) -> RowHistory:
+        return replace(history, token_ids=history.token_ids % 2**16)
+
+
+@mutant(caught_by="sampler.large_ids")
+class ReturnsIdsOf17Bits(ByMode):
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().launched(logits, lines, host_rows)
+        return replace(result, token_ids=result.token_ids % 2**17)
+
+
+@mutant(caught_by="sampler.large_ids")
+class LogprobsOfIdsOf16Bits(ByMode):
+    def launched(self, logits: torch.Tensor, lines: Lines, host_rows: np.ndarray) -> SampledTokens:
+        result = super().launched(logits, lines, host_rows)
+        top = result.logprobs
+        ids = top and torch.cat((top.token_ids[:, :1], top.token_ids[:, 1:] % 2**16), 1)
+        return replace(result, logprobs=top and replace(top, token_ids=ids))
+
+
+# ---- drafts, and filters, with each rule
+
+
+class MisreadingDrafts(DefaultSampler):
+    """Applies one kind of changes as if there were other drafts."""
+
+    def ahead(self, lines: Lines) -> torch.Tensor:
+        return torch.zeros_like(lines.ahead)
+
+
+@mutant(caught_by="sampler.draft_rules")
+class RulesIgnoreDrafts(MisreadingDrafts):
+    def _apply_rules(self, logits: torch.Tensor, lines: Lines, host_rows: Any) -> None:
+        super()._apply_rules(logits, replace(lines, ahead=self.ahead(lines)), host_rows)
+
+
+@mutant(caught_by="sampler.draft_rules")
+class RepetitionIgnoresDrafts(MisreadingDrafts):
+    def _penalise_repetition(self, logits: torch.Tensor, lines: Lines, host_rows: Any) -> None:
+        super()._penalise_repetition(logits, replace(lines, ahead=self.ahead(lines)), host_rows)
+
+
+@mutant(caught_by="sampler.draft_rules")
+class FrequencyIgnoresDrafts(MisreadingDrafts):
+    def _penalise_output(self, logits: torch.Tensor, lines: Lines, host_rows: Any) -> None:
+        super()._penalise_output(logits, replace(lines, ahead=self.ahead(lines)), host_rows)
+
+
+@mutant(caught_by="sampler.draft_rules")
+class KnowsEightDrafts(DefaultSampler):
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        lines = replace(inputs.lines, ahead=inputs.lines.ahead.clamp(max=8))
+        return super().sample(replace(inputs, lines=lines))
+
+
+@mutant(caught_by="sampler.lines_apart")
+class RanksOfTheRowsFirstLine(DefaultSampler):
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        result = super().sample(inputs)
+        top = result.logprobs
+        if top is None:
+            return result
+        ranks = top.ranks.clone()
+        for index in range(1, len(ranks)):
+            if inputs.lines.rows[index] == inputs.lines.rows[index - 1]:
+                ranks[index] = ranks[index - 1]
+        return replace(result, logprobs=replace(top, ranks=ranks))
+
+
+@mutant(caught_by="sampler.rules_before_filters")
+class FiltersBeforeRules(CutsProbabilities):
+    """Top-p and min-p look at the logits that are given."""
+
+    def kept(self, probabilities: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
+        kept = probabilities.cumsum(-1) - probabilities < sampling.top_p
+        return kept & (probabilities >= sampling.min_p * probabilities[0])
+
+
+@mutant(caught_by="sampler.rules_before_filters")
+class KeepsTheTopKOfWhatIsGiven(DefaultSampler):
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
+        self.most: dict[int, int] = {
+            **getattr(self, "most", {}),
+            **{one.row: one.sampling.top_k for one in added},
+        }
+        super().update(removed, changed(added, lambda _, s: replace(s, top_k=0)))
+
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        rows = inputs.lines.rows.tolist()
+        logits = inputs.logits.clone()
+        for place, row in enumerate(rows):
+            if 0 < self.most.get(row, 0) < logits.shape[1]:
+                last = inputs.logits[place].topk(self.most[row]).values[-1]
+                logits[place, inputs.logits[place] < last] = -torch.inf
+        return super().sample(replace(inputs, logits=logits))
+
+
+@mutant(caught_by="sampler.not_for_it")
+class ReturnsLogprobsOfThePrompt(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, logprobs=sampling.logprobs or sampling.prompt_logprobs)
+
+
+@mutant(caught_by="sampler.not_for_it")
+class NeverStops(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, min_tokens=max(sampling.min_tokens, 1))
+
+
+@mutant(caught_by="sampler.min_tokens")
+class CountsLeastTokensIn16Bits(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, min_tokens=in_16_bits(sampling.min_tokens))

@@ -11,13 +11,15 @@ CLAUSES: Marks = {
         "*": TOLD,
     },
     "RowSampling": {
-        "in this order": held("rules_together", "rules_before_temperature", "filter_order"),
+        "in this order": held(
+            "rules_together", "rules_before_temperature", "rules_before_filters", "filter_order"
+        ),
         "0: greedy": held("greedy", "ties", "temperature"),
         "0: all": held("top_k", "top_p", "min_p"),
         "64 bits": held("seed"),
         "never sampled after the others": held("bad_words", "bans_lifted"),
         "never sampled before min_tokens": held("min_tokens", "bans_lifted"),
-        "full names of the logits processors": TOLD,
+        "full names of the logits processors": held("not_for_it"),
         "keys that the request sets": held("extra_args"),
         "`dovetail.request.sampling_params": held(
             "repetition_penalty",
@@ -38,8 +40,8 @@ CLAUSES: Marks = {
         "prompt, then generated": held("stale_history"),
         "*": TOLD,
     },
-    "SamplerContext.max_drafts": held("lines"),
-    "SamplerContext": held("large_vocabulary"),
+    "SamplerContext.max_drafts": held("lines", "draft_rules"),
+    "SamplerContext": held("large_vocabulary", "large_ids"),
     "SamplerCapabilities": {
         "`processors`": promised(
             "e2e/test_logits_processors.py::test_what_cannot_be_used_is_refused_at_load",
@@ -47,7 +49,7 @@ CLAUSES: Marks = {
         ),
         "`cuda_graph`": held("captured", "graph", "fully_captured", "full_graph"),
         "`logprobs`": held("logprobs"),
-        "`drafts`": held("lines"),
+        "`drafts`": held("lines", "draft_rules"),
         "keys of": TOLD,
         "`extra_args_model`": held("extra_args"),
         "any plain value": TOLD,
@@ -63,7 +65,7 @@ CLAUSES: Marks = {
     "Sampler": TOLD,
     "Sampler.prepare": held("row"),
     "Sampler.update": {
-        "Forget the rows": held("reused_rows", "preemption", "extra_args"),
+        "Forget the rows": held("reused_rows", "other_rows", "preemption", "extra_args"),
         "*": TOLD,
     },
     "Sampler.sample": {
@@ -71,7 +73,7 @@ CLAUSES: Marks = {
         "until the sampler is called again": TOLD,
         "output position": held("seed", "lines"),
         "The history of a line": held("lines", "stale_history", "preemption"),
-        "A line's result": held("lines", "lines_apart", "batch"),
+        "A line's result": held("lines", "lines_apart", "batch", "many_calls"),
         "With a `capture`": held("captured", "graph", "fully_captured", "full_graph"),
         "Each replay": held("captured_again", "fully_captured_again", "graph", "full_graph"),
         "any valid id": held("captured", "fully_captured"),

@@ -22,6 +22,7 @@ from dovetail.testing.suites.sampler_requests import SamplerRequests
 from dovetail.testing.suites.sampler_rows import SORTS, VOCAB, mixed_rows
 from dovetail.testing.suites.sampler_rules import SamplerRules
 from dovetail.testing.suites.sampler_subject import ALPHA, SUPPORT_DRAWS, near, said
+from dovetail.testing.suites.sampler_updates import SamplerUpdates
 
 MANY_DRAWS = 20_000  # for a test that distinguishes temperatures
 # one token as likely as all others together: the most sensitive to temperature at this size
@@ -39,7 +40,7 @@ LARGEST_VOCAB = 2**17 + 2**14
 ASKED = (0, 1, 3, 100)  # logprobs
 
 
-class SamplerSuite(SamplerRules, SamplerRequests, SamplerLines, SamplerProcessors):
+class SamplerSuite(SamplerRules, SamplerRequests, SamplerUpdates, SamplerLines, SamplerProcessors):
     """Suite of samplers: sampled tokens and log-probabilities."""
 
     @check("sampler.output", since="1.0")

@@ -21,6 +21,7 @@ from dovetail.api.sampler import (
     Sampler,
     SamplerContext,
 )
+from dovetail.testing.threads import one_thread
 
 MakeSampler = Callable[[SamplerContext], Sampler]
 STALE = 7  # content of the history after a row's tokens
@@ -121,6 +122,7 @@ class Bench(RowsBench):
             [SampledRow(row=place, sampling=sampling) for place, sampling in added.items()],
         )
 
+    @one_thread()
     def sample(self, some: Sequence[int] | None = None) -> SampledTokens:
         """Sample from all lines, or from some, given by their index in the batch, in that order."""
         picked = list(range(len(self.places))) if some is None else list(some)
@@ -145,6 +147,7 @@ class Bench(RowsBench):
         declared = bool(can.cuda_graph) if capture is Capture.TOKENS else whole
         return capture if declared else None
 
+    @one_thread()
     def captured(self, capture: Capture, rows: Sequence[int] | None = None) -> SampledTokens:
         """Return the result of `sample` with this `capture`, for all lines, or for the first of
         each of `rows`, which may contain `max_rows`: padding, with the first line's logits."""

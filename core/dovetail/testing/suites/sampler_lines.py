@@ -117,6 +117,8 @@ def _require_same(lines: Sequence[Row], found: SampledTokens, expected: SampledT
             ours is not None
             and theirs is not None
             and torch.equal(ours.logprobs[index, columns], theirs.logprobs[index, columns])
+            and torch.equal(ours.token_ids[index, columns], theirs.token_ids[index, columns])
+            and torch.equal(ours.ranks[index], theirs.ranks[index])
         )
         require(
             same,

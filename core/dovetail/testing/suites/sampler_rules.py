@@ -121,6 +121,10 @@ class SamplerRules(SamplerSubject):
             for least in (1, 40, LONG)
             for more in (-1, 0)
         ]
+        banned += [
+            (RowSampling(temperature=0.0, min_tokens=least, stop_token_ids=(1,)), 3)
+            for least in (2**8, 2**16, 2**16 + 2)
+        ]
         self.assert_greedy(
             [
                 Row([0.0, 9.0, 1.0], sampling, output=(0,) * generated)

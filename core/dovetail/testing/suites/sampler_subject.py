@@ -83,13 +83,15 @@ class SamplerSubject(Suite):
             f"= {p:.1e}, allowed from {ALPHA})",
         )
 
-    def assert_greedy(self, rows: Sequence[Row]) -> None:
-        """Require that each row gets the best of its modified logits."""
-        for row, token in zip(rows, self.bench(rows).tokens(), strict=True):
-            values = changed_logits(row.logits, row.sampling, row.prompt, row.output)
+    def assert_greedy(self, rows: Sequence[Row], places: Sequence[int] | None = None) -> None:
+        """Require that each row, or line, gets the best of its modified logits."""
+        for row, token in zip(rows, self.bench(rows, places).tokens(), strict=True):
+            output = (*row.output, *row.drafts)
+            values = changed_logits(row.logits, row.sampling, row.prompt, output)
             require(
                 token == int(values.argmax()),
-                f"{said(row.sampling)} after the prompt {row.prompt} and the output {row.output}: "
+                f"{said(row.sampling)} after the prompt {row.prompt}, the output {row.output} and "
+                f"the drafts {row.drafts}: "
                 f"token {token} came, but the logits "
                 f"{np.round(row.logits, 3).tolist()} become {np.round(values, 3).tolist()}, so "
                 f"that {int(values.argmax())} is right",
