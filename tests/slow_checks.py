@@ -46,6 +46,7 @@ SLOW_CHECKS = {
     f"{OF_BUILTINS}attention_sdpa::test_slots_are_numbered_beyond_16_bits": LARGE,
     f"{OF_MUTANTS}[attention-KeepsSlotsInSigned16Bits]": LARGE,
     f"{OF_MUTANTS}[parser-SearchesAllOfItAgain]": LARGE,
+    f"{OF_BUILTINS}sampler_default::test_many_calls": MANY_CASES,
     f"{OF_GARBAGE}[delta-None]": MANY_CASES,
     f"{OF_GARBAGE}[cumulative-stop1]": MANY_CASES,
     "tests/attention/test_other_gpus.py::test_attention_has_room_on_other_architectures[sm_75, "

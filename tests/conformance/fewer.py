@@ -6,7 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dovetail.testing.suites import kv_cache, parser, repeatable, scheduler, scheduler_loads
+from dovetail.testing.suites import (
+    kv_cache,
+    parser,
+    repeatable,
+    scheduler,
+    scheduler_loads,
+)
 
 # `dovetail.testing.runner.COMMAND`, with fewer examples in the suite's process.
 COMMAND = (
@@ -26,6 +32,7 @@ def use_fewer(change: Callable[[Any, str, Any], None]) -> None:
     change(scheduler, "for_all", for_some)
     # requests: half as many, of which 100 that overtake are still too many
     change(scheduler_loads, "FLOOD_S", 200)
+    change(scheduler, "LONG_BATCHES", scheduler_loads.LONG_BATCHES // 3)
     change(parser, "MIXED", parser.MIXED // 3)
     for name in ("SCRIPTS", "GROUP_SCRIPTS", "STATE_SCRIPTS"):
         change(kv_cache, name, getattr(kv_cache, name) // 6)
