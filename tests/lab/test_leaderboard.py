@@ -266,6 +266,20 @@ def test_figures_without_values_are_kept(tmp_path: Path, made_up: list[BoardRun]
     assert Results(tmp_path).of(entry, BoardRun("fcfs", "chat", 1)) is None
 
 
+def test_what_a_killed_process_left_doesn_t_spoil_the_next_result(
+    tmp_path: Path, made_up: list[BoardRun]
+) -> None:
+    [entry] = entries(["fcfs"])
+    run, another = (BoardRun("fcfs", "chat", seed) for seed in (0, 1))
+    Results(tmp_path).add(entry, run, figures())
+    [path] = tmp_path.iterdir()
+    with path.open("a") as file:
+        file.write('{"board": ')
+    Results(tmp_path).add(entry, another, figures(0.7))
+    kept = Results(tmp_path)
+    assert (kept.of(entry, run), kept.of(entry, another)) == (figures(), figures(0.7))
+
+
 def test_runs_with_other_figures_are_made_again(tmp_path: Path, made_up: list[BoardRun]) -> None:
     [entry], run = entries(["fcfs"]), BoardRun("fcfs", "chat", 0)
     Results(tmp_path).add(entry, run, figures())

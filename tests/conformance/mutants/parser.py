@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import ClassVar
 
@@ -215,3 +216,47 @@ class EndsAtThePiecesEnd(ThinkReasoning):
         self.content(self._held)
         self._held = ""
         return [*events, *super().feed("")]
+
+
+@mutant(caught_by="parser.verbatim")
+class CutsNames(HermesCalls):
+    def feed(self, text: str) -> list[Event]:
+        return [
+            replace(event, name=event.name[:64]) if isinstance(event, ToolCallStart) else event
+            for event in super().feed(text)
+        ]
+
+
+@mutant(caught_by="parser.verbatim")
+class WritesArgumentsAgain(Waits):
+    """Emits a call's arguments at its end, as a library writes them."""
+
+    def feed(self, text: str) -> list[Event]:
+        self.text += text
+        return []
+
+    def finish(self) -> list[Event]:
+        events = super().finish()
+        whole = "".join(one.text for one in events if isinstance(one, ToolCallArguments))
+        rest = [one for one in events if not isinstance(one, ToolCallArguments)]
+        with suppress(ValueError):
+            whole = json.dumps(json.loads(whole))
+        return [*rest, ToolCallArguments(0, whole)] if whole else rest
+
+
+@mutant(caught_by="parser.content")
+class DropsAByteOrderMark(HermesCalls):
+    begun = False
+
+    def feed(self, text: str) -> list[Event]:
+        if text and not self.begun:
+            self.begun = True
+            text = text.removeprefix("\ufeff")
+        return super().feed(text)
+
+
+@mutant(caught_by="parser.reasoning")
+class LeavesAtTheBeginningOfTheMark(ThinkReasoning):
+    @property
+    def in_reasoning(self) -> bool:
+        return super().in_reasoning and not self._held

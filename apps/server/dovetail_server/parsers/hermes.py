@@ -14,6 +14,10 @@ class HermesCalls(ClosedCalls):
 
     capabilities = ParserCapabilities(calls=True, templates=(("<tool_call>",),))
     examples = (
+        ParserExample(
+            '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
+            calls=(("f", '{"a": 1}'),),
+        ),
         ParserExample("Hi.", "Hi."),
         ParserExample('<tool_call>{"name":"f","arguments":{}}</tool_call>', calls=(("f", "{}"),)),
         ParserExample(

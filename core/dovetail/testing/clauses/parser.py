@@ -15,8 +15,11 @@ CLAUSES: Marks = {
     },
     "Content": held("events"),
     "Reasoning": held("events", "reasoning"),
-    "ToolCallStart": held("events"),
-    "ToolCallArguments": {"Concatenated": held("examples", "in_call"), "*": held("events")},
+    "ToolCallStart": held("events", "verbatim"),
+    "ToolCallArguments": {
+        "Concatenated": held("examples", "in_call", "verbatim"),
+        "*": held("events"),
+    },
     "ParserContext": {
         "schemas may be wrong": held("raises_nothing"),
         "no text is a call": held("no_tools"),

@@ -26,9 +26,10 @@ from dovetail.api.parser import (
     ToolCallArguments,
     ToolCallStart,
 )
-from dovetail.errors import describe
+from dovetail.errors import describe, shown
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
+from dovetail.testing.suites import odd_texts
 
 MIXED = 120  # random mixtures of parts
 PARTS = 8  # of a mixture, at most
@@ -77,7 +78,8 @@ ODD_SCHEMAS: tuple[Any, ...] = (
     {"$ref": "#"},
     {"anyOf": [1]},
 )
-NAMES = ("f", "get_weather-2", "g.h")
+LONG_NAME = "f_" + 90 * "n"  # above clients' usual limit
+NAMES = ("f", "get_weather-2", "g.h", LONG_NAME)
 # answers that are no calls, and begin as models like to
 ORDINARY = (
     '{"name": "f", "arguments": {}}',
@@ -87,6 +89,11 @@ ORDINARY = (
     "`f(x)` and f(a=1)",
     "Action: f, Function: g, call: h",
     "(1) first | second; # third",
+)
+# arguments that differ from what any library would write for the same values
+VERBATIM = (
+    '{ "a":  [1.0, 1e2] ,"b":"\\u00e9\\/é" }',
+    f'{{"long": "{70_000 * "x"}"}}',
 )
 ARGUMENTS = ("{}", '{"a": "}\\"<]"}', '{\n "a": [1, {"b": null}],\n "c": "é"\n}')
 
@@ -217,7 +224,7 @@ class ParserSuite(Suite):
         """An answer without calls and reasoning isn't content character by character, with the
         marks in it; or the text before, between or after examples is missing or changed. Emit
         held-back text in `finish`, and when it turns out not to be a call."""
-        for text in (WORDS, *self._texts):
+        for text in (WORDS, *odd_texts.TEXTS, *self._texts):
             parser = self._made()
             found = _added_up([*parser.feed(text), *parser.finish()])
             if not (
@@ -280,6 +287,31 @@ class ParserSuite(Suite):
                     f"{parser.in_call}",
                 )
 
+    @check("parser.verbatim", since="1.0", capability="calls")
+    def test_calls_are_as_the_model_wrote_them(self) -> None:
+        """An example's call with a longer name, or with other JSON for its arguments where the
+        example has them as they are, isn't found, or is changed. Emit arguments as they are
+        written."""
+        for example in self._examples:
+            if len(example.calls) != 1:
+                continue
+            [(name, arguments)] = example.calls
+            if not (_is_json(arguments) and arguments.startswith('{"')):
+                continue
+            before, verbatim, _ = example.text.partition(arguments)
+            if not verbatim or before.count(name) != 1:
+                continue
+            for other in VERBATIM:
+                text = example.text.replace(arguments, other).replace(name, LONG_NAME)
+                pieces = [text[:7], text[7 : len(text) // 2], text[len(text) // 2 :]]
+                tools = [{"type": "function", "function": {"name": LONG_NAME}}]
+                for given in ([text], pieces):
+                    found = self._parse(given, tools)
+                    require(
+                        found.calls == ((LONG_NAME, other),),
+                        f"{shown(text)}, in {len(given)} pieces, is parsed as {shown(found.calls)}",
+                    )
+
     @check("parser.reasoning", since="1.0", capability="reasoning")
     def test_reasoning_is_between_the_marks(self) -> None:
         """Text between the marks of `capabilities.reasoning` isn't reasoning, or what comes after
@@ -299,7 +331,12 @@ class ParserSuite(Suite):
                 parser.in_reasoning,
                 f"after {first}A thought, with starts_in_reasoning={starts}, in_reasoning is False",
             )
-            events += parser.feed(f"{end}So.")
+            events += parser.feed(end[:1])
+            require(
+                parser.in_reasoning or len(end) == 1,
+                f"after the beginning of the last mark, {end!r}, in_reasoning is False",
+            )
+            events += parser.feed(f"{end[1:]}So.")
             require(not parser.in_reasoning, f"after {end!r} and a word, in_reasoning is True")
             found = _added_up([*events, *parser.finish()])
             require(
@@ -397,7 +434,7 @@ class ParserSuite(Suite):
                 isinstance(form, CallForm),
                 f"call_form returned {form!r}, expected a CallForm or None",
             )
-            for arguments in ARGUMENTS:
+            for arguments in (*ARGUMENTS, *VERBATIM):
                 calls = [(name, arguments) for name in NAMES]
                 for written in [*([call] for call in calls), *([] if form.single else [calls])]:
                     texts = [
