@@ -750,6 +750,16 @@ class TakesADayForever(TakesADeadlineOfZeroForNone):
         return math.inf if deadline is None else min(deadline, 86400.0), request.arrival_time
 
 
+@mutant(caught_by="scheduler.order")
+class ServesWhoWaitsTheShortestFirst(TakesADeadlineOfZeroForNone):
+    """Orders by the time between arrival and deadline."""
+
+    def key(self, request: Request) -> tuple[float, float]:
+        deadline = request.deadline
+        wait = math.inf if deadline is None else deadline - request.arrival_time
+        return wait, request.arrival_time
+
+
 @mutant(caught_by="scheduler.replay")
 class GoesByTheHashOfClients(Plain):
     def schedule(self, step: Step) -> None:

@@ -82,12 +82,14 @@ def ranked() -> Scenario:
     each twice, far apart and close together, and without a deadline."""
     ranks: tuple[float | None, ...] = (None, 3.0, 0.0, -2.0, 1.0, -1.0, None, 0.0, -2.0)
     ranks += (2e9, 1e9, 2e5, 1e5, 300.0, 200.0, 1.75, 1.5, -200.0, -300.0, -1e9, -2e9)
+    ranks += (2.0**40 + 1, 2.0**40, -(2.0**40))
     first = Arrive((1, 2), max_tokens=3, priority=-9, deadline=-9.0)
     rest = (
         Arrive((1, i), max_tokens=2, priority=int(rank or 0), deadline=rank)
         for i, rank in enumerate(ranks)
     )
-    return Scenario(Shape(max_num_seqs=1), (first, *rest))
+    later = Arrive((1, 99), max_tokens=2, priority=2, deadline=300.0 - 1e-6)
+    return Scenario(Shape(max_num_seqs=1), (first, *rest, Run(2), later))
 
 
 def alike(overlap: bool) -> Scenario:
