@@ -299,9 +299,10 @@ def test_the_command_takes_waivers(site: Site) -> None:  # noqa: F811
     )
     assert (code, told.splitlines()[-1].startswith("CONFORMANT")) == (0, True)
     assert f"waived: {CHECK}: on purpose (https://example.org/1)" in told
-    declared = f'{spec}, waivers=("{CHECK}=on purpose https://example.org/1",)'
-    site.install("dovetail-raises", modules={"raises": components(declared)})
-    assert command("observer", "raises")[1].splitlines()[-1].endswith("1 waived")
+    waivers = f'waivers=("{CHECK}=on purpose https://example.org/1",)'
+    declared = spec.replace('name="raises"', 'name="declares"') + f", {waivers}"
+    site.install("dovetail-declares", modules={"declares": components(declared)})
+    assert command("observer", "declares")[1].splitlines()[-1].endswith("1 waived")
     code, told = command(
         "observer",
         "log",
