@@ -93,8 +93,10 @@ ORDINARY = (
 # arguments that differ from what any library would write for the same values
 VERBATIM = (
     '{ "a":  [1.0, 1e2] ,"b":"\\u00e9\\/é" }',
-    f'{{"long": "{70_000 * "x"}"}}',
+    f'{{"long": "{MAX_HELD // 2 * "x"}"}}',
 )
+# so long that a parser which emits whole calls gives up, wherever the text is cut
+TOO_LONG = f'{{"long": "{(MAX_HELD + 5_000) * "x"}"}}'
 ARGUMENTS = ("{}", '{"a": "}\\"<]"}', '{\n "a": [1, {"b": null}],\n "c": "é"\n}')
 
 
@@ -301,16 +303,19 @@ class ParserSuite(Suite):
             before, verbatim, _ = example.text.partition(arguments)
             if not verbatim or before.count(name) != 1:
                 continue
-            for other in VERBATIM:
+            tools = [{"type": "function", "function": {"name": LONG_NAME}}]
+            for other in (*VERBATIM, TOO_LONG):
                 text = example.text.replace(arguments, other).replace(name, LONG_NAME)
-                pieces = [text[:7], text[7 : len(text) // 2], text[len(text) // 2 :]]
-                tools = [{"type": "function", "function": {"name": LONG_NAME}}]
-                for given in ([text], pieces):
-                    found = self._parse(given, tools)
-                    require(
-                        found.calls == ((LONG_NAME, other),),
-                        f"{shown(text)}, in {len(given)} pieces, is parsed as {shown(found.calls)}",
-                    )
+                pieces = [text[:7], text[7:-4], text[-4:]]
+                found = self._parse([text], tools)
+                require(
+                    other == TOO_LONG or found.calls == ((LONG_NAME, other),),
+                    f"{shown(text)} is parsed as {shown(found.calls)}",
+                )
+                require(
+                    self._parse(pieces, tools) == found,
+                    f"{shown(text)} is parsed differently in three pieces",
+                )
 
     @check("parser.reasoning", since="1.0", capability="reasoning")
     def test_reasoning_is_between_the_marks(self) -> None:
