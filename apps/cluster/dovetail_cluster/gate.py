@@ -22,7 +22,13 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from dovetail_server.admission import HeldBytes, body_too_large, receive_body
+from dovetail_server.admission import (
+    BoundedReceive,
+    HeldBody,
+    HeldBytes,
+    body_too_large,
+    receive_body,
+)
 from dovetail_server.app import http_exception, middleware_of
 from dovetail_server.errors import HttpError
 from dovetail_server.front_end import new_event_loop
@@ -163,24 +169,14 @@ class Forward:
             await self._forward(scope, receive, send)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held = 0
+        held = HeldBody(self._bodies)
         most = self._settings.max_body_bytes
-
-        def hold(size: int) -> None:
-            nonlocal held
-            self._bodies.take(size - held, held)
-            held = size
-
+        timeout_s = self._settings.body_timeout_s
+        bounded = BoundedReceive(
+            scope, receive, most, body_too_large(most), timeout_s, held.grow_to
+        )
         try:
-            too_large = body_too_large(most)
-            body = b"".join(
-                [
-                    part
-                    async for part in receive_body(
-                        scope, receive, most, too_large, self._settings.body_timeout_s, hold
-                    )
-                ]
-            )
+            body = b"".join([part async for part in receive_body(bounded)])
             try:
                 reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
             except OSError:
@@ -197,14 +193,13 @@ class Forward:
                 del body
                 with suppress(OSError):  # the response reports it
                     await writer.drain()
-                self._bodies.release(held)
-                held = 0
+                held.release()
                 await self._pass_on(reader, send, watch)
             finally:
                 watch.cancel()
                 writer.close()
         finally:
-            self._bodies.release(held)
+            held.release()
 
     def _head(self, scope: Scope, size: int) -> bytes:
         path = self._path or scope["raw_path"]

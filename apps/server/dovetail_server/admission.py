@@ -1,8 +1,8 @@
 """`Admission`: limits on requests and tokens that wait for a first token, and the `Retry-After` of
 rejected requests.
 
-`BoundedReceive` and `receive_body` enforce the limits of one body, `HeldBytes` those of all
-together; the cluster's gate uses both, too.
+`BoundedReceive` enforces the limits of one body, `HeldBytes` those of all together; the cluster's
+gate uses both, too.
 """
 
 from __future__ import annotations
@@ -56,6 +56,24 @@ class HeldBytes:
 
     def release(self, size: int) -> None:
         self.held -= size
+
+
+class HeldBody:
+    """The bytes of one body that are in memory, which `HeldBytes` counts with those of others."""
+
+    def __init__(self, bodies: HeldBytes) -> None:
+        self._bodies = bodies
+        self._size = 0
+
+    def grow_to(self, size: int) -> None:
+        """Hold `size` bytes. Raises `HttpError` 429 above the limit of all bodies."""
+        self._bodies.take(size - self._size, self._size)
+        self._size = size
+
+    def release(self) -> None:
+        """Hold nothing any more."""
+        self._bodies.release(self._size)
+        self._size = 0
 
 
 def body_too_large(most: int) -> HttpError:
@@ -125,18 +143,10 @@ class BoundedReceive:
             ) from None
 
 
-async def receive_body(
-    scope: Scope,
-    receive: Receive,
-    most: int,
-    too_large: HttpError,
-    timeout_s: float | None,
-    hold: Callable[[int], None],
-) -> AsyncGenerator[bytes, None]:
-    """Yield a body in chunks. Raises what `BoundedReceive` does, and `ClientGone`."""
-    bounded = BoundedReceive(scope, receive, most, too_large, timeout_s, hold)
-    while not bounded.is_whole:
-        message = await bounded()
+async def receive_body(receive: BoundedReceive) -> AsyncGenerator[bytes, None]:
+    """Yield a body in chunks. Raises what `receive` raises, and `ClientGone`."""
+    while not receive.is_whole:
+        message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         yield message.get("body", b"")

@@ -46,7 +46,14 @@ from dovetail.serving import (
     check_counts,
     content_of,
 )
-from dovetail_server.admission import Admission, Ticket, body_too_large, receive_body
+from dovetail_server.admission import (
+    Admission,
+    BoundedReceive,
+    HeldBody,
+    Ticket,
+    body_too_large,
+    receive_body,
+)
 from dovetail_server.answer_size import with_bounded_answer
 from dovetail_server.batches.store import BatchStore
 from dovetail_server.engine import ServedEngine
@@ -242,7 +249,7 @@ class Exchange:
         self.ignored: list[str] = []  # advisory fields of the body without effect
         self.started = False  # the response head has been sent
         self.stream: EventStream | None = None
-        self._held_bytes = 0  # of the body, until the prompt is ready
+        self._held = HeldBody(self.server.admission.bodies)  # until the prompt is ready
         self._ticket: Ticket | None = None  # while the prompt is prepared
         self._body_bytes = 0
         self._client: str | None = None  # from the body
@@ -328,12 +335,11 @@ class Exchange:
         """
 
         def hold(size: int) -> None:
-            held = size if most_held is None else min(size, most_held)
-            self.server.admission.bodies.take(held - self._held_bytes, self._held_bytes)
-            self._held_bytes = held
+            self._held.grow_to(size if most_held is None else min(size, most_held))
 
+        timeout_s = self.server.settings.body_timeout_s
         return receive_body(
-            self.scope, self.receive, most, too_large, self.server.settings.body_timeout_s, hold
+            BoundedReceive(self.scope, self.receive, most, too_large, timeout_s, hold)
         )
 
     @property
@@ -400,8 +406,7 @@ class Exchange:
             )
 
     def _leave(self) -> None:
-        self.server.admission.bodies.release(self._held_bytes)
-        self._held_bytes = 0
+        self._held.release()
         if self._ticket is not None:
             self._ticket.leave(begun=False)
 

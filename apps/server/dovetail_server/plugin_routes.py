@@ -35,7 +35,7 @@ from dovetail.serving import (
     excess_of,
     make_routes,
 )
-from dovetail_server.admission import BoundedReceive, body_too_large
+from dovetail_server.admission import BoundedReceive, HeldBody, body_too_large
 from dovetail_server.errors import HttpError, http_error
 from dovetail_server.exchange import Server
 
@@ -264,22 +264,6 @@ def _is_read_from(text: str, body: bytes, is_cut: bool) -> bool:
     return text.startswith(beginning[:-1])  # its last letter may be cut
 
 
-class _Held:
-    """The bytes of a request's body, which count with those of the server's own routes."""
-
-    def __init__(self, server: Server) -> None:
-        self._bodies = server.admission.bodies
-        self._size = 0
-
-    def hold(self, size: int) -> None:
-        self._bodies.take(size - self._size, self._size)
-        self._size = size
-
-    def release(self) -> None:
-        self._bodies.release(self._size)
-        self._size = 0
-
-
 class GuardedRoute(BaseRoute):
     """A plugin's route: its errors are answered, and named in the log."""
 
@@ -302,14 +286,14 @@ class GuardedRoute(BaseRoute):
             return
         server: Server = scope["app"].state.server
         most = server.settings.max_body_bytes
-        held = _Held(server)
+        held = HeldBody(server.admission.bodies)
         bounded = BoundedReceive(
             scope,
             receive,
             most,
             body_too_large(most),
             server.settings.body_timeout_s,
-            held.hold,
+            held.grow_to,
         )
         try:
             await self._answer(scope, bounded, send, most)
