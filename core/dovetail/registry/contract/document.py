@@ -95,7 +95,7 @@ class Module(_Model):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names."""
+        """Return the names of types, functions and constants."""
         return (*self.types, *self.functions, *self.constants)
 
 
@@ -186,10 +186,7 @@ class Contract(_Model):
         """Return the names that can be imported from a module; None if it isn't here."""
         if module == "dovetail.api":
             return {*self.exports, *(name.rpartition(".")[2] for name in self.modules)}
-        if module not in self.modules:
-            return None
-        found = self.modules[module]
-        return {*found.types, *found.functions, *found.constants}
+        return set(self.modules[module].names) if module in self.modules else None
 
     def at(self, version: str) -> Contract:
         """Return the contract as of an older version. Raises `ConfigError` for a version that this

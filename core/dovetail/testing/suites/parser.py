@@ -30,17 +30,12 @@ from dovetail.errors import describe, shown
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites import odd_texts
+from dovetail.testing.suites.proportional import require_proportional
 
 MIXED = 120  # random mixtures of parts
 PARTS = 8  # of a mixture, at most
 PAIRS = 250  # pairs of cuts of an example, at most
 SLACK = 1_000  # characters that may be held back beyond MAX_HELD, and that prose may lag behind
-LONG = 2**17  # characters of a long answer, in pieces of 64
-SHORT = LONG // 8
-# a long answer takes so much CPU time, and so many times a short one's: more than in proportion
-SLOW_S = 0.1
-SLOWER = 20
-TRIES = 3  # all of them have to be slow, since one may be interrupted
 NEAR_MISSES = (
     "<",
     "<<",
@@ -418,17 +413,7 @@ class ParserSuite(Suite):
         """A text eight times as long took far more than eight times the time. Don't search the
         whole text again for each piece."""
         for pattern in ("<", WORDS, *self._marks):
-            text = (pattern * LONG)[:LONG]
-            for _ in range(TRIES):
-                short_s = self._seconds(text[:SHORT])
-                long_s = self._seconds(text)
-                slow = long_s > SLOW_S and long_s > SLOWER * short_s
-                if not slow:
-                    break
-            require(
-                not slow,
-                f"{pattern!r}: {SHORT} characters took {short_s:.3f} s, {LONG} took {long_s:.3f} s",
-            )
+            require_proportional(pattern, self._seconds)
 
     @check("parser.call_form", since="1.0", capability="call_form")
     def test_it_reads_the_calls_that_a_model_is_constrained_to(self) -> None:

@@ -199,13 +199,7 @@ class SchedulerSuite(Suite):
         """Requests whose ids are equal in part, or but for case, were taken for one another, or the
         policy reads something from ids. Keep values by the whole id, as it is."""
         for overlap in (True, False):
-            scenario = alike(overlap)
-            world = self._world(scenario.shape).play(scenario.acts)
-            require(world.dead is None, f"the engine ended: {world.dead}")
-            require(
-                not world.unfinished,
-                f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}",
-            )
+            self._played_to_the_end(alike(overlap))
 
     @check("scheduler.long_run", since="1.0")
     def test_long_run(self) -> None:
@@ -253,10 +247,7 @@ class SchedulerSuite(Suite):
             require(
                 not isinstance(world.dead, SchedulerStalled), f"the engine stalled: {world.dead}"
             )
-            require(
-                not world.unfinished,
-                f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}",
-            )
+            _require_finished(world)
             times.append(world.watch.own_s / max(1, len(world.watch.planned)))
 
         times: list[float] = []
@@ -277,13 +268,7 @@ class SchedulerSuite(Suite):
         repeated in the next step that shows the request; those in `held_back` will be shown
         again."""
         for overlap in (True, False):
-            scenario = adapted(overlap)
-            world = self._world(scenario.shape).play(scenario.acts)
-            require(world.dead is None, f"the engine ended: {world.dead}")
-            require(
-                not world.unfinished,
-                f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}",
-            )
+            self._played_to_the_end(adapted(overlap))
 
     @check("scheduler.indivisible", since="1.0")
     def test_indivisible(self) -> None:
@@ -293,14 +278,7 @@ class SchedulerSuite(Suite):
         with `Grant.tokens`."""
         for overlap in (True, False):
             for prefill_limit in (None, 2.0):
-                scenario = indivisible(overlap, prefill_limit)
-                world = self._world(scenario.shape).play(scenario.acts)
-                require(world.dead is None, f"the engine ended: {world.dead}")
-                require(
-                    not world.unfinished,
-                    f"unfinished after {world.steps} steps: "
-                    f"{', '.join(map(repr, world.unfinished))}",
-                )
+                world = self._played_to_the_end(indivisible(overlap, prefill_limit))
                 tokens = {request.id: request.prompt_tokens for request in world.requests}
                 parts = [
                     (name, count)
@@ -371,13 +349,7 @@ class SchedulerSuite(Suite):
         requests with `prefill_left`; or declare `prefill_limited=False`, and cap the prompts of a
         step yourself."""
         for overlap in (True, False):
-            scenario = streamed(overlap)
-            world = self._world(scenario.shape).play(scenario.acts)
-            require(world.dead is None, f"the engine ended: {world.dead}")
-            require(
-                not world.unfinished,
-                f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}",
-            )
+            self._played_to_the_end(streamed(overlap))
 
     @check("scheduler.order", since="1.0", capability="order")
     def test_order(self) -> None:
@@ -437,6 +409,13 @@ class SchedulerSuite(Suite):
         require(not found, f"while requests were served, it called {', '.join(found)}")
 
     # Running scenarios
+
+    def _played_to_the_end(self, scenario: Scenario) -> World:
+        """Play a scenario, after which all requests have ended."""
+        world = self._world(scenario.shape).play(scenario.acts)
+        require(world.dead is None, f"the engine ended: {world.dead}")
+        _require_finished(world)
+        return world
 
     def _require_patience(self, who: str, scenario: Scenario, victims: range) -> None:
         """Check that not too many later requests end before the victims of a flood, which are given
@@ -501,6 +480,14 @@ def _require_alive(world: World) -> None:
     everything else must hold until then."""
     if world.dead is not None and not isinstance(world.dead, SchedulerStalled):
         fail(f"the engine ended: {world.dead}", world.dead)
+
+
+def _require_finished(world: World) -> None:
+    """Require that no request is unfinished."""
+    require(
+        not world.unfinished,
+        f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}",
+    )
 
 
 def _try_to_grant_more(shown: Shown) -> None:

@@ -25,15 +25,10 @@ from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites import tokenizer_elsewhere
 from dovetail.testing.suites.odd_texts import TEXTS
+from dovetail.testing.suites.proportional import require_proportional
 from dovetail.testing.suites.tokenizer_chats import CARRIED, ODD, USER
 
 LONG = 200_000  # characters of the long texts
-LARGE = 2**17  # characters of a large text, whose time is compared with that of a small one
-SMALL = LARGE // 8
-# a large text takes so much CPU time, and so many times a small one's: more than in proportion
-SLOW_S = 0.1
-SLOWER = 20
-TRIES = 3  # all of them have to be slow, since one may be interrupted
 PIECES = 500  # of the vocabulary that are encoded as texts, at most
 BEGINNING = "a long beginning, " * 8
 OFTEN = 1_000  # texts that are encoded before the first ones are encoded again
@@ -206,17 +201,7 @@ class TokenizerSuite(Suite):
         """A text of words that is eight times as long took far more than eight times the time.
         Split a text before merging, or keep the merges that are possible in a queue."""
         for piece in ("a ", "word, 12\n", "\u6f22\u5b57\u3002"):
-            text = (piece * LARGE)[:LARGE]
-            for _ in range(TRIES):
-                small_s = self._seconds(text[:SMALL])
-                large_s = self._seconds(text)
-                slow = large_s > SLOW_S and large_s > SLOWER * small_s
-                if not slow:
-                    break
-            require(
-                not slow,
-                f"{piece!r}: {SMALL} characters took {small_s:.3f} s, {LARGE} took {large_s:.3f} s",
-            )
+            require_proportional(piece, self._seconds)
 
     @check("tokenizer.threads", since="1.0")
     def test_several_threads_may_encode(self) -> None:
