@@ -80,7 +80,7 @@ class Result:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What a later result replaces."""
+        """Return the values that identify a result: a later one with the same values replaces it."""
         return (self.package, self.version, self.component, self.dovetail, self.device)
 
 
@@ -195,15 +195,16 @@ def main(
     results: Annotated[Path, typer.Option(help="The file of results.")] = RESULTS,
 ) -> None:
     """Try listed packages with releases of Dovetail."""
+    chosen = [one for one in listed(packages) if not package or one.name in package]
+    if unlisted := set(package) - {one.name for one in chosen}:
+        raise typer.BadParameter(f"{', '.join(sorted(unlisted))}: not listed in {packages}")
     known = {one.key: one for one in kept(results)}
     failed = False
     with tempfile.TemporaryDirectory() as built:
         subprocess.run([ROOT / "tests/wheels.sh", built, sys.executable, "-m", "pip"], check=True)
         links = [f"--find-links={folder.resolve()}" for folder in (Path(built), *find_links)]
         for wheel in dovetail or Path(built).glob("dovetail_llm-*.whl"):
-            for one in listed(packages):
-                if package and one.name not in package:
-                    continue
+            for one in chosen:
                 for release in releases(one, links):
                     for result in tried(one, release, wheel, device, links):
                         typer.echo(f"{result.package} {result.version}: {result.says}")
