@@ -20,7 +20,7 @@ from dovetail.nn.feed_forward import GatedFeedForward
 from dovetail.nn.linear import MergedColumnParallelLinear, RowParallelLinear
 from dovetail.nn.moe import Experts, SparseFeedForward
 from dovetail.nn.norm import Norm, RMSNorm
-from dovetail.nn.parameter import Weight, share, weight_rules
+from dovetail.nn.parameter import share, weight_rules
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rotation
 from dovetail.nn.state import ShortConv
@@ -128,13 +128,13 @@ class Lfm2SparseFeedForward(SparseFeedForward):
         router = GroupedRouter(hidden, count, grouping, context)
         experts = Experts(hidden, inner, count, context, per_token=per_token)
         super().__init__(router, experts, normalize=config.norm_topk_prob)
-        self.correction: Weight | None = router.e_score_correction_bias
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
-        # without its correction, which has another name
+        assert isinstance(self.router, GroupedRouter)
         yield WeightRule(f"{prefix}gate.weight", self.router.weight)
-        if self.correction is not None:
-            yield WeightRule(f"{prefix}expert_bias", self.correction)
+        correction = self.router.e_score_correction_bias
+        if correction is not None:
+            yield WeightRule(f"{prefix}expert_bias", correction)
         yield from self.experts.weights(f"{prefix}experts.", "w1", "w3", "w2")
 
 

@@ -1387,7 +1387,7 @@ class ResetKeepsCheckpoints(PrefixCache):
                 self._pool.unpublish(block, key)
 
 
-# What is told apart by a short form only
+# Managers that compare cache keys in a shortened form
 
 
 class _OtherKeys(PrefixCache):

@@ -34,7 +34,7 @@ STEPS = 3
 
 
 class OnlyToken(LogitsProcessor):
-    """Leaves a row one token."""
+    """Logits processor that leaves a row one token."""
 
     class Arguments(BaseModel):
         token: int
@@ -61,7 +61,7 @@ REFS = tuple(
 
 
 class ExecutorProcessors(ExecutorSubject):
-    """Rows with and without logits processors."""
+    """Checks of rows with logits processors, beside rows without."""
 
     @check("executor.processors", since="1.0", capability="logits_processors")
     def test_rows_get_the_processors_that_they_ask_for(self) -> None:

@@ -16,7 +16,7 @@ IMPOSSIBLE: tuple[dict[str, Any], ...] = (
 
 
 class ExecutorSettings(ExecutorSubject):
-    """Settings that an executor can't serve."""
+    """Checks that an executor refuses settings that it can't serve."""
 
     @check("executor.settings", since="1.0", capability="samples")
     def test_settings_that_can_not_be_served_are_refused(self) -> None:

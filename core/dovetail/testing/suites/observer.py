@@ -205,8 +205,8 @@ class ObserverSuite(Suite):
     @check("observer.failed_run", since="1.0")
     def test_it_survives_a_run_that_fails(self) -> None:
         """A method raised an exception after an error had ended the engine. The engine then calls
-        `on_finished` with "error" for every request, and `on_stopped` with the exception. Report
-        it, don't raise it."""
+        `on_finished` for each request, with the finish reason "error", and `on_stopped` with the
+        exception. Log the exception instead of raising one."""
         spy = self._play(FAILING, policy=_Fails, stopped=True)
         require(spy.world.dead is not None, "the suite's failing policy didn't end the engine")
         spy.require_quiet("a run that an error ended")

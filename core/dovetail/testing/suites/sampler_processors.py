@@ -48,7 +48,7 @@ def leave_second(logits: torch.Tensor, first: int) -> None:
 
 
 class SamplerProcessors(SamplerGraphs):
-    """What a `process` is given, and what becomes of its changes."""
+    """Checks of the logits that a `process` gets, and of sampling from the logits that it leaves."""
 
     @check("sampler.processed", since="1.0", capability="processors")
     def test_processed(self) -> None:

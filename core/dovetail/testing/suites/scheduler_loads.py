@@ -78,8 +78,9 @@ def crowd(*, scarce: bool) -> Scenario:
 
 
 def ranked() -> Scenario:
-    """One sequence at a time, and requests that wait for it with priorities and deadlines below, at and above 0,
-    each twice, far apart and close together, and without a deadline."""
+    """One sequence at a time, and requests that wait for it with priorities and deadlines below, at
+    and above 0, each twice, far apart and close together, and without a deadline. The last one
+    arrives later."""
     ranks: tuple[float | None, ...] = (None, 3.0, 0.0, -2.0, 1.0, -1.0, None, 0.0, -2.0)
     ranks += (2e9, 1e9, 2e5, 1e5, 300.0, 200.0, 1.75, 1.5, -200.0, -300.0, -1e9, -2e9)
     ranks += (2.0**40 + 1, 2.0**40, -(2.0**40))

@@ -99,7 +99,7 @@ def _sleep_after_telling(real_sleep: Callable[[float], None]) -> Callable[[float
 
 
 class _Heard(threading.local):
-    """Names of blocking calls of this thread; None: nobody listens."""
+    """This thread's list of blocking calls by name; None while no check listens."""
 
     names: list[str] | None = None
 
@@ -119,7 +119,7 @@ def _hear(event: str, arguments: object) -> None:
 
 
 class _JumpingDate(datetime.datetime):
-    """Is an hour later at each reading."""
+    """A `datetime` whose current time is an hour later at each call."""
 
     _readings = itertools.count(1)
 

@@ -66,7 +66,8 @@ def draft_costs(
 ) -> tuple[tuple[int, float], ...]:
     """Let the draft model, or the head, propose `drafts` for each of some numbers of rows with few
     tokens, and return the seconds of each number by draft, the host's work included. Empty if rows
-    are too short for that, or a step of `max_tokens` can't check as many. As with `line_costs`, rows are empty before and after."""
+    are too short for that, or a step of `max_tokens` can't check as many. As with `line_costs`,
+    rows are empty before and after."""
     rows = runner.rows
     costs = list[tuple[int, float]]()
     lines = min(rows.max_lines, max_tokens)
