@@ -57,6 +57,7 @@ executor: dovetail:local
 observers: []
 speculation: null
 adapters: null
+media: {images: true, cache_rows: 16384, step_rows: 4096, hosts: []}
 plugins: {allow: null, deny: [], require: []}
 """
 
@@ -362,6 +363,7 @@ def test_every_setting_of_an_executor_is_that_of_the_config(tmp_path: Path) -> N
         "speculation": {"max_drafts": 3},
         "adapters": {"slots": 2, "max_rank": 8},
         "pooling": {"method": "mean"},
+        "media": {"cache_rows": 77, "step_rows": 7},
         "kv_cache_dtype": "fp8",
     }
     made = EngineConfig.load({**values, **parts}).executor_config(tmp_path, tmp_path / "d", head)
@@ -374,6 +376,8 @@ def test_every_setting_of_an_executor_is_that_of_the_config(tmp_path: Path) -> N
         "pooling": {"method": "mean"},
         "max_adapters": 2,
         "max_adapter_rank": 8,
+        "media_cache_rows": 77,
+        "media_step_rows": 7,
     }
     found = {field.name: getattr(made, field.name) for field in fields(made)}
     assert found == expected | {"features": ()}

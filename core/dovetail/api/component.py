@@ -37,15 +37,15 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
-    "scheduler": "1.0",
-    "kv_cache": "1.0",
+    "scheduler": "1.1",
+    "kv_cache": "1.1",
     "attention": "1.0",
-    "model": "1.0",
+    "model": "1.1",
     "sampler": "1.0",
     "grammar": "1.0",
-    "executor": "1.0",
-    "observer": "1.0",
-    "drafter": "1.0",
+    "executor": "1.1",
+    "observer": "1.1",
+    "drafter": "1.1",
     "tokenizer": "1.0",
     "logits_processor": "1.0",
     "parser": "1.0",

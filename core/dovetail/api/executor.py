@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationInfo
 from dovetail.api.clock import Clock
 from dovetail.api.component import Kind, NoOptions
 from dovetail.api.kv_cache import KVLayout, PageCopy
+from dovetail.api.media import MediaCapacity
 from dovetail.api.sampler import RowSampling
 from dovetail.api.targets import import_target, make_component
 from dovetail.errors import PluginError, UnsupportedError
@@ -106,6 +107,9 @@ class ExecutorConfig:
     # `dovetail_executors.runtime.feature_plans.feature_plans`, and returns a `FeaturePlan`.
     # Picklable.
     features: tuple[Callable[..., Any], ...] = ()
+    # slots of the device's cache of images' rows, 0: no images; and rows that a step encodes
+    media_cache_rows: int = 0
+    media_step_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +237,7 @@ class Capacity:
     # What further features offer, one object of a type each. Its method `feature` makes their side
     # of the loop, a `dovetail.engine.feature.EngineFeature`
     parts: tuple[Any, ...] = ()
+    media: MediaCapacity | None = None  # None: it computes no images
 
     def part(self, kind: type[Part]) -> Part | None:
         """Return the part of that type; None if there is none."""

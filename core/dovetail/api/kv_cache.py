@@ -167,13 +167,15 @@ class KVCapabilities:
     computed. `fork`: samples share a prompt's blocks. `trim`: it releases blocks that have left the
     sliding window. `groups`: it serves layouts of several groups, or of blocks of several pages;
     otherwise such a model is refused at load. `states`: it serves layouts with a recurrent group;
-    otherwise those are refused, too."""
+    otherwise those are refused, too. `media`: it tells prompts with different `Request.media`
+    apart; otherwise their digests are in `cache_keys`, so that it shares less."""
 
     reuse: bool = False
     fork: bool = False
     trim: bool = False
     groups: bool = False
     states: bool = False
+    media: bool = False
 
 
 Pages = tuple[int, ...]  # page ids, block after block: `pages_per_block` of each

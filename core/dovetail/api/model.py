@@ -46,11 +46,13 @@ class ParallelGroup(Protocol):
 @dataclass(frozen=True, slots=True)
 class ModelCapabilities:
     """Features that a model supports. `tensor_parallel`: it can be split over ranks. `taps`: what
-    it builds is `Tapped`. `types`: it reads `ModelInputs.types`."""
+    it builds is `Tapped`. `types`: it reads `ModelInputs.types`. `media`: it reads
+    `ModelInputs.rows`, `is_row` and `axes`."""
 
     tensor_parallel: bool = False
     taps: bool = False
     types: bool = False
+    media: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,15 @@ class ModelInputs:
     # [tokens] int64, only for a model with `ModelCapabilities.types`: the tokens' types, 1 from the
     # second text of a pair on; None: all are 0
     types: torch.Tensor | None = None
+    # only for a model with `ModelCapabilities.media`, and steps with images. [levels, tokens,
+    # hidden] in the model's dtype: where `is_row` is set, rows[0] replaces the embedding, after its
+    # scale, and rows[i] is added to the residual stream after layer i - 1; elsewhere they mean
+    # nothing
+    rows: torch.Tensor | None = None
+    is_row: torch.Tensor | None = None  # [tokens] bool; None if and only if `rows` is
+    # [3, tokens] int64, of a model whose rotary positions have three axes (time, height, width):
+    # the positions to rotate by; None: `positions` on each axis
+    axes: torch.Tensor | None = None
 
 
 class CausalLM(Protocol):

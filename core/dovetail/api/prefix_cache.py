@@ -53,6 +53,7 @@ from dovetail.api.kv_cache import (
 )
 from dovetail.errors import DovetailError, PluginError
 from dovetail.request import Request
+from dovetail.request.media import same_tokens
 
 HOOKS = ("rank", "on_hit", "on_evict")
 ENDLESS = 1 << 62  # tokens of a state, which is one block however many tokens
@@ -243,7 +244,9 @@ class PrefixCache(KVCacheManager):
     on its first lookup or commit, then block by block as it generates; the hashes are kept until
     `free`. Hashes of a beginning shared with the previous request aren't recomputed."""
 
-    capabilities = KVCapabilities(reuse=True, fork=True, trim=True, groups=True, states=True)
+    capabilities = KVCapabilities(
+        reuse=True, fork=True, trim=True, groups=True, states=True, media=True
+    )
     options: PrefixOptions
 
     def __init__(self, options: BaseModel, context: KVContext) -> None:
@@ -949,10 +952,9 @@ class PrefixCache(KVCacheManager):
                     f"{group.number}",
                     source,
                 )
-        if (
-            parent.cache_keys != child.cache_keys
-            or parent.prompt_token_ids[:num_tokens] != child.prompt_token_ids[:num_tokens]
-        ):
+        same = same_tokens(parent.prompt_array, parent.media, child.prompt_array, child.media)
+        needed = min(num_tokens, max(parent.prompt_tokens, child.prompt_tokens))
+        if parent.cache_keys != child.cache_keys or same < needed:
             raise DovetailError(
                 f"KV cache: requests {parent.id!r} and {child.id!r} differ in their first "
                 f"{num_tokens} tokens or their cache_keys"

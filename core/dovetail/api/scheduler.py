@@ -28,6 +28,7 @@ class Refusal(Enum):
     )
     SEQS = "max_num_seqs requests run in this step already"
     MEMORY = "not enough free pages, even if all offered requests were evicted"
+    MEDIA = "this step encodes as many images as it may"
     ADAPTERS = "every slot for adapters was taken in this step"
     NOT_NOW = (
         "granted, evicted or rejected in this step already, or waiting for tokens in flight, "

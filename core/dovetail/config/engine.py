@@ -274,6 +274,30 @@ class Adapters(BaseModel):
         return 2 * self.slots if self.host_copies is None else self.host_copies
 
 
+class Media(BaseModel):
+    """Images in prompts, of models that read them."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
+
+    images: bool = True
+    """Load the model's image encoder, if it has one. false: serve its text only, in less memory."""
+
+    cache_rows: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 16384
+    """Rows of encoded images that stay on the device; a row is one token of an image. An image with
+    more is refused."""
+
+    step_rows: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 4096
+    """Rows of images that a step encodes; an image with more is encoded in a step of its own."""
+
+    hosts: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=253)], ...], Field(strict=False)
+    ] = ()
+    """Hosts from which images may be fetched by URL (https, or http). Empty: images come in the
+    request only. Private addresses are never fetched."""
+
+
 class EngineConfig(BaseModel):
     """Settings of an engine: the keys and defaults of `engine.yaml`. Frozen; unknown keys are
     errors."""
@@ -413,6 +437,9 @@ class EngineConfig(BaseModel):
 
     adapters: Adapters | None = None
     """LoRA adapters. null: disabled."""
+
+    media: Annotated[Media, Field(strict=False)] = Media()
+    """Images in prompts."""
 
     plugins: Annotated[PluginSelection, Field(strict=False)] = PluginSelection()
     """Distributions whose plugins are used; the environment variable
@@ -635,6 +662,8 @@ class EngineConfig(BaseModel):
             max_adapter_rank=Adapters().max_rank
             if self.adapters is None
             else self.adapters.max_rank,
+            media_cache_rows=self.media.cache_rows if self.media.images else 0,
+            media_step_rows=self.media.step_rows,
         )
 
 

@@ -101,6 +101,21 @@ class Limits(BaseModel):
     max_logprobs: CountOrZero = 20
     """Maximum number of alternatives per token (`logprobs`, `prompt_logprobs`)."""
 
+    max_images: CountOrZero = 16
+    """Maximum number of images of one prompt."""
+
+    max_image_bytes: Count = 20 * 2**20
+    """Maximum size of an image's file, in bytes, before it is decoded."""
+
+    max_image_pixels: Count = 50_000_000
+    """Maximum number of pixels of an image, read from its header before it is decoded."""
+
+    max_image_s: Annotated[float, Field(gt=0, le=86_400)] = 10.0
+    """Timeout for decoding and preparing one image, in a separate process, in seconds."""
+
+    max_image_memory: Annotated[int, Field(ge=2**29, lt=2**63)] = 4 * 2**30
+    """Memory limit of a process that decodes images, in bytes."""
+
     max_chat_chars: Count = 10_000_000
     """Maximum number of characters of a conversation, before and after the chat template."""
 

@@ -46,6 +46,18 @@ class EngineFeature:
         """
         return None
 
+    def most(self, request: LiveRequest, start: int, tokens: int, least: int) -> int:
+        """Return how many of the request's tokens from number `start` on may be granted: at most
+        `tokens`, 0 for none; fewer than `least` are refused. Asked while its prompt is computed.
+        Changes nothing."""
+        return tokens
+
+    def granted(self, request: LiveRequest, start: int, tokens: int) -> None:
+        """The step being planned computes these tokens of a prompt, as `most` has allowed."""
+
+    def taken_back(self, request: LiveRequest, start: int, tokens: int) -> None:
+        """The step doesn't compute these tokens, which were granted in it."""
+
     def admitted(self, request: LiveRequest) -> None:
         """`request` runs from now on; its step is being planned."""
 

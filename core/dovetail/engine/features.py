@@ -6,6 +6,7 @@ from __future__ import annotations
 from dovetail.api.executor import Capacity
 from dovetail.engine.adapters import AdapterSlots
 from dovetail.engine.feature import EngineFeature
+from dovetail.engine.media import EncoderSlots
 from dovetail.engine.pooling import Pooling
 from dovetail.engine.prompt_logprobs import DeliversPromptLogprobs
 
@@ -20,4 +21,6 @@ def features_of(capacity: Capacity, slot_wait_s: float = 0.0) -> list[EngineFeat
         features.append(Pooling())
     if capacity.adapters is not None:
         features.append(AdapterSlots(capacity.adapters.slots, slot_wait_s))
+    if capacity.media is not None:
+        features.append(EncoderSlots(capacity.media.cache_rows, capacity.media.step_rows))
     return [*features, *(part.feature() for part in capacity.parts)]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dovetail.engine.adapter import Adapter
     from dovetail.engine.constraint import Constraint
     from dovetail.engine.finish import Finish, Gate, Preparation, TokenWatcher
+    from dovetail.request.media import MediaItem
 
 
 MAX_PAUSES = 100  # of a request, whose times are kept
@@ -58,6 +59,7 @@ class LiveRequest(Request):
         "gates",
         "granted",
         "in_flight",
+        "items",
         "keeps_row",
         "last_computed",
         "last_token_time",
@@ -96,6 +98,7 @@ class LiveRequest(Request):
         constraint: Constraint | None = None,
         pooling: RowPooling | None = None,
         adapter: Adapter | None = None,
+        items: tuple[MediaItem, ...] = (),
         **fields: Any,
     ) -> None:
         """Make a request that hasn't arrived.
@@ -114,6 +117,7 @@ class LiveRequest(Request):
         )
         self.pooling = pooling
         self.adapter = adapter
+        self.items = items  # one for each span of `media`
         # its row has what is pooled of its prompt up to now
         self.keeps_row = pooling is not None and params.prompt_logprobs is not None
         # it waits for them before policies see it

@@ -21,6 +21,7 @@ from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.siblings import fork_source
 from dovetail.errors import DovetailError, PolicyError
 from dovetail.request import Request
+from dovetail.request.media import same_tokens
 
 _ELSEWHERE = "in an engine that isn't its own"
 _GRANT_OF_ONE = Grant(1)
@@ -170,9 +171,8 @@ class PlannedStep:
             return 0
         whole = self._books.layout.hit_tokens
         most = (min(one.prompt_tokens, other.prompt_tokens) - 1) // whole * whole
-        differs = one.prompt_array[:most] != other.prompt_array[:most]
-        same = int(differs.argmax()) if differs.any() else most
-        return same // whole * whole
+        same = same_tokens(one.prompt_array, one.media, other.prompt_array, other.media)
+        return min(same, most) // whole * whole
 
     def cost(self, request: Request) -> Cost:
         request = self._check_known(request)
@@ -369,19 +369,45 @@ class PlannedStep:
         if (no_row := self._no_row(request)) is not None:
             return no_row
         room_for = end if reserve and self._may_reserve(end) else start + tokens
-        if start < request.prefill_end:  # the limit slows computing, and spares no memory
-            allowed = max(self._prompt_tokens_left(), 0 if self.prefill_tokens else least)
-            tokens = int(min(tokens, allowed))
-        if tokens < least:
-            return Refusal.PREFILL_LIMIT
+        if start < request.prefill_end:  # the limits slow computing, and spare no memory
+            tokens, limit = self._limited(request, start, tokens, least)
+            if tokens < least:
+                return limit
         if refusal is not None:
             return refusal
         if not self._take_or_evict(request, source, room_for, evict):
             return Refusal.MEMORY
         if waits:
             self._admit(request)
-        self._book(request, min(tokens, end - request.num_computed))
+        return self._book_from(request, start, tokens, end)
+
+    def _limited(
+        self, request: LiveRequest, start: int, tokens: int, least: int
+    ) -> tuple[int, Refusal]:
+        """Return how many tokens of its prompt the limits allow, and which one allows the least."""
+        allowed = max(self._prompt_tokens_left(), 0 if self.prefill_tokens else least)
+        tokens = int(min(tokens, allowed))
+        if tokens < least:
+            return tokens, Refusal.PREFILL_LIMIT
+        return self._allowed(request, start, tokens, least), Refusal.MEDIA
+
+    def _book_from(self, request: LiveRequest, start: int, tokens: int, end: int) -> Refusal | None:
+        """Book `tokens` tokens from `start` on. Its blocks may hold a longer prefix by now, which
+        an eviction has left."""
+        begun = request.num_computed
+        if begun != start:
+            tokens = self._allowed(request, begun, min(tokens, end - begun), 1)
+            if not tokens:
+                self._preempt(request)
+                return Refusal.MEDIA
+        self._book(request, tokens)
         return None
+
+    def _allowed(self, request: LiveRequest, start: int, tokens: int, least: int) -> int:
+        """Return how many tokens of its prompt the features allow; see `EngineFeature.most`."""
+        for feature in self._books.asking.get(request, ()):
+            tokens = feature.most(request, start, tokens, least)
+        return tokens
 
     def _admit(self, request: LiveRequest) -> None:
         self._books.admit(request)
@@ -561,7 +587,7 @@ class PlannedStep:
         return (
             end <= min(found, other.num_computed)
             and request.cache_keys == other.cache_keys
-            and _known(request)[:end] == _known(other)[:end]
+            and _same_beginning(request, other, end)
         )
 
     @property
@@ -607,6 +633,8 @@ class PlannedStep:
             # batch's K and V before it attends.
             self.prefilled[request] = before
             self._books.commit(request)
+            for feature in self._books.asking.get(request, ()):
+                feature.granted(request, before, tokens)
         if self.decisions is not None:
             self._log(request, Act.GRANTED, tokens)
 
@@ -638,6 +666,8 @@ class PlannedStep:
         request.granted = 0
         if request in self.prefilled:
             before = self.prefilled.pop(request)
+            for feature in self._books.asking.get(request, ()):
+                feature.taken_back(request, before, tokens)
             self.prefill_tokens -= tokens
             again = self.recomputed.pop(request, 0)
             self.recomputed_tokens -= again
@@ -706,6 +736,12 @@ class PlannedStep:
     def _log(self, request: LiveRequest, act: Act, tokens: int = 0, reason: str = "") -> None:
         if self.decisions is not None:
             self.decisions.append(Decision(request, act, tokens, reason))
+
+
+def _same_beginning(one: LiveRequest, other: LiveRequest, end: int) -> bool:
+    """Return True if the first `end` known tokens, and their images, are the same."""
+    inside = [[span for span in request.media if span.start < end] for request in (one, other)]
+    return inside[0] == inside[1] and _known(one)[:end] == _known(other)[:end]
 
 
 def _known(request: LiveRequest) -> tuple[int, ...]:

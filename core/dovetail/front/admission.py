@@ -18,6 +18,7 @@ from dovetail.front.grammars import AnswerRule
 from dovetail.front.request_checks import at_most
 from dovetail.front.sampling import seed_of_sample
 from dovetail.request.lora import LoRARequest
+from dovetail.request.media import MediaItem
 from dovetail.request.request import RequestFields
 from dovetail.request.sampling_params import SamplingParams, changed_unchecked
 
@@ -49,6 +50,7 @@ class CheckedRequest:
     pooling: RowPooling | None = None  # what it pools; it ends with its prompt then
     indivisible: bool = False  # its prompt is computed in one step
     extra: Mapping[str, Any] | None = None  # `Admission` validates it
+    media: tuple[MediaItem, ...] = ()  # images of its prompt, ascending
 
 
 class Admission:
@@ -133,7 +135,9 @@ class Admission:
             "predicted_tokens": fields.predicted_tokens,
             "ttft_deadline": fields.ttft_deadline,
             "tbt_s": fields.tbt_s,
-            "cache_keys": () if fields.cache_salt is None else (f"salt:{fields.cache_salt}",),
+            "cache_keys": self._cache_keys(request),
+            "media": tuple([item.span for item in request.media]),
+            "items": request.media,
             "extra": self._values.extra(request.extra) if request.extra else {},
             "adapter": None if lora is None else self._adapter_of(lora),
             "parent": None if n == 1 else request.request_id,
@@ -158,6 +162,13 @@ class Admission:
         if n > 1:
             make_siblings(samples)
         return samples
+
+    def _cache_keys(self, request: CheckedRequest) -> tuple[str, ...]:
+        salt = request.fields.cache_salt
+        keys = () if salt is None else (f"salt:{salt}",)
+        if self._core.kv.capabilities.media:
+            return keys
+        return (*keys, *[f"media:{item.digest.hex()}" for item in request.media])
 
 
 def _params_of_sample(params: SamplingParams, index: int) -> SamplingParams:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 from dovetail.base.checks import INT64, MAX_TIME_S, as_number, plain_integer
 from dovetail.errors import RequestError, shown
 from dovetail.request.lora import LoRARequest
+from dovetail.request.media import MediaSpan
 from dovetail.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ class Request:
         "id",
         "indivisible",
         "max_tokens",
+        "media",
         "params",
         "parent",
         "predicted_tokens",
@@ -205,6 +207,7 @@ class Request:
         ttft_deadline: float | None = None,
         tbt_s: float | None = None,
         indivisible: bool = False,
+        media: tuple[MediaSpan, ...] = (),
     ) -> None:
         """Make a request. `prompt_token_ids`: of an int32 array a read-only view is kept, and it
         must not change afterwards; any other sequence is copied. Raises `OverflowError` for an id
@@ -230,6 +233,8 @@ class Request:
         self.cache_keys = cache_keys
         # its prompt is computed in one step: `Step.grant` grants all of it, or refuses
         self.indivisible = indivisible
+        # images of its prompt, ascending; two prompts are equal only if these are, too
+        self.media = media
         # distribution -> its own validated model
         self.extra: Mapping[str, Any] = MappingProxyType(dict(extra or {}))
 

@@ -134,7 +134,7 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """Verdict in one line: "CONFORMANT scheduler api=1.0 suite=1.0, 41/41, 3 capabilities
+        """Verdict in one line: "CONFORMANT scheduler api=1.1 suite=1.0, 41/41, 3 capabilities
         absent, 0 waived"."""
         word = "CONFORMANT" if self.conformant else "NOT CONFORMANT"
         counts = (

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
 from dovetail.request import Request
+from dovetail.request.media import MediaSpan, keys_between, same_tokens
 
 TOKEN_BYTES = 4
 
@@ -37,13 +38,12 @@ class Beginning:
 
     root: bytes
     prompt: NDArray[np.int32]  # [tokens]
+    media: tuple[MediaSpan, ...]  # of the prompt
     hashes: list[bytes]  # the chain's own list, which grows
 
-    def same_tokens(self, prompt: NDArray[np.int32]) -> int:
-        """Return the number of leading tokens that both share."""
-        most = min(len(self.prompt), len(prompt))
-        differ = self.prompt[:most] != prompt[:most]
-        return int(differ.argmax()) if differ.any() else most
+    def same_tokens(self, request: Request) -> int:
+        """Return the number of leading tokens that the request's prompt shares."""
+        return same_tokens(self.prompt, self.media, request.prompt_array, request.media)
 
 
 class HashChain:
@@ -51,8 +51,8 @@ class HashChain:
     1) * block_size - 1. With several groups, `block_size` is the greatest common divisor of their
     blocks.
 
-    A block's hash covers its tokens and the previous hash, hence every token up to its end; the
-    chain starts with a hash of the request's `cache_keys`. Two prefixes with the same hash would
+    A block's hash covers its tokens, the images that they are of, and the previous hash, hence
+    every token up to its end; the chain starts with a hash of the request's `cache_keys`. Two prefixes with the same hash would
     share K and V that belong to one of them. By accident this has a probability of 1 in 10^20 for a
     billion blocks with 128-bit hashes. Deliberately: no two texts with the same SHA-256 are known.
     XXH3 isn't designed to withstand attacks; its seed is drawn for each cache, so that collisions
@@ -79,13 +79,12 @@ class HashChain:
         self._root = digest(repr(request.cache_keys).encode())
         self.hashes: list[bytes] = []
         if like is not None and like.root == self._root:
-            self.hashes = like.hashes[
-                : max(0, like.same_tokens(request.prompt_array) - after) // block_size
-            ]
+            self.hashes = like.hashes[: max(0, like.same_tokens(request) - after) // block_size]
 
     @property
     def beginning(self) -> Beginning:
-        return Beginning(self._root, self.request.prompt_array, self.hashes)
+        request = self.request
+        return Beginning(self._root, request.prompt_array, request.media, self.hashes)
 
     def extend(self, num_blocks: int) -> list[bytes]:
         """Return the hashes of at least the first `num_blocks` blocks, which must be full of known
@@ -97,11 +96,21 @@ class HashChain:
         data = _token_bytes(self.request, first, num_blocks * self._block_size + self._after)
         width = self._block_size * TOKEN_BYTES
         digest = self._digest
-        parent = hashes[-1] if hashes else self._root + _token_bytes(self.request, 0, self._after)
+        media = self.request.media
+        parent = hashes[-1] if hashes else self._root + self._before_blocks()
         for start in range(0, len(data), width):
-            parent = digest(parent + data[start : start + width])
+            block = data[start : start + width]
+            if media:
+                token = first + start // TOKEN_BYTES
+                block += keys_between(media, token, token + self._block_size)
+            parent = digest(parent + block)
             hashes.append(parent)
         return hashes
+
+    def _before_blocks(self) -> bytes:
+        """Return what the first hash covers besides its own block and the root."""
+        tokens = _token_bytes(self.request, 0, self._after)
+        return tokens + keys_between(self.request.media, 0, self._after)
 
 
 def _token_bytes(request: Request, start: int, end: int) -> bytes:

@@ -150,9 +150,23 @@ def _fields(owner: str, old: Mapping[str, Field], new: Mapping[str, Field]) -> I
             yield Change("removed", place, "field", False)
         elif before is not None and _shape(before) != _shape(after):
             only_default = (before.type, before.keyword) == (after.type, after.keyword)
-            additive = only_default and before.default is None
+            additive = only_default and (
+                before.default is None or _declares_more(before.default, after.default)
+            )
             said = f"{_field_text(before)} is now {_field_text(after)}"
             yield Change("changed", place, said, additive)
+
+
+def _declares_more(old: str, new: str | None) -> bool:
+    """Return True if a value is made with the same arguments and more: capabilities that a base
+    class has besides."""
+    before = ast.parse(old, mode="eval").body
+    after = ast.parse(new or "None", mode="eval").body
+    if not isinstance(before, ast.Call) or not isinstance(after, ast.Call):
+        return False
+    added = after.keywords[len(before.keywords) :]
+    after.keywords = after.keywords[: len(before.keywords)]
+    return bool(added) and ast.dump(before) == ast.dump(after)
 
 
 def _order(owner: str, old: Mapping[str, Field], new: Mapping[str, Field]) -> Iterator[Change]:

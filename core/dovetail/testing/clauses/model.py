@@ -20,6 +20,7 @@ CLAUSES: Marks = {
     "ModelCapabilities": {
         "`taps`": held("taps"),
         "`types`": held("types"),
+        "`media`": TOLD,
         "*": held("hygiene.capabilities", "shards"),
     },
     "ModelInputs": {
@@ -30,6 +31,9 @@ CLAUSES: Marks = {
     "ModelInputs.positions": held("positions", "prefix", "ragged"),
     "ModelInputs.wanted": held("wanted"),
     "ModelInputs.types": held("types"),
+    "ModelInputs.rows": TOLD,
+    "ModelInputs.is_row": TOLD,
+    "ModelInputs.axes": TOLD,
     "ModelContext": TOLD,
     "BuildContext": {
         "longest sequence": promised(

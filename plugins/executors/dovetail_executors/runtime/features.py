@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -41,9 +42,9 @@ class Wanted(NamedTuple):
 
     tokens: Int64  # ascending indices among the step's tokens
     every: bool = False  # better compute the states of all tokens
-    # [tokens] `ModelInputs.types` of the step's tokens. Steps that have any aren't replayed. At most
-    # one feature gives them.
-    types: Int64 | None = None
+    # Fields of `ModelInputs`, on the device. Steps that have any aren't replayed. At most one
+    # feature gives a field.
+    inputs: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class FinalStates(NamedTuple):

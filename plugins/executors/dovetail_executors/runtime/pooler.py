@@ -233,7 +233,9 @@ class Pooler(StepFeature[PooledStep]):
         counts = np.array([member.count for member in note.members])
         tokens = ranges(np.array(firsts, np.int64), counts)
         types = self._types(step, host) if self._reads_types else None
-        return Wanted(tokens, every, types)
+        if types is None:
+            return Wanted(tokens, every)
+        return Wanted(tokens, every, {"types": to_device(types, self._state.device)})
 
     def _types(self, step: Step, host: HostInputs) -> Int64 | None:
         """Return the tokens' types [tokens]: 1 from the second text of a pair on; None if all are

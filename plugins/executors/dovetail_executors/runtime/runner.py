@@ -48,7 +48,7 @@ class WantedStates:
     lines: Int64  # [n] the lines' last tokens
     tokens: Int64  # of all, lines first
     every: bool = False
-    types: Int64 | None = None  # of all tokens: see `Wanted`
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # see `Wanted`
     of: dict[Any, slice] = field(default_factory=dict)  # feature -> its part of `tokens`
 
     def ask(self, step: Step, host: HostInputs, most: int) -> None:
@@ -62,8 +62,7 @@ class WantedStates:
                 self.of[feature] = slice(count, count + len(wanted.tokens))
                 count += len(wanted.tokens)
                 self.every |= wanted.every
-                if wanted.types is not None:
-                    self.types = wanted.types
+                self.inputs |= wanted.inputs
         self.tokens = np.concatenate(tokens)
         self.every |= bool(self.of) and count > most
 
@@ -252,7 +251,7 @@ class Runner:
         shared = step.shared_blocks
         graph = None
         num_tokens = len(host.token_indices)
-        if self.graphs is not None and wanted.types is None:
+        if self.graphs is not None and not wanted.inputs:
             graph = self.graphs.for_model(num_tokens, step.graph_axes, all_states=wanted.every)
         if self.graphs is not None and graph is not None:
             inputs = graph.inputs.fill(host, wanted.tokens)
@@ -291,7 +290,7 @@ class Runner:
             token_ids=ids,
             positions=inputs.positions,
             wanted=device_tokens,
-            types=None if wanted.types is None else to_device(wanted.types, self.device),
+            **wanted.inputs,
         )
         step_tokens = StepTokens(of_model, self.rows.row_width, inputs.token_indices)
         return self.parts.model.run(step_tokens, key)
