@@ -34,6 +34,7 @@ from dovetail.engine.speculation import Speculation
 from dovetail.engine.stats import ObserverHub
 from dovetail.engine.step_times import PlanTiming, StepTimeFit
 from dovetail.request import Request
+from dovetail.request.media import MediaItem
 from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_executor import expected_tokens
@@ -97,6 +98,7 @@ class Spec:
     max_drafts: int | None = None
     adapter: str | None = None  # its digest
     indivisible: bool = False
+    items: tuple[MediaItem, ...] = ()
 
 
 class FakeAdapter:
@@ -383,6 +385,8 @@ class World:
                 if spec.rule is None
                 else constraint(spec.rule, spec.rule_length, vocab_size=self.shape.vocab_size),
                 adapter=adapter,
+                media=tuple(item.span for item in spec.items),
+                items=spec.items,
             )
             if spec.rule is not None:
                 self.rules[id] = spec.rule, spec.rule_length

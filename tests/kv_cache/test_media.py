@@ -87,6 +87,18 @@ def test_a_hit_ends_before_another_picture() -> None:
     assert kv.lookup(request_of("typed", (tokens, ()))) == 4
 
 
+def test_a_picture_one_token_later_is_another_text() -> None:
+    """Both begin with the same tokens, of which some may be the placeholder's id as text."""
+
+    def picture(start: int) -> tuple[MediaSpan, ...]:
+        return (MediaSpan(digest=b"a" * 32, start=start, stop=start + 6),)
+
+    kv = manager(block_size=4)
+    tokens = [1, *[PAD] * 9, 2, 3]
+    compute(kv, request_of("first", (tokens, picture(1))))
+    assert kv.lookup(request_of("later", (tokens, picture(2)))) == 0
+
+
 def test_an_item_of_several_runs_is_one_span() -> None:
     item = MediaItem(kind="image", digest=b"d", runs=((3, 2), (6, 2)), tensors={})
     assert item.rows == 4

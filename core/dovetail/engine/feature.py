@@ -27,6 +27,7 @@ class EngineFeature:
     # What a request asks of this feature, looked up once, when it arrives; None: nothing. By
     # default each request concerns it.
     asked_by: Callable[[LiveRequest], Any] = staticmethod(lambda request: True)
+    limit = Refusal.NOT_NOW  # why a grant is refused of which `most` allows too little
 
     def arrived(self, request: LiveRequest) -> None:
         """`request` is prepared, and the policy is about to see it."""

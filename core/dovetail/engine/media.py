@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dovetail.api.executor import Batch
 from dovetail.api.media import EncodedItem, MediaPlace, MediaRows
+from dovetail.api.scheduler import Refusal
 from dovetail.engine.feature import EngineFeature
 from dovetail.engine.live_request import LiveRequest
 from dovetail.request.media import MediaItem
@@ -37,6 +38,7 @@ class EncoderSlots(EngineFeature):
     """The cache of one engine's rows. Rows of the items that were used least recently make room."""
 
     asked_by = staticmethod(lambda request: request.items or None)
+    limit = Refusal.MEDIA
 
     def __init__(self, cache_rows: int, step_rows: int) -> None:
         """`cache_rows`: slots. `step_rows`: rows that a step encodes, if more than one item."""

@@ -371,7 +371,7 @@ class PlannedStep:
         room_for = end if reserve and self._may_reserve(end) else start + tokens
         if start < request.prefill_end:  # the limits slow computing, and spare no memory
             tokens, limit = self._limited(request, start, tokens, least)
-            if tokens < least:
+            if limit is not None:
                 return limit
         if refusal is not None:
             return refusal
@@ -383,31 +383,37 @@ class PlannedStep:
 
     def _limited(
         self, request: LiveRequest, start: int, tokens: int, least: int
-    ) -> tuple[int, Refusal]:
-        """Return how many tokens of its prompt the limits allow, and which one allows the least."""
+    ) -> tuple[int, Refusal | None]:
+        """Return how many tokens of its prompt may be granted, and what refuses fewer than
+        `least`."""
         allowed = max(self._prompt_tokens_left(), 0 if self.prefill_tokens else least)
         tokens = int(min(tokens, allowed))
         if tokens < least:
             return tokens, Refusal.PREFILL_LIMIT
-        return self._allowed(request, start, tokens, least), Refusal.MEDIA
+        return self._allowed(request, start, tokens, least)
 
     def _book_from(self, request: LiveRequest, start: int, tokens: int, end: int) -> Refusal | None:
         """Book `tokens` tokens from `start` on. Its blocks may hold a longer prefix by now, which
         an eviction has left."""
         begun = request.num_computed
         if begun != start:
-            tokens = self._allowed(request, begun, min(tokens, end - begun), 1)
-            if not tokens:
+            tokens, limit = self._allowed(request, begun, min(tokens, end - begun), 1)
+            if limit is not None:
                 self._preempt(request)
-                return Refusal.MEDIA
+                return limit
         self._book(request, tokens)
         return None
 
-    def _allowed(self, request: LiveRequest, start: int, tokens: int, least: int) -> int:
-        """Return how many tokens of its prompt the features allow; see `EngineFeature.most`."""
+    def _allowed(
+        self, request: LiveRequest, start: int, tokens: int, least: int
+    ) -> tuple[int, Refusal | None]:
+        """Return how many tokens of its prompt the features allow, and what refuses fewer than
+        `least`."""
         for feature in self._books.asking.get(request, ()):
             tokens = feature.most(request, start, tokens, least)
-        return tokens
+            if tokens < least:
+                return tokens, feature.limit
+        return tokens, None
 
     def _admit(self, request: LiveRequest) -> None:
         self._books.admit(request)

@@ -30,11 +30,11 @@ class MediaSpan:
 
     def key(self, start: int, stop: int) -> bytes:
         """Return what hashes of tokens `start` … `stop` - 1 cover besides the tokens: the digest,
-        and which part of the item they are. Empty if the item has none of them."""
-        first = max(start, self.start)
-        if first >= min(stop, self.stop):
+        and where the item begins, which may be before `start`. Empty if the item has none of
+        them."""
+        if max(start, self.start) >= min(stop, self.stop):
             return b""
-        return self.digest + (first - self.start).to_bytes(4, "little")
+        return self.digest + (self.start - start).to_bytes(8, "little", signed=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
