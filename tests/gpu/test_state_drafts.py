@@ -22,6 +22,7 @@ DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 64}
 CONFIGS = {
     "qwen3_next": lambda: hybrids.qwen3_next(vocab_size=997, hidden_size=128, **DELTA),
     "granite": lambda: hybrids.granite(vocab_size=997, hidden_size=256),
+    "lfm2": lambda: hybrids.lfm2(vocab_size=997, hidden_size=128),
 }
 WAYS: list[dict[str, Any]] = [
     {},
