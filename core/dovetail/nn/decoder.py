@@ -95,6 +95,28 @@ class AnyBlock(Protocol):
         """Return the rules for tensors whose names begin with `prefix`."""
 
 
+class _MediaRows:
+    """Rows of images in one step's residual stream: see `ModelInputs.rows`."""
+
+    def __init__(self, inputs: ModelInputs) -> None:
+        self._rows = inputs.rows
+        self._is_row = inputs.is_row
+
+    def replacing(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [tokens, hidden] with the rows in place of the embeddings of placeholders."""
+        if self._rows is None or self._is_row is None:
+            return x
+        return torch.where(self._is_row[:, None], self._rows[0], x)
+
+    def add_after(self, layer: int, residual: Residual, kept: torch.Tensor | None) -> None:
+        """Add the rows that follow layer number `layer` to the stream. `kept` [n] int64: the
+        indices of the step's tokens that are left in it; None: all."""
+        if self._rows is None or self._is_row is None or layer + 1 >= len(self._rows):
+            return
+        rows = self._rows[layer + 1].masked_fill(~self._is_row[:, None], 0)
+        residual.summed().add_(rows if kept is None else rows.index_select(0, kept))
+
+
 class Decoder(nn.Module):
     """The whole model, a `dovetail.api.model.Tapped`. Names of a checkpoint's tensors are those of
     most families in transformers."""
@@ -135,7 +157,8 @@ class Decoder(nn.Module):
         self, inputs: ModelInputs, taps: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wanted = inputs.wanted
-        x = self.embed(inputs.token_ids)
+        media = _MediaRows(inputs)
+        x = media.replacing(self.embed(inputs.token_ids))
         rotations = [rotary(inputs.positions) for rotary in self.rotaries]
         added = self.added(inputs, x)
         residual = Residual(x)  # changes x
@@ -146,6 +169,8 @@ class Decoder(nn.Module):
                 tapped[index] = residual.summed().clone()
             reduces = taps_see_all and index == self._last_mixer
             add_to(residual, rotations[rotary], wanted if reduces else None)
+            is_reduced = taps_see_all and index >= self._last_mixer
+            media.add_after(index, residual, wanted if is_reduced else None)
         hidden = residual.normed(self.norm)
         if not taps:
             return hidden, hidden

@@ -176,6 +176,7 @@ class DecoderArch(ConfigArch):
     """Architecture of a decoder. Its methods but `reasons_against_fields`, `size_reasons` and
     `rope_reasons` are called only for configs without reasons against them."""
 
+    capabilities = ModelCapabilities(tensor_parallel=True, taps=True, media=True)
     decoder = Decoder
 
     @abstractmethod

@@ -32,11 +32,12 @@ _BY_LAYER = {"head_dim", "num_key_value_heads"}  # what a config may hold for si
 
 class LayerInputs(nn.Module):
     """Embeddings of tokens for each layer, half from their ids and half from their first hidden
-    states."""
+    states. Placeholders of images count as padding."""
 
     def __init__(self, config: Any, context: BuildContext) -> None:
         super().__init__()
         own = _input_size(config)
+        self.padding_id = config.pad_token_id or 0
         hidden = config.hidden_size
         size = config.num_hidden_layers * own
         self.shape = (config.num_hidden_layers, own)
@@ -46,9 +47,12 @@ class LayerInputs(nn.Module):
         self.projection = ReplicatedLinear(hidden, size, context)
         self.norm = RMSNorm(own, config.rms_norm_eps, context)
 
-    def forward(self, token_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """token_ids [tokens], x [tokens, hidden] -> [layers, tokens, input_size]."""
+    def forward(self, inputs: ModelInputs, x: torch.Tensor) -> torch.Tensor:
+        """The step's inputs, x [tokens, hidden] -> [layers, tokens, input_size]."""
         by_layer = (len(x), *self.shape)
+        token_ids = inputs.token_ids
+        if inputs.is_row is not None:
+            token_ids = token_ids.masked_fill(inputs.is_row, self.padding_id)
         own = self.embedding(token_ids).mul_(self.scale).view(by_layer)
         projected = self.projection(x).mul_(self.projection_scale).view(by_layer)
         return ((self.norm(projected) + own) * 2**-0.5).transpose(0, 1)
@@ -163,7 +167,7 @@ class Gemma4Decoder(Decoder):
     def added(self, inputs: ModelInputs, x: torch.Tensor) -> Sequence[AddTo]:
         if self.inputs is None:
             return super().added(inputs, x)
-        by_layer = self.inputs(inputs.token_ids, x)
+        by_layer = self.inputs(inputs, x)
         return [
             partial(block.add_to, inputs=own)
             for block, own in zip(self.blocks, by_layer, strict=True)
