@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,27 +21,32 @@ from dovetail.errors import RequestError
 from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.intake import Intake
 from dovetail.front.intake_facts import IntakeFacts
+from dovetail.request.media import MediaItem
 from dovetail.request.request import RequestFields
 from dovetail.request.sampling_params import SamplingParams, changed_unchecked
 from dovetail_server.engine import Load
 from dovetail_server.frames import (
+    Abort,
     Add,
     Extra,
     Finished,
     First,
     PackedLogprobs,
     StepFrame,
+    ToEngine,
     add_of,
     decode_to_engine,
     decode_to_front_end,
     encode,
+    message_of,
     pack_numbers,
     pack_tokens,
+    parts_of,
     request_of,
     unpack_numbers,
     unpack_tokens,
 )
-from dovetail_server.links import encoded
+from dovetail_server.links import ZmqLine, ZmqPost, encoded
 from tests.server.serving import demo_tokenizer
 from tests.support import examples
 
@@ -216,3 +224,101 @@ def test_log_probabilities_are_the_same_at_the_other_end() -> None:
     assert rows.token_ids.tolist() == hosts.token_ids[[3, 1]].tolist()
     assert rows.ranks.tolist() == [3, 1]
     assert prompt.logprobs.tolist() == hosts.logprobs.tolist()
+
+
+SIZES = (1, 1000, 2**16 - 1, 2**16, 3_000_000)  # bytes of tensors
+
+
+def item_of(seed: int, *sizes: int) -> MediaItem:
+    """Return an image with a tensor of each size, of different dtypes."""
+    drawn = np.random.default_rng(seed)
+    tensors: dict[str, np.ndarray[Any, Any]] = {
+        f"uint8 {size}": drawn.integers(0, 256, (1, size), np.uint8) for size in sizes
+    }
+    tensors["pixel_values"] = drawn.standard_normal((3, 70, 90)).astype(np.float32)
+    tensors["transposed"] = tensors["pixel_values"].transpose(2, 0, 1)
+    tensors["image_grid_thw"] = np.array([[1, 4, 6]])
+    tensors["nothing"] = np.zeros((0, 4), np.float16)
+    tensors["a number"] = np.array(7, np.int32)
+    return MediaItem(
+        kind="image",
+        digest=drawn.bytes(32),
+        runs=((3, 20), (30, 4)),
+        tensors=tensors,
+        grid=(1, 4, 6),
+        whole=bool(seed % 2),
+    )
+
+
+def with_images(*items: MediaItem) -> Add:
+    sent = intake().check("name", [1, 2], SamplingParams(), RequestFields()).request
+    return add_of(4, dataclasses.replace(sent, media=items))
+
+
+def check_same(received: Any, items: tuple[MediaItem, ...]) -> None:
+    assert isinstance(received, Add)
+    request = request_of(received)
+    assert len(request.media) == len(items)
+    for item, sent in zip(request.media, items, strict=True):
+        for name in ("kind", "digest", "runs", "grid", "whole"):
+            assert getattr(item, name) == getattr(sent, name), name
+        assert list(item.tensors) == list(sent.tensors)
+        for name, array in sent.tensors.items():
+            other = item.tensors[name]
+            assert (other.dtype, other.shape) == (array.dtype, array.shape), name
+            assert other.flags.aligned, name
+            assert np.array_equal(other, array), name
+
+
+def test_images_are_the_same_at_the_other_end() -> None:
+    items = (item_of(1, *SIZES), item_of(2))
+    body, *parts = parts_of(with_images(*items))
+    check_same(message_of(body, parts), items)
+
+
+def test_large_tensors_are_sent_as_they_are() -> None:
+    item = item_of(1, 3_000_000)
+    body, *parts = parts_of(with_images(item))
+    assert len(body) < 2**17
+    assert np.shares_memory(np.frombuffer(parts[0], np.uint8), item.tensors["uint8 3000000"])
+    received = message_of(body, parts)
+    assert isinstance(received, Add)
+    arrays = request_of(received).media[0].tensors.values()
+    assert any(np.shares_memory(array, np.frombuffer(parts[0], np.uint8)) for array in arrays)
+
+
+def test_a_message_with_other_parts_is_refused() -> None:
+    body, *parts = parts_of(with_images(item_of(1, 3_000_000)))
+    for wrong in (parts[:-1], [*parts, b"more"]):
+        with pytest.raises(msgspec.MsgspecError, match="parts"):
+            message_of(body, wrong)
+    with pytest.raises(msgspec.MsgspecError, match="parts"):
+        message_of(encode(Abort([3])), parts)
+
+
+def test_images_reach_the_host_between_other_messages(tmp_path: Path) -> None:
+    """A message in parts is one message: those before and after it stay whole."""
+    post = ZmqPost(f"ipc://{tmp_path}/engine")
+    line = ZmqLine(f"ipc://{tmp_path}/engine", b"front end")
+    items = (item_of(3, 3_000_000), item_of(4, 70_000))
+    sent: list[ToEngine] = [Abort([1]), with_images(*items), Abort([2]), with_images(items[0])]
+
+    def send() -> None:
+        for message in sent:
+            line.send(message)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    received: list[ToEngine] = []
+    while len(received) < len(sent):
+        post.wait(5.0)
+        for name, message in post.take():
+            assert name == b"front end"
+            received.append(message)
+    sender.join()
+    line.close()
+    post.close()
+    assert received[0] == sent[0]
+    assert received[2] == sent[2]
+    check_same(received[1], items)
+    check_same(received[3], items[:1])

@@ -20,6 +20,7 @@ from dovetail.api.executor import ComponentRef, HostLogprobs, RowPooling
 from dovetail.api.sampler import RowSampling
 from dovetail.end_reason import EndReason
 from dovetail.request.frozen import frozen
+from dovetail.request.media import MediaItem, MediaKind
 from dovetail.request.request import RequestFields
 from dovetail.request.sampling_params import OutputKind, SamplingParams, changed_unchecked
 from dovetail.serving import AnswerRule, CheckedRequest, Limits
@@ -35,6 +36,9 @@ _SEEN = [
     for field in fields(SamplingParams)
     if field.name in _OF_ROWS and field.name not in _OTHERWISE
 ]
+# bytes of a tensor from which it is a part of its own. Smaller parts would share a buffer with the
+# rest of the message, in which they may be misaligned
+_OWN_PART = 2**16
 
 
 # From front ends to the engine
@@ -42,6 +46,49 @@ _SEEN = [
 
 class Hello(msgspec.Struct, array_like=True, tag=0):
     """First message of a front end, answered by `Welcome`."""
+
+
+class PackedTensor(msgspec.Struct, array_like=True, gc=False):
+    """A numpy array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any  # its bytes, of any type that has some; None: another part of the message
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> PackedTensor:
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        return cls(array.dtype.str, array.shape, data)
+
+    def array(self) -> NDArray[Any]:
+        """Return the array, of the same memory; it may be read-only."""
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+
+class PackedItem(msgspec.Struct, array_like=True, gc=False):
+    """`MediaItem`: an image of a prompt."""
+
+    kind: MediaKind
+    digest: bytes
+    runs: tuple[tuple[int, int], ...]
+    tensors: dict[str, PackedTensor]
+    grid: tuple[int, int, int] | None
+    whole: bool
+
+    @classmethod
+    def of(cls, item: MediaItem) -> PackedItem:
+        tensors = {name: PackedTensor.of(array) for name, array in item.tensors.items()}
+        return cls(item.kind, item.digest, item.runs, tensors, item.grid, item.whole)
+
+    def item(self) -> MediaItem:
+        return MediaItem(
+            kind=self.kind,
+            digest=self.digest,
+            runs=self.runs,
+            tensors={name: tensor.array() for name, tensor in self.tensors.items()},
+            grid=self.grid,
+            whole=self.whole,
+        )
 
 
 class Add(msgspec.Struct, array_like=True, tag=1):
@@ -63,6 +110,7 @@ class Add(msgspec.Struct, array_like=True, tag=1):
     extra: dict[str, Any] | None
     confirms: bool  # the front end waits for `Accepted` or `Refused`, not for refusals only
     owner: int = 0  # hash of the client that sent it: rules are compiled for each in turn
+    media: tuple[PackedItem, ...] = ()
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2):
@@ -256,6 +304,36 @@ decode_to_front_end = msgspec.msgpack.Decoder(
 ).decode
 
 
+def parts_of(message: ToEngine) -> list[Any]:
+    """Return a message in parts: it, encoded, and the bytes of each large tensor, which aren't
+    copied."""
+    if not isinstance(message, Add) or not message.media:
+        return [encode(message)]
+    parts: list[Any] = []
+    media = []
+    for item in message.media:
+        tensors = {}
+        for name, tensor in item.tensors.items():
+            if len(tensor.data) >= _OWN_PART:
+                parts.append(tensor.data)
+                tensor = msgspec.structs.replace(tensor, data=None)
+            tensors[name] = tensor
+        media.append(msgspec.structs.replace(item, tensors=tensors))
+    return [encode(msgspec.structs.replace(message, media=tuple(media))), *parts]
+
+
+def message_of(body: bytes, parts: Sequence[Any] = ()) -> ToEngine:
+    """Return the message of `parts_of`. Raises `MsgspecError` for another number of parts."""
+    message: ToEngine = decode_to_engine(body)
+    items = message.media if isinstance(message, Add) else ()
+    missing = [tensor for item in items for tensor in item.tensors.values() if tensor.data is None]
+    if len(missing) != len(parts):
+        raise msgspec.ValidationError(f"{len(missing)} parts are missing, got {len(parts)}")
+    for tensor, part in zip(missing, parts, strict=True):
+        tensor.data = part
+    return message
+
+
 def pack_numbers(numbers: Iterable[int]) -> bytes:
     """Pack sample numbers: int64, so that they never run out."""
     return array("q", numbers).tobytes()
@@ -294,6 +372,7 @@ def add_of(number: int, request: CheckedRequest, owner: int = 0) -> Add:
         extra=None if not request.extra else dict(request.extra),
         confirms=bool(request.extra),
         owner=owner,
+        media=tuple([PackedItem.of(item) for item in request.media]),
     )
 
 
@@ -329,4 +408,5 @@ def request_of(add: Add) -> CheckedRequest:
         add.pooling,
         add.indivisible,
         add.extra,
+        tuple([packed.item() for packed in add.media]),
     )

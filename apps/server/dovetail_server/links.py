@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -23,9 +23,10 @@ from dovetail.errors import RequestError
 from dovetail_server.frames import (
     ToEngine,
     ToFrontEnd,
-    decode_to_engine,
     decode_to_front_end,
     encode,
+    message_of,
+    parts_of,
 )
 
 logger = logging.getLogger("dovetail")
@@ -50,10 +51,10 @@ class Line(Protocol):
     def close(self) -> None: ...
 
 
-def encoded(message: ToEngine) -> bytes:
-    """Encode a message. Raises `RequestError` if it can't be encoded."""
+def encoded(message: ToEngine) -> list[Any]:
+    """Return the parts of a message. Raises `RequestError` if it can't be encoded."""
     try:
-        return encode(message)
+        return parts_of(message)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise RequestError(
             f"extra, extra_args and logits_processors must hold plain values, as JSON has them: "
@@ -115,11 +116,14 @@ class ZmqPost:
         messages: list[tuple[bytes, ToEngine]] = []
         while len(messages) < MAX_TAKEN:
             try:
-                sender, body = self._socket.recv_multipart(zmq.NOBLOCK)
+                sender, body = self._socket.recv(zmq.NOBLOCK), self._socket.recv()
             except zmq.Again:
                 break
+            parts = []
+            while self._socket.getsockopt(zmq.RCVMORE):
+                parts.append(self._socket.recv(copy=False).buffer)
             try:
-                messages.append((sender, decode_to_engine(body)))
+                messages.append((sender, message_of(body, parts)))
             except msgspec.MsgspecError:
                 logger.exception("invalid message from a front end")
         return messages
@@ -191,7 +195,11 @@ class ZmqLine:
         self._read()
 
     def send(self, message: ToEngine) -> None:
-        self._socket.send(encoded(message), zmq.NOBLOCK)
+        body, *parts = encoded(message)
+        if parts:  # large, and not copied: a thread of the context sends them
+            self._socket.send_multipart((body, *parts), zmq.NOBLOCK, copy=False)
+        else:
+            self._socket.send(body, zmq.NOBLOCK)
         self._read_soon()  # sending may have consumed the descriptor's edge
 
     def close(self) -> None:
