@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from dovetail.api.drafter import Drafter, DrafterContext
 from dovetail.api.kv_cache import Allocation, KVContext, Pages
+from dovetail.api.parser import Parser
 from dovetail.api.prefix_cache import PrefixCache
 from dovetail.errors import UnsupportedError
 from dovetail.request import Request
@@ -18,6 +19,8 @@ from dovetail.testing.checks import Absent, CheckFailed, checks_of
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.drafter import DrafterSuite
 from dovetail.testing.suites.kv_cache import KVCacheSuite
+from dovetail.testing.suites.parser import ParserSuite
+from tests.conformance.odd_parsers import CharByChar, Thoughts, WholeCalls
 
 OF_ALL_KINDS = "hygiene."  # in processes of their own; `test_builtins.py` runs them
 
@@ -102,6 +105,12 @@ def test_a_drafter_of_one_tokenizer_conforms_with_it() -> None:
 def test_a_drafter_that_rejects_the_suites_tokenizer_is_told_what_to_set() -> None:
     with pytest.raises(CheckFailed, match=r"expected \[7, 8\]. .* set `context` of its suite"):
         run_checks(DrafterSuite, component=OfOneTokenizer)
+
+
+@pytest.mark.slow("tries many texts, one by one")
+@pytest.mark.parametrize("parser", [WholeCalls, CharByChar, Thoughts])
+def test_a_parser_in_an_odd_style_conforms(parser: type[Parser]) -> None:
+    run_checks(ParserSuite, component=parser)
 
 
 @pytest.mark.slow("replays the scripts of the kind")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
@@ -15,15 +15,20 @@ from dovetail.api.parser import (
     CallForm,
     Content,
     Event,
+    ParserCapabilities,
     ParserContext,
     ParserExample,
+    Reasoning,
     ToolCallArguments,
     ToolCallStart,
 )
+from dovetail_server.parsers.harmony import HarmonyAnswer
 from dovetail_server.parsers.hermes import HermesCalls
-from dovetail_server.parsers.pieces import OutputParser
+from dovetail_server.parsers.minimax_m2 import MinimaxM2Calls
+from dovetail_server.parsers.pieces import Marks, OutputParser
 from dovetail_server.parsers.think import ThinkReasoning
 from tests.conformance.mutants import mutant
+from tests.conformance.odd_parsers import WholeCalls
 
 
 @mutant(caught_by="parser.examples")
@@ -260,3 +265,314 @@ class LeavesAtTheBeginningOfTheMark(ThinkReasoning):
     @property
     def in_reasoning(self) -> bool:
         return super().in_reasoning and not self._held
+
+
+@mutant(caught_by="parser.separate")
+class KeepsItsParsers(HermesCalls):
+    known: ClassVar[list[Any]] = []
+
+    def __init__(self, options: BaseModel, context: ParserContext) -> None:
+        super().__init__(options, context)
+        self.known.append(self)
+
+
+@mutant(caught_by="parser.separate", soon=True)
+class TiresAfterAThousandAnswers(HermesCalls):
+    answers: ClassVar[list[int]] = [0]
+
+    def __init__(self, options: BaseModel, context: ParserContext) -> None:
+        self.answers[0] += 1
+        super().__init__(
+            options, replace(context, tools=()) if self.answers[0] > 1_000 else context
+        )
+
+
+@mutant(caught_by="parser.tools")
+class KnowsToolsByName(MinimaxM2Calls):
+    """Keeps the schema that a name had first."""
+
+    known: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, options: BaseModel, context: ParserContext) -> None:
+        tools = [self.first_known(tool) for tool in context.tools]
+        super().__init__(options, replace(context, tools=tools))
+
+    def first_known(self, tool: Any) -> Any:
+        name = tool.get("function", {}).get("name")
+        return self.known.setdefault(name, tool)
+
+
+@mutant(caught_by="parser.tools", soon=True)
+class TakesTheFirstSimilarTool(HermesCalls):
+    def feed(self, text: str) -> list[Event]:
+        return [
+            replace(event, name=self.known(event.name))
+            if isinstance(event, ToolCallStart)
+            else event
+            for event in super().feed(text)
+        ]
+
+    def known(self, called: str) -> str:
+        names = [tool["function"]["name"] for tool in self.context.tools]
+        return next((name for name in names if name.lower().startswith(called.lower())), called)
+
+
+@mutant(caught_by="parser.tools")
+class AddsATool(HermesCalls):
+    def __init__(self, options: BaseModel, context: ParserContext) -> None:
+        super().__init__(options, context)
+        for tool in context.tools:
+            tool["function"].setdefault("strict", False)
+
+
+@mutant(caught_by="parser.content")
+class PutsContentFirst(Waits):
+    def feed(self, text: str) -> list[Event]:
+        self.text += text
+        return []
+
+    def finish(self) -> list[Event]:
+        return sorted(super().finish(), key=lambda event: not isinstance(event, Content))
+
+
+@mutant(caught_by="parser.raises_nothing", soon=True)
+class ReadsIntegers(WholeCalls):
+    def feed(self, text: str) -> Sequence[Event]:
+        for number in re.findall("[0-9]+", text):
+            int(number)
+        return super().feed(text)
+
+
+@mutant(caught_by="parser.raises_nothing")
+class ReadsNestedArguments(WholeCalls):
+    def feed(self, text: str) -> Sequence[Event]:
+        self._depth(text, 0)
+        return super().feed(text)
+
+    def _depth(self, text: str, begin: int) -> int:
+        """Return how deep the first brackets are."""
+        begin = text.find("[", begin)
+        return 0 if begin < 0 else 1 + self._depth(text, begin + 1)
+
+
+@mutant(caught_by="parser.events")
+class DecodesHalfMarks(HermesCalls):
+    def feed(self, text: str) -> list[Event]:
+        return [
+            replace(event, text=re.sub(r"\\u(d[89ab]..)", _char, event.text))
+            if isinstance(event, ToolCallArguments)
+            else event
+            for event in super().feed(text)
+        ]
+
+
+def _char(match: re.Match[str]) -> str:
+    return chr(int(match[1], 16))
+
+
+@mutant(caught_by="parser.events")
+class FindsWhatItDoesNotDeclare(ThinkReasoning):
+    capabilities = ParserCapabilities(calls=True, templates=(("<think>",),))
+
+
+@mutant(caught_by="parser.long")
+class FindsAHundredCalls(HermesCalls):
+    def search(self, text: str, pos: int) -> int:
+        if self.index < 100:
+            return super().search(text, pos)
+        self.content(text[pos:])
+        return len(text)
+
+
+@mutant(caught_by="parser.long")
+class NumbersCallsBySmallIds(HermesCalls):
+    def new_id(self) -> str:
+        return f"call_{self.index % 100:02}"
+
+
+@mutant(caught_by="parser.long", soon=True)
+class LooksOnlyAtTheBeginning(HermesCalls):
+    seen = 0
+
+    def feed(self, text: str) -> list[Event]:
+        self.seen += len(text)
+        if self.seen > 50_000 and not self.index and self._state == HermesCalls.search:
+            self.context = replace(self.context, tools=())
+        return super().feed(text)
+
+
+@mutant(caught_by="parser.streams")
+class HoldsWhatFollowsACall(DropsTextBetweenCalls):
+    """Content after a call waits for the end."""
+
+    def feed(self, text: str) -> list[Event]:
+        before = self.after
+        out = super().feed(text)
+        return [*before, *out] if before and not self.after else out
+
+
+@mutant(caught_by="parser.streams", soon=True)
+class LagsBehind(Waits):
+    def feed(self, text: str) -> list[Event]:
+        self.text += text
+        text, self.text = self.text[:-500], self.text[-500:]
+        return super().feed(text)
+
+
+@mutant(caught_by="parser.linear")
+class ReadsArgumentsAgain(HermesCalls):
+    arguments = ""
+
+    def feed(self, text: str) -> list[Event]:
+        events = super().feed(text)
+        if self.in_call:
+            self.arguments += text
+            re.search(r'["x]\s*}\s*$', self.arguments)
+        return events
+
+
+@mutant(caught_by="parser.verbatim", soon=True)
+class ReadsLines(WholeCalls):
+    def feed(self, text: str) -> Sequence[Event]:
+        return super().feed("\n".join(re.split("[\n\u2028\x85]", text)))
+
+
+@mutant(caught_by="parser.verbatim")
+class KnowsShortNames(WholeCalls):
+    """Takes names of letters alone."""
+
+    def feed(self, text: str) -> Sequence[Event]:
+        return [
+            Content(event.name) if isinstance(event, ToolCallStart) and "-" in event.name else event
+            for event in super().feed(text)
+        ]
+
+
+@mutant(caught_by="parser.call_form")
+class EndsAtAMarkInAText(WholeCalls):
+    @classmethod
+    def call_form(cls, template: str) -> CallForm:
+        return CallForm(lambda name: (f"<call>{name} ", "</call>"), "<call>", marked=True)
+
+
+@mutant(caught_by="parser.call_form")
+class CallsOnlyAtTheBeginning(HermesCalls):
+    examples = HermesCalls.examples[:3]
+    begun = False
+
+    def feed(self, text: str) -> list[Event]:
+        events = super().feed(text)
+        if any(isinstance(event, Content) for event in events):
+            self.context = replace(self.context, tools=())
+        return events
+
+
+@mutant(caught_by="parser.call_form", error=ValueError, soon=True)
+class KnowsOneTemplate(HermesCalls):
+    @classmethod
+    def call_form(cls, template: str) -> CallForm:
+        template.index("<tool_call>")
+        return super().call_form(template)
+
+
+@mutant(caught_by="parser.in_call")
+class IsInCallAtTheEnd(HermesCalls):
+    has_ended = False
+
+    @property
+    def in_call(self) -> bool:
+        return self.has_ended and super().in_call
+
+    def finish(self) -> list[Event]:
+        self.has_ended = True
+        return super().finish()
+
+
+@mutant(caught_by="parser.in_call", soon=True)
+class CompletesNames(HermesCalls):
+    """Calls what a cut name begins."""
+
+    def finish(self) -> list[Event]:
+        cut = re.search(r'"name": "([^"]+)$', self.cut)
+        return [ToolCallStart(self.index, "cut", cut[1])] if cut else super().finish()
+
+    def __init__(self, options: BaseModel, context: ParserContext) -> None:
+        super().__init__(options, context)
+        self.cut = ""
+
+    def feed(self, text: str) -> list[Event]:
+        self.cut = (self.cut + text)[-200:]
+        return super().feed(text)
+
+
+@mutant(caught_by="parser.reasoning")
+class TidiesReasoning(ThinkReasoning):
+    def feed(self, text: str) -> list[Event]:
+        return [
+            replace(event, text=event.text.replace("\xa0", " "))
+            if isinstance(event, Reasoning)
+            else event
+            for event in super().feed(text)
+        ]
+
+
+@mutant(caught_by="parser.reasoning", soon=True)
+class ForgetsReasoningAtTheEnd(ThinkReasoning):
+    def finish(self) -> list[Event]:
+        events = super().finish()
+        self._inside = False
+        return events
+
+
+@mutant(caught_by="parser.chunking")
+class EndsAtAnEmptyPiece(HermesCalls):
+    def feed(self, text: str) -> list[Event]:
+        if not text:
+            self.context = replace(self.context, tools=())
+        return super().feed(text)
+
+
+@mutant(caught_by="parser.processes")
+class TriesMarksOfASet(HermesCalls):
+    """Looks for whichever mark a set gives first."""
+
+    begin = next(iter({"<tool_call>", "<call>", "<function>", "[call]"}))
+    marks = Marks(begin)
+
+
+@mutant(caught_by="parser.no_tools")
+class LosesArgumentsWithoutTools(HarmonyAnswer):
+    def _begin(self, channel: str, recipient: str | None) -> None:
+        super()._begin(channel, recipient)
+        if recipient is not None and not self.context.tools:
+            self._event = lambda text: Content(text[:1])
+
+
+@mutant(caught_by="parser.chunking")
+class ReadsTheStateOnce(HermesCalls):
+    """Asking for it drops what is held."""
+
+    @property
+    def in_call(self) -> bool:
+        if self._state == HermesCalls.search:
+            self._held = ""
+        return super().in_call
+
+
+@mutant(caught_by="parser.events")
+class GivesAnIterator(HermesCalls):
+    def feed(self, text: str) -> Any:
+        return iter(super().feed(text))
+
+
+@mutant(caught_by="parser.raises_nothing", soon=True)
+class MapsTypes(MinimaxM2Calls):
+    """Looks types of arguments up."""
+
+    def __init__(self, options: BaseModel, context: ParserContext) -> None:
+        super().__init__(options, context)
+        for tool in context.tools:
+            schema = tool["function"].get("parameters")
+            properties = schema.get("properties") if isinstance(schema, dict) else None
+            for one in properties.values() if isinstance(properties, dict) else ():
+                hash(one.get("type") if isinstance(one, dict) else None)

@@ -6,7 +6,7 @@ from dovetail.testing.clauses import TOLD, Marks, held
 
 CLAUSES: Marks = {
     "module": {
-        "is a function of the whole text": held("chunking", "held"),
+        "is a function of the whole text": held("chunking", "held", "long", "processes"),
         "none of it is lost": held(
             "content",
             but="what belongs to a call or a mark is the format's, and only the examples test it",
@@ -15,7 +15,7 @@ CLAUSES: Marks = {
     },
     "Content": held("events"),
     "Reasoning": held("events", "reasoning"),
-    "ToolCallStart": held("events", "verbatim"),
+    "ToolCallStart": held("events", "verbatim", "long"),
     "ToolCallArguments": {
         "Concatenated": held("examples", "in_call", "verbatim"),
         "*": held("events"),
@@ -23,6 +23,7 @@ CLAUSES: Marks = {
     "ParserContext": {
         "schemas may be wrong": held("raises_nothing"),
         "no text is a call": held("no_tools"),
+        "Tools that the model may call": held("tools"),
         "the prompt ends": held("reasoning"),
         "*": TOLD,
     },
@@ -40,8 +41,8 @@ CLAUSES: Marks = {
     },
     "ParserExample": held("examples"),
     "Parser": {
-        "Made in each front end": held("separate"),
-        "Time and memory": held("linear", "held"),
+        "Made in each front end": held("separate", "processes", "tools"),
+        "Time and memory": held("linear", "held", "separate"),
         "held back": held("held"),
         "Some of what it finds": held("examples"),
         "The suite cuts": TOLD,

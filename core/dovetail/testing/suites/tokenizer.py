@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from dovetail.api.tokenizer import Chat, Tokenizer, TokenizerContext
 from dovetail.errors import ModelLoadError, RequestError, describe
 from dovetail.testing.checks import check, fail, require
+from dovetail.testing.elsewhere import HASH_SEEDS, answer_elsewhere
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites import tokenizer_elsewhere
 from dovetail.testing.suites.odd_texts import TEXTS
@@ -36,6 +37,7 @@ RANDOM_TEXTS = 60
 THREADS = 4
 TRIMMED = " \t\r\n\x0b\x0c\x1c\x1d\x1e\x85\xa0\u2028\u2029\u3000"  # formats may trim contents
 SWITCH_S = 1e-6  # so that threads meet in the middle of a call
+_SUMMARY = "dovetail.testing.suites.tokenizer_elsewhere:made_summary"
 UNKNOWN = "no_format_has_this_variable"
 # files that tokenizers are usually in
 USUAL = (
@@ -189,12 +191,14 @@ class TokenizerSuite(Suite):
         texts = self._texts
         expected = tokenizer_elsewhere.summary(self._made, texts)
         directory = None if self.directory is None else str(Path(self.directory).absolute())
-        found = tokenizer_elsewhere.elsewhere(self, directory, texts)
-        for name, value in expected.items():
-            if name != "ids":
-                require(found[name] == value, f"in another process, {name} differs")
-        for text, ids, others in zip(texts, expected["ids"], found["ids"], strict=True):
-            require(ids == others, f"{text!r} became {ids}, and in another process {others}")
+        for seed in HASH_SEEDS:
+            what = "another process can't encode"
+            found = answer_elsewhere(self, _SUMMARY, directory, texts, what=what, hash_seed=seed)
+            for name, value in expected.items():
+                if name != "ids":
+                    require(found[name] == value, f"in another process, {name} differs")
+            for text, ids, others in zip(texts, expected["ids"], found["ids"], strict=True):
+                require(ids == others, f"{text!r} became {ids}, and in another process {others}")
 
     @check("tokenizer.linear", since="1.0")
     def test_time_is_proportional_to_length(self) -> None:

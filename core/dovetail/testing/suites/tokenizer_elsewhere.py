@@ -1,13 +1,8 @@
-"""A tokenizer's ids, computed in this process or in another one with a different string hash
-seed."""
+"""A tokenizer's ids, to be compared with those of another, or of one in another process."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import pickle
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +11,6 @@ from typing import Any
 from dovetail.api.tokenizer import Tokenizer, TokenizerContext
 from dovetail.errors import RequestError
 from dovetail.testing.binding import Binding
-from dovetail.testing.processes import run_python
-
-_ELSEWHERE = "from dovetail.testing.suites.tokenizer_elsewhere import _answer; _answer()"
 
 
 def summary(made: Tokenizer, texts: Sequence[str]) -> dict[str, Any]:
@@ -32,23 +24,10 @@ def summary(made: Tokenizer, texts: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def elsewhere(suite: Binding, directory: str | None, texts: Sequence[str]) -> dict[str, Any]:
-    """Return the summary of a suite's tokenizer from a new process with another `PYTHONHASHSEED`.
-    Raises `CheckFailed` if it fails."""
-    hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    named = isinstance(suite.component, str)
-    component = suite.component if named else suite.component_class
+def made_summary(suite: Binding, directory: str | None, texts: Sequence[str]) -> dict[str, Any]:
+    """Return the summary of a new tokenizer of the suite's. `directory`: None for an empty one."""
     with tempfile.TemporaryDirectory(prefix="dovetail-test-") as folder:
-        answer = Path(folder, "answer")
-        told = (component, dict(suite.options), directory or folder, list(texts), str(answer))
-        run_python(
-            _ELSEWHERE,
-            pickle.dumps(told),
-            "another process can't encode",
-            PYTHONHASHSEED=hash_seed,
-        )
-        found: dict[str, Any] = json.loads(answer.read_text())
-        return found
+        return summary(suite.make(TokenizerContext(Path(directory or folder))), texts)
 
 
 def _ids(made: Tokenizer, text: str) -> list[int] | None:
@@ -56,10 +35,3 @@ def _ids(made: Tokenizer, text: str) -> list[int] | None:
         return list(map(int, made.encode(text)))
     except RequestError:
         return None
-
-
-def _answer() -> None:
-    component, options, directory, texts, answer = pickle.load(sys.stdin.buffer)
-    body = {"kind": "tokenizer", "component": component, "options": options}
-    made = type("Bound", (Binding,), body)().make(TokenizerContext(Path(directory)))
-    Path(answer).write_text(json.dumps(summary(made, texts)))
