@@ -350,7 +350,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 1e4,
-                "mrope_section": [1, 1, 0],
+                "mrope_section": [1, 1],
             }
         },
         "mrope_section",

@@ -159,7 +159,7 @@ class Decoder(nn.Module):
         wanted = inputs.wanted
         media = _MediaRows(inputs)
         x = media.replacing(self.embed(inputs.token_ids))
-        rotations = [rotary(inputs.positions) for rotary in self.rotaries]
+        rotations = [rotary(inputs.positions, inputs.axes) for rotary in self.rotaries]
         added = self.added(inputs, x)
         residual = Residual(x)  # changes x
         tapped = dict[int, torch.Tensor]()

@@ -19,21 +19,34 @@ log = logging.getLogger("dovetail")
 
 
 class _SameAsText(NamedTuple):
-    """A model equivalent to a text model, where the three positions of a token are equal, and
-    fields that the latter's code fixes."""
+    """A model equivalent to a text model but for positions on three axes, and fields that the
+    former's code fixes."""
 
     model_type: str
     fixed: Mapping[str, Any] = {}
+    # `mrope_section` unless the config has it; None: our text model has positions on one axis
+    sections: tuple[int, int, int] | None = None
+    interleaved: bool = False  # `mrope_interleaved`, whatever the config says
+
+    def axes(self, rope: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of `rope_parameters` for positions on three axes. `rope`: those of the
+        checkpoint."""
+        if self.sections is None:
+            return {}
+        sections = rope.get("mrope_section", list(self.sections))
+        return {"mrope_section": sections, "mrope_interleaved": self.interleaved}
 
 
 _SAME_AS_TEXT = {
     "glm4v_text": _SameAsText("glm4"),
-    "glm4v_moe_text": _SameAsText("glm4_moe"),
+    "glm4v_moe_text": _SameAsText("glm4_moe", sections=(8, 12, 12)),
     "glm_ocr_text": _SameAsText("glm4", {"attention_bias": False}),
-    "qwen2_5_vl_text": _SameAsText("qwen2"),
-    "qwen2_vl_text": _SameAsText("qwen2"),
-    "qwen3_vl_moe_text": _SameAsText("qwen3_moe", {"norm_topk_prob": True}),
-    "qwen3_vl_text": _SameAsText("qwen3"),
+    "qwen2_5_vl_text": _SameAsText("qwen2", sections=(16, 24, 24)),
+    "qwen2_vl_text": _SameAsText("qwen2", sections=(16, 24, 24)),
+    "qwen3_vl_moe_text": _SameAsText(
+        "qwen3_moe", {"norm_topk_prob": True}, sections=(24, 20, 20), interleaved=True
+    ),
+    "qwen3_vl_text": _SameAsText("qwen3", sections=(24, 20, 20), interleaved=True),
 }
 
 
@@ -83,12 +96,12 @@ def text_of(config: Any, model_dir: str | Path) -> Any:
     if same := _SAME_AS_TEXT.get(text.model_type):
         fields = {key: value for key, value in text.to_dict().items() if key not in _NOT_OF_SHAPE}
         fields.setdefault("head_dim", text.hidden_size // text.num_attention_heads)
+        rope = fields["rope_parameters"]
         fields["rope_parameters"] = {
-            key: value
-            for key, value in fields["rope_parameters"].items()
-            if not key.startswith("mrope_")
+            key: value for key, value in rope.items() if not key.startswith("mrope_")
         }
         text = CONFIG_MAPPING[same.model_type](**{**fields, **same.fixed})
+        text.rope_parameters |= same.axes(rope)  # afterwards: transformers would warn of these
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
     if name is None:
         raise UnsupportedError(

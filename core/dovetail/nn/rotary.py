@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,9 @@ class Rope:
 
     theta: float
     head_size: int
+    # of models whose positions have three axes (time, height, width): for each pair, the axis whose
+    # position it rotates by; empty: positions have one axis
+    axis: tuple[int, ...] = field(default=(), kw_only=True)
 
     @property
     def attention_factor(self) -> float:
@@ -167,6 +170,9 @@ _KEYS = {
 }
 
 
+_OF_AXES = ("mrope_section", "mrope_interleaved")
+
+
 def rope_reasons_against(parameters: Mapping[str, Any], *, partial: bool = False) -> list[str]:
     """Return the reasons why `rope_from_config` can't serve these `rope_parameters` of a Hugging
     Face config, each naming the key; empty if it can. `partial`: the model reads
@@ -203,12 +209,26 @@ def rope_reasons_against(parameters: Mapping[str, Any], *, partial: bool = False
             "rope_type",
             "type",
             "partial_rotary_factor",
+            *_OF_AXES,
         )
         if key not in known and value is not None:
             reasons.append(
                 f"rope_parameters: {key} = {value!r} is not implemented for rope_type {kind!r}"
             )
-    return reasons
+    return reasons + _axes_reasons(parameters)
+
+
+def _axes_reasons(parameters: Mapping[str, Any]) -> list[str]:
+    """Return the reasons against the keys of positions on three axes."""
+    sections = parameters.get("mrope_section")
+    if sections is None:
+        return []
+    are_counts = isinstance(sections, list | tuple) and all(
+        isinstance(count, int) and count >= 0 for count in sections
+    )
+    if are_counts and len(sections) == 3:
+        return []
+    return [f"rope_parameters: mrope_section = {sections!r} must be three whole numbers >= 0"]
 
 
 def _is_number(value: object) -> bool:
@@ -220,14 +240,32 @@ def rope_from_config(
 ) -> Rope:
     """Return the rope for `rope_parameters` of a Hugging Face config. `partial`:
     `partial_rotary_factor` gives the share of a head that rotates. Raises `UnsupportedError` with
-    the reasons of `rope_reasons_against`."""
+    the reasons of `rope_reasons_against`, or if `mrope_section` doesn't fit the head."""
     if reasons := rope_reasons_against(parameters, partial=partial):
         raise UnsupportedError("; ".join(reasons))
     if partial and (share := parameters.get("partial_rotary_factor")) is not None:
         head_size = int(head_size * share)
-    return _MAKERS[parameters.get("rope_type", "default")](
+    rope = _MAKERS[parameters.get("rope_type", "default")](
         parameters, parameters["rope_theta"], head_size
     )
+    return replace(rope, axis=_axis_of_pairs(parameters, head_size // 2))
+
+
+def _axis_of_pairs(parameters: Mapping[str, Any], pairs: int) -> tuple[int, ...]:
+    """Return `Rope.axis`. Pairs of the three axes follow each other, or alternate until the
+    sections of height and width are used up; the rest is of time."""
+    sections = parameters.get("mrope_section")
+    if sections is None:
+        return ()
+    if parameters.get("mrope_interleaved"):
+        axes = (pair % 3 for pair in range(pairs))
+        return tuple(axis if pair < 3 * sections[axis] else 0 for pair, axis in enumerate(axes))
+    if sum(sections) != pairs:
+        raise UnsupportedError(
+            f"rope_parameters: mrope_section = {sections!r} must add up to the {pairs} pairs of a "
+            "head that rotate"
+        )
+    return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
 
 
 def _llama3(p: Mapping[str, Any], theta: float, head_size: int) -> Rope:
@@ -314,15 +352,23 @@ def apply_rotary(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 class RotaryEmbedding(nn.Module):
-    """positions [tokens] int64, each < max_len -> the step's `Rotation`."""
+    """positions [tokens] int64, each < max_len -> the step's `Rotation`. With `axes` [3, tokens]
+    int64 of the same range, and a rope whose positions have three axes: the rotation by these."""
 
     table: torch.Tensor  # [max_len, rope.head_size] float32
+    _axis: torch.Tensor | None  # [rope.head_size] int64: `Rope.axis`, for cos and for sin
 
     def __init__(self, rope: Rope, max_len: int, *, device: torch.device) -> None:
         super().__init__()
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), rope.frequencies())
         table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(rope.attention_factor)
         self.register_buffer("table", table.to(device), persistent=False)
+        axis = torch.tensor(rope.axis * 2, device=device) if rope.axis else None
+        self.register_buffer("_axis", axis, persistent=False)
 
-    def forward(self, positions: torch.Tensor) -> Rotation:
-        return Rotation(self.table, positions)
+    def forward(self, positions: torch.Tensor, axes: torch.Tensor | None = None) -> Rotation:
+        if axes is None or self._axis is None:
+            return Rotation(self.table, positions)
+        places = axes.index_select(0, self._axis)  # [rope.head_size, tokens]
+        table = self.table.gather(0, places.t())  # a row for each token, so no kernel changes
+        return Rotation(table, torch.arange(len(table), device=table.device))

@@ -13,6 +13,7 @@ from torch import nn
 from dovetail.api.attention import LayerSpec
 from dovetail.api.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.api.model import BuildContext, ModelArch, ModelCapabilities, ParallelGroup
+from dovetail.errors import UnsupportedError
 from dovetail.nn.attention import spec_of_rank
 from dovetail.nn.decoder import AnyBlock, Decoder
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
@@ -283,7 +284,10 @@ def partial_rope_reasons(config: Any, parameters: Mapping[str, Any]) -> list[str
     if reasons := rope_reasons_against(parameters, partial=True):
         return reasons
     size = head_size(config)
-    rotated = rope_from_config(parameters, size, partial=True).head_size
+    try:
+        rotated = rope_from_config(parameters, size, partial=True).head_size
+    except UnsupportedError as error:  # sections that don't fit the head
+        return [str(error)]
     if not rotated % 2:
         return []
     return [

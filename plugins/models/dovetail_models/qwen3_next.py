@@ -136,13 +136,10 @@ class Qwen35(HybridArch):
         return partial_rope_reasons(config, self._rope(config))
 
     def _rope(self, config: Any) -> dict[str, Any]:
-        """Return `rope_parameters` without those of images: the three positions of a token of text
-        are equal."""
-        return {
-            key: value
-            for key, value in (config.rope_parameters or {}).items()
-            if not key.startswith("mrope_")
-        }
+        """Return `rope_parameters` with those of positions on three axes, which transformers' code
+        fixes, or has a default for."""
+        own = {"mrope_section": [11, 11, 10], **(config.rope_parameters or {})}
+        return own | {"mrope_interleaved": True}
 
     def reasons_against_fields(self, config: Any) -> list[str]:
         reasons = super().reasons_against_fields(config)
