@@ -7,6 +7,7 @@ with the same methods where the order differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -95,26 +96,36 @@ class AnyBlock(Protocol):
         """Return the rules for tensors whose names begin with `prefix`."""
 
 
-class _MediaRows:
-    """Rows of images in one step's residual stream: see `ModelInputs.rows`."""
+class _DeepRows:
+    """Adds rows of images to one step's residual stream, each level after its layer: see
+    `ModelInputs.rows`."""
 
-    def __init__(self, inputs: ModelInputs) -> None:
-        self._rows = inputs.rows
-        self._is_row = inputs.is_row
+    def __init__(self, rows: torch.Tensor, is_row: torch.Tensor) -> None:
+        self._rows = rows
+        self._is_text = ~is_row[:, None]
+        self._kept: torch.Tensor | None = None  # indices of the tokens that the stream still has
 
-    def replacing(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [tokens, hidden] with the rows in place of the embeddings of placeholders."""
-        if self._rows is None or self._is_row is None:
-            return x
-        return torch.where(self._is_row[:, None], self._rows[0], x)
+    def after(self, added: Sequence[AddTo]) -> list[AddTo]:
+        """Return `added` with the addition of rows after the layers that are followed by some."""
+        levels = len(self._rows)
+        deep = [
+            partial(self._add, level, each) for level, each in enumerate(added[: levels - 1], 1)
+        ]
+        return [*deep, *added[levels - 1 :]]
 
-    def add_after(self, layer: int, residual: Residual, kept: torch.Tensor | None) -> None:
-        """Add the rows that follow layer number `layer` to the stream. `kept` [n] int64: the
-        indices of the step's tokens that are left in it; None: all."""
-        if self._rows is None or self._is_row is None or layer + 1 >= len(self._rows):
-            return
-        rows = self._rows[layer + 1].masked_fill(~self._is_row[:, None], 0)
-        residual.summed().add_(rows if kept is None else rows.index_select(0, kept))
+    def _add(
+        self,
+        level: int,
+        add_to: AddTo,
+        residual: Residual,
+        rotation: Rotation,
+        wanted: torch.Tensor | None,
+    ) -> None:
+        add_to(residual, rotation, wanted)
+        if wanted is not None:
+            self._kept = wanted
+        rows = self._rows[level].masked_fill(self._is_text, 0)
+        residual.summed().add_(rows if self._kept is None else rows.index_select(0, self._kept))
 
 
 class Decoder(nn.Module):
@@ -157,10 +168,13 @@ class Decoder(nn.Module):
         self, inputs: ModelInputs, taps: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wanted = inputs.wanted
-        media = _MediaRows(inputs)
-        x = media.replacing(self.embed(inputs.token_ids))
+        x = self.embed(inputs.token_ids)
+        if inputs.rows is not None and inputs.is_row is not None:
+            x = torch.where(inputs.is_row[:, None], inputs.rows[0], x)
         rotations = [rotary(inputs.positions, inputs.axes) for rotary in self.rotaries]
         added = self.added(inputs, x)
+        if inputs.rows is not None and inputs.is_row is not None:
+            added = _DeepRows(inputs.rows, inputs.is_row).after(added)
         residual = Residual(x)  # changes x
         tapped = dict[int, torch.Tensor]()
         taps_see_all = not taps or max(taps) <= self._last_mixer
@@ -169,8 +183,6 @@ class Decoder(nn.Module):
                 tapped[index] = residual.summed().clone()
             reduces = taps_see_all and index == self._last_mixer
             add_to(residual, rotations[rotary], wanted if reduces else None)
-            is_reduced = taps_see_all and index >= self._last_mixer
-            media.add_after(index, residual, wanted if is_reduced else None)
         hidden = residual.normed(self.norm)
         if not taps:
             return hidden, hidden
