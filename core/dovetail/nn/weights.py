@@ -43,7 +43,7 @@ OTHER_PARTS = re.compile(
 )
 
 # dtypes, as headers name them, of tensors that are converted to the model's dtype
-_PLAIN = (
+PLAIN = (
     "F64",
     "F32",
     "F16",
@@ -51,7 +51,7 @@ _PLAIN = (
 )
 
 # suffixes of tensors in old checkpoints that are computed instead
-_COMPUTED = (
+COMPUTED = (
     ".rotary_emb.inv_freq",
     "embeddings.position_ids",
     "embeddings.token_type_ids",
@@ -96,7 +96,11 @@ def load_weights(
     skipped = tuple(
         rule.source[:-1] for rule in plain if rule.parameter is None and rule.source.endswith("*")
     )
-    names = {new: old for new, old in _text_names(stored).items() if not new.startswith(skipped)}
+    of_text = _text_names(stored)
+    if len(of_text) < len(stored):
+        others = len(stored) - len(of_text)
+        log.info("%d tensors of other parts than the text model are skipped", others)
+    names = {new: old for new, old in of_text.items() if not new.startswith(skipped)}
     if skipped and len(names) < len(stored):
         log.info("tensors named %s are skipped", " and ".join(f"{start}*" for start in skipped))
     files = {name: stored[old] for name, old in names.items()}
@@ -161,6 +165,19 @@ def tensor_names(directory: str | Path) -> frozenset[str]:
     return frozenset(_tensor_files(Path(directory)))
 
 
+def other_parts(directory: str | Path) -> dict[str, str]:
+    """Return names of a checkpoint's tensors that aren't the language model's -> their dtypes, as
+    headers name them, such as "BF16". Raises `ModelLoadError` as `load_weights` does."""
+    files = _tensor_files(Path(directory))
+    text = {*_text_names(files).values()}
+    found: dict[str, str] = {}
+    for path in dict.fromkeys(files.values()):
+        with _opened(path) as file:
+            for name in (name for name in files if files[name] == path and name not in text):
+                found[name] = file.get_slice(name).get_dtype()
+    return found
+
+
 def stored_bytes(directory: str | Path, dtype: torch.dtype | None = None) -> int:
     """Return the size of a checkpoint's tensors, without those of a vision model, by the headers of
     its files. `dtype`: what plain numbers are loaded in; None: as stored. Raises `ModelLoadError`
@@ -175,7 +192,7 @@ def stored_bytes(directory: str | Path, dtype: torch.dtype | None = None) -> int
                 stored = part.get_dtype()
                 bits = (
                     8 * dtype.itemsize
-                    if dtype is not None and stored in _PLAIN
+                    if dtype is not None and stored in PLAIN
                     else _bits_of(stored)
                 )
                 total += math.prod(part.get_shape()) * bits // 8
@@ -235,9 +252,6 @@ def _text_names(names: Iterable[str]) -> dict[str, str]:
         renamed |= {name: name for name in names if name.startswith("lm_head.")}
     else:
         renamed = {name: name for name in names if not OTHER_PARTS.match(name)}
-    if len(renamed) == len(names):
-        return renamed
-    log.info("%d tensors of other parts than the text model are skipped", len(names) - len(renamed))
     return renamed
 
 
@@ -339,8 +353,14 @@ def _check_names(
     found = {place_of(rule) for name in files for rule in rules.get(name, ())}
     missing = _missing(rules, found)
     extra = [
-        name for name in files if name not in rules and not name.endswith(_COMPUTED + _OF_THE_CACHE)
+        name for name in files if name not in rules and not name.endswith(COMPUTED + _OF_THE_CACHE)
     ]
+    check_differences(directory, missing, extra)
+
+
+def check_differences(directory: str | Path, missing: list[str], extra: list[str]) -> None:
+    """Raise `ModelLoadError` that names tensors which a checkpoint lacks, and those that its model
+    doesn't know, unless there are none."""
     problems = []
     if missing:
         problems.append(f"lacks {_some(missing)}")
