@@ -8,6 +8,7 @@ from typing import Any
 
 from dovetail.testing.suites import (
     kv_cache,
+    observer,
     parser,
     repeatable,
     scheduler,
@@ -23,7 +24,7 @@ COMMAND = (
 
 def use_fewer(change: Callable[[Any, str, Any], None]) -> None:
     """Try a twelfth of what the schedulers' suite does, a sixth of the scripts for KV-cache
-    managers, and a third of the parsers' texts. `change` is `setattr`, or that of pytest's
+    managers, a fifth of an observer's long run, and a third of the parsers' texts. `change` is `setattr`, or that of pytest's
     `monkeypatch`."""
 
     def for_some(among: Any, examples: int, *rest: Any) -> None:
@@ -33,6 +34,7 @@ def use_fewer(change: Callable[[Any, str, Any], None]) -> None:
     # requests: half as many, of which 100 that overtake are still too many
     change(scheduler_loads, "FLOOD_S", 200)
     change(scheduler, "LONG_BATCHES", scheduler_loads.LONG_BATCHES // 3)
+    change(observer, "LONG", observer.LONG // 5)
     change(parser, "MIXED", parser.MIXED // 3)
     for name in ("SCRIPTS", "GROUP_SCRIPTS", "STATE_SCRIPTS"):
         change(kv_cache, name, getattr(kv_cache, name) // 6)

@@ -152,13 +152,15 @@ def fewer_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def _all_plans() -> dict[type[Suite], list[str]]:
+def _all_plans(hash_seed: str) -> dict[type[Suite], list[str]]:
     """Return the plans of all built-in policies, made in one process."""
     of_policies = [suite for suite in SUITES if suite.kind == "scheduler"]
     return dict(
         zip(
             of_policies,
-            scheduler_replay.plans_elsewhere(*(suite() for suite in of_policies)),
+            scheduler_replay.plans_elsewhere(
+                *(suite() for suite in of_policies), hash_seed=hash_seed
+            ),
             strict=True,
         )
     )
@@ -166,7 +168,10 @@ def _all_plans() -> dict[type[Suite], list[str]]:
 
 @pytest.fixture(autouse=True)
 def one_process_plans_for_all_policies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "plans_elsewhere", lambda suite: [_all_plans()[type(suite)]])
+    def plans(suite: Suite, *, hash_seed: str) -> list[list[str]]:
+        return [_all_plans(hash_seed)[type(suite)]]
+
+    monkeypatch.setattr(scheduler, "plans_elsewhere", plans)
 
 
 @pytest.fixture(autouse=True)

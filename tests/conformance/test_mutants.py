@@ -4,6 +4,7 @@ quick profile tries one for each check, the full profile all."""
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import random
 import signal
@@ -11,6 +12,7 @@ import socket
 import warnings
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from dovetail.api.component import KINDS
@@ -37,13 +39,15 @@ CAUGHT_ELSEWHERE = {"hygiene.declaration"}  # in test_runner.py: its mutant has 
 @pytest.fixture
 def process_as_it_was() -> Iterator[None]:
     """Undoes what mutants change for the whole process, in which other tests run afterwards."""
-    timeout, collects, level, engines_level, handler, state = (
+    timeout, collects, level, engines_level, handler, state, printed, dumps = (
         socket.getdefaulttimeout(),
         gc.isenabled(),
         logging.root.level,
         logging.getLogger("dovetail").level,
         signal.getsignal(signal.SIGUSR1),
         random.getstate(),
+        np.get_printoptions(),
+        json.dumps,
     )
     with warnings.catch_warnings():
         yield
@@ -53,6 +57,9 @@ def process_as_it_was() -> Iterator[None]:
     logging.getLogger("dovetail").setLevel(engines_level)
     signal.signal(signal.SIGUSR1, handler)
     random.setstate(state)
+    np.set_printoptions(**printed)
+    json.dumps = dumps
+    logging.addLevelName(logging.DEBUG, "DEBUG")
 
 
 @pytest.mark.usefixtures("process_as_it_was")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections import UserDict, deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,14 @@ from pydantic import BaseModel
 
 from dovetail.api.drafter import Drafter, DrafterContext
 from dovetail.api.kv_cache import Allocation, KVContext, Pages
+from dovetail.api.observer import (
+    EngineStopped,
+    Observer,
+    ObserverContext,
+    RequestArrived,
+    RequestFinished,
+    StepFinished,
+)
 from dovetail.api.parser import Parser
 from dovetail.api.prefix_cache import PrefixCache
 from dovetail.errors import UnsupportedError
@@ -19,6 +28,7 @@ from dovetail.testing.checks import Absent, CheckFailed, checks_of
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.drafter import DrafterSuite
 from dovetail.testing.suites.kv_cache import KVCacheSuite
+from dovetail.testing.suites.observer import ObserverSuite
 from dovetail.testing.suites.parser import ParserSuite
 from tests.conformance.odd_parsers import CharByChar, Thoughts, WholeCalls
 
@@ -84,6 +94,35 @@ class ById(PrefixCache):
         super().free(self.known.pop(request.id, request))
 
 
+class ByIdWithARing(Observer):
+    """Keeps when requests arrived, by id, until they end, and the times of the last steps, of which
+    a test never sees as many as there is room for."""
+
+    __slots__ = ("arrived", "lines", "times")
+
+    def __init__(self, options: BaseModel, context: ObserverContext) -> None:
+        super().__init__(options, context)
+        self.arrived = UserDict[str, float]()
+        self.times = deque[float](maxlen=20_000)
+        self.lines = self.summary()
+
+    def summary(self) -> Iterator[str]:
+        while True:
+            yield f"{len(self.arrived)} requests, the last steps took {sum(self.times)} s"
+
+    def on_arrived(self, event: RequestArrived) -> None:
+        self.arrived[event.request.id] = event.time
+
+    def on_step(self, event: StepFinished) -> None:
+        self.times.append(event.ended - event.started)
+
+    def on_finished(self, event: RequestFinished) -> None:
+        del self.arrived[event.request.id]
+
+    def on_stopped(self, event: EngineStopped) -> None:
+        next(self.lines)
+
+
 ITS_TOKENIZER = DrafterContext(
     max_drafts=8, vocab_size=32_000, max_model_len=4096, encode=lambda text: [7, 8]
 )
@@ -116,3 +155,8 @@ def test_a_parser_in_an_odd_style_conforms(parser: type[Parser]) -> None:
 @pytest.mark.slow("replays the scripts of the kind")
 def test_a_manager_that_keeps_values_by_id_conforms() -> None:
     run_checks(KVCacheSuite, component=ById)
+
+
+@pytest.mark.slow("serves thousands of requests")
+def test_an_observer_that_keeps_values_by_id_and_has_a_ring_conforms() -> None:
+    run_checks(ObserverSuite, component=ByIdWithARing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import random
 import signal
@@ -10,7 +11,9 @@ import socket
 import threading
 import warnings
 from contextlib import suppress
+from functools import partial
 
+import numpy as np
 from pydantic import BaseModel
 
 from dovetail.api.observer import (
@@ -324,3 +327,97 @@ class LeavesItsThreadAfterAFailure(Observer):
     def on_stopped(self, event: EngineStopped) -> None:
         if event.error is None:
             self.end.set()
+
+
+@mutant(caught_by="observer.no_effect")
+class TakesWhatItNeedsOfTheDetails(Observer):
+    def on_started(self, event: EngineStarted) -> None:
+        if isinstance(event.details, dict):
+            self.device = event.details.pop("device")
+
+
+@mutant(caught_by="observer.no_effect")
+class FreesTheFramesOfAnError(Observer):
+    def on_stopped(self, event: EngineStopped) -> None:
+        if event.error is not None:
+            event.error.__traceback__ = None
+
+
+@mutant(caught_by="observer.process_untouched")
+class PrintsShortNumbers(Observer):
+    def on_started(self, event: EngineStarted) -> None:
+        np.set_printoptions(precision=3)
+
+
+@mutant(caught_by="observer.process_untouched")
+class WritesAnythingAsJson(Observer):
+    def on_started(self, event: EngineStarted) -> None:
+        json.dumps = partial(json.dumps, default=str)
+
+
+@mutant(caught_by="observer.process_untouched")
+class RenamesALevel(Observer):
+    def on_started(self, event: EngineStarted) -> None:
+        logging.addLevelName(logging.DEBUG, "dbg")
+
+
+@mutant(caught_by="observer.raises_nothing")
+class CountsAtMostTwoDrafts(Observer):
+    def __init__(self, options: BaseModel, context: ObserverContext) -> None:
+        super().__init__(options, context)
+        self.accepted = [0, 0, 0]
+
+    def on_step(self, event: StepFinished) -> None:
+        for count in event.accepted_drafts:
+            self.accepted[count] += 1
+
+
+@mutant(caught_by="observer.raises_nothing")
+class KnowsOneCacheGroup(Observer):
+    def on_started(self, event: EngineStarted) -> None:
+        (self.group,) = event.cache_groups
+
+
+@mutant(caught_by="observer.raises_nothing")
+class FormatsIds(Observer):
+    def on_arrived(self, event: RequestArrived) -> None:
+        self.line = f"{event.request.id} arrived after %d others" % event.request.priority
+
+
+@mutant(caught_by="observer.long_run")
+class HasRoomForSomeRequests(Observer):
+    def __init__(self, options: BaseModel, context: ObserverContext) -> None:
+        super().__init__(options, context)
+        self.latencies = np.zeros(800)
+        self.count = 0
+
+    def on_finished(self, event: RequestFinished) -> None:
+        self.latencies[self.count] = event.time - event.request.arrival_time
+        self.count += 1
+
+
+@mutant(caught_by="observer.long_run")
+class KeepsTheTimesOfAllSteps(Observer):
+    def __init__(self, options: BaseModel, context: ObserverContext) -> None:
+        super().__init__(options, context)
+        self.times: list[float] = []
+
+    def on_step(self, event: StepFinished) -> None:
+        self.times.append(event.ended - event.started)
+
+
+@mutant(caught_by="observer.forgets")
+class KeepsIdsInASlot(Observer):
+    __slots__ = ("ids",)
+
+    def on_arrived(self, event: RequestArrived) -> None:
+        self.ids = {*getattr(self, "ids", ()), event.request.id}
+
+
+_SEEN: list[object] = []
+
+
+@mutant(caught_by="observer.forgets")
+class KeepsRequestsInItsModule(Observer):
+    def on_finished(self, event: RequestFinished) -> None:
+        _SEEN.append(event.request)

@@ -779,3 +779,11 @@ class ActsWhileItNamesVictims(Plain):
         for request in step.waiting:
             if not step.grant(request):
                 break
+
+
+@mutant(caught_by="scheduler.sound")
+class CountsATokenForEachStep(Plain):
+    """With drafts, a step yields several."""
+
+    def on_step(self, done: StepDone) -> None:
+        assert all(ran.generated <= 1 for ran in done.ran)

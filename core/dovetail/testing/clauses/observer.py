@@ -8,6 +8,7 @@ CLAUSES: Marks = {
     "module": {
         "can't change anything": held("no_effect", "process_untouched"),
         "dropped after": held("raises_nothing"),
+        "frozen values": held("no_effect"),
         "read-only": held("request_untouched"),
         "may be reused": held("raises_nothing", "forgets"),
         "*": TOLD,
@@ -22,7 +23,7 @@ CLAUSES: Marks = {
     "ObserverCapabilities": held("hygiene.capabilities", "raises_nothing"),
     "Observer": {
         "should return quickly": TOLD,
-        "An observer may keep": held("forgets"),
+        "An observer may keep": held("forgets", "long_run"),
         "*": held("hygiene.callbacks", "hygiene.signatures", "empty_run"),
     },
     "Observer.on_started": promised(

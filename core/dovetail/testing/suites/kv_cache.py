@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import count, islice
 from random import Random
 from typing import Any
 
@@ -28,7 +29,7 @@ from dovetail.request import Request
 from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
-from dovetail.testing.suites.holding import reachable, size_of
+from dovetail.testing.suites.holding import reachable, require_bounded
 from dovetail.testing.suites.kv_model import Broken, KVWorld, Shape, generate, make_request, plain
 from dovetail.testing.suites.kv_scripts import (
     BLOCK_SIZES,
@@ -254,20 +255,17 @@ class KVCacheSuite(Suite):
         """After many requests the manager found less, had fewer pages, or kept more than before.
         Bound what you keep of requests that have ended, by the number of pages or by a constant."""
         kv = self._manager(4)
-        sizes = list[int]()
-        for start in (0, LONG):
-            for number in range(start, start + LONG):
+        numbers = count()
+
+        def serve(pairs: int) -> None:
+            for number in islice(numbers, pairs):
                 self._serve_one_more(kv, number)
-            sizes.append(size_of(kv))
+
+        require_bounded(kv, serve, LONG, GROWTH, "pairs of requests, which were freed")
         kv.reset()
         require(
             kv.counts.empty == kv.context.num_pages,
-            f"after {4 * LONG} requests that were freed, and reset, {kv.counts}",
-        )
-        require(
-            sizes[1] - sizes[0] <= GROWTH,
-            f"the manager keeps {sizes[0]} bytes after {2 * LONG} requests, and {sizes[1]} after "
-            f"{4 * LONG}, all of which were freed",
+            f"after {2 * next(numbers)} requests that were freed, and reset, {kv.counts}",
         )
 
     def _serve_one_more(self, kv: KVCacheManager, number: int) -> None:

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import decimal
 import gc
+import json
 import locale
 import logging
+import math
+import multiprocessing
 import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -37,19 +43,25 @@ from dovetail.api.observer import (
     StepFinished,
 )
 from dovetail.api.scheduler import Scheduler, SchedulerCapabilities, SchedulerContext, Step
+from dovetail.engine.core import EngineCore
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.stats import ObserverHub
 from dovetail.errors import describe
+from dovetail.request import Request
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.footprint import Footprint, temporary_folder
-from dovetail.testing.suites.holding import reachable
+from dovetail.testing.suites.holding import reachable, require_bounded
 from dovetail.testing.suites.scheduler_world import Abort, Act, Arrive, Run, Shape, World
 
 SHAPE = Shape(num_pages=16)
 REUSING = replace(SHAPE, reuse=True)
 # too short for the clock to move
 STILL = replace(SHAPE, seconds_per_step=1e-30, seconds_per_token=0.0)
+# with what few engines have: drafts, windows, recurrent states, adapters
+RICH = replace(
+    SHAPE, drafts=3, groups=((2, None, 1), (4, 6, 2)), state_pages=1, adapters=1, num_pages=64
+)
 # fields of events that differ between runs, or by observers
 UNEVEN = (
     "core_s",
@@ -104,6 +116,44 @@ AGAIN: tuple[Act, ...] = (
     Abort(-1),
 )
 FAILING: tuple[Act, ...] = (*BUSY[:5], Run(30))
+ADAPTED: tuple[Act, ...] = (
+    *(Arrive((number, 3, 5), max_tokens=9, adapter="ab"[number % 2]) for number in range(4)),
+    Run(3),
+    Abort(1),
+)
+# whatever a user may send
+ODD_TEXTS = (
+    '"',
+    "\\",
+    "a\nb",
+    "{}",
+    "%s %",
+    "\0",
+    "a,b;c=d",
+    "<b>",
+    "\u2028",
+    "\U0001f600",
+    " ",
+    "",
+)
+ODD: tuple[Act, ...] = (
+    *(
+        Arrive(
+            (2**31 - 1, 0),
+            max_tokens=2 + index % 3,
+            id=text or "x" * 5_000,
+            client=text,
+            priority=(-1) ** index * (2**63 - 1),
+            deadline=(None, 1e-9, 1e15)[index % 3],
+            n=1 + index % 2,
+            stops_after=1 + index % 2,
+            stop_reason=text,
+        )
+        for index, text in enumerate(ODD_TEXTS)
+    ),
+    Run(2),
+    Abort(3),
+)
 LOST: tuple[Act, ...] = (  # requests that are rejected or aborted after a preemption
     *(
         Arrive((number,) * 9, max_tokens=16, client="fickle" if number == 2 else None)
@@ -115,6 +165,17 @@ LOST: tuple[Act, ...] = (  # requests that are rejected or aborted after a preem
     Abort(1),
 )
 
+
+LONG = 50  # times that `LONG_ACTS` are done before an observer's size is taken
+LONG_ACTS: tuple[Act, ...] = (*BUSY, Run(9), Abort(-1))
+
+_MODULES = (json, logging, math, os, random, signal, socket, subprocess, sys, threading, time)
+_ENGINES_CLASSES = (EngineCore, LiveRequest, Request, ObserverHub, StepFinished, Observer)
+_ENGINES_LOGGERS = {
+    name: logging.getLogger(name)
+    for name in sorted(logging.root.manager.loggerDict)
+    if name.startswith("dovetail.")
+}
 
 # observer -> seconds that `on_stopped` took in this process, if it is slow
 _slow_stops: dict[type, float] = {}
@@ -131,10 +192,12 @@ class ObserverSuite(Suite):
     def test_what_belongs_to_the_whole_process_is_left_alone(self) -> None:
         """The observer changed process-wide state: the seeds of `random` or numpy, the environment,
         the working directory, the import path, standard output, signal handlers, exception hooks,
-        warnings, garbage collection, the umask, the locale, tracing, sockets' timeout, numpy's
-        errors, built-in functions, the root of all loggers, or the engine's logger. Observers run
-        inside a server; they may only configure their own logger."""
-        before = _process()
+        warnings, garbage collection, the umask, the locale, tracing, timers, blocked signals,
+        limits and priorities of the process, sockets' timeout, numpy's errors or its print options,
+        decimals, built-in functions or those of the standard library, the engine's classes, the
+        logging module, the root of all loggers, or the engine's loggers. Observers run inside a
+        server; they may only configure their own logger."""
+        before = self._process()
         for when, acts, policy in (
             ("a busy run", BUSY, _Harsh),
             ("a run that an error ended", FAILING, _Fails),
@@ -143,8 +206,8 @@ class ObserverSuite(Suite):
         ):
             if self._stops_slowly:
                 break
-            spy = self._play(acts, policy=policy, before=before)
-            for name, value in _process().items():
+            spy = self._play(acts, policy=policy, before=before, process=self._process)
+            for name, value in self._process().items():
                 require(value == before[name], f"{name} isn't what it was before {when}")
             require(
                 not spy.changed,
@@ -154,11 +217,19 @@ class ObserverSuite(Suite):
     @check("observer.no_effect", since="1.0")
     def test_an_observer_changes_nothing(self) -> None:
         """With the observer, a request ended differently, or another step was planned, or another
-        observer got other events, than without it. Events are read-only: copy before modifying, and
-        don't touch requests, block counts or the clock."""
-        for decisions in (False, True):
-            with_it = _story(self._play(BUSY, decisions=decisions).world)
-            expected = _story(_play(None, BUSY, decisions=decisions))
+        observer got other events, than without it; or an event, or an object in it, was changed.
+        Events are read-only: copy before modifying, and don't touch requests, block counts, errors
+        or the clock."""
+        for acts, shape, decisions, policy in (
+            (BUSY, SHAPE, False, _Harsh),
+            (BUSY, SHAPE, True, _Harsh),
+            (ADAPTED, RICH, True, _Harsh),
+            (FAILING, SHAPE, False, _Fails),
+        ):
+            spy = self._play(acts, shape=shape, decisions=decisions, policy=policy, stopped=True)
+            require(not spy.changed_event, spy.changed_event)
+            with_it = _story(spy.world)
+            expected = _story(_play(None, acts, shape=shape, decisions=decisions, policy=policy))
             for what, found in with_it.items():
                 require(
                     found == expected.get(what),
@@ -174,6 +245,11 @@ class ObserverSuite(Suite):
         for decisions in (False, True):
             spy = self._play(BUSY, decisions=decisions)
             spy.require_quiet("a busy run")
+        for acts in (BUSY, ADAPTED):
+            self._play(acts, shape=RICH, decisions=True).require_quiet(
+                "a run with drafts, adapters and several cache groups"
+            )
+        self._play(ODD, decisions=True).require_quiet("a run with odd ids, clients and numbers")
         self._play(BUSY, shape=STILL).require_quiet("a run in which time stands still")
         self._play((*BUSY, *AGAIN)).require_quiet("a run in which ids come again")
         self._play(LOST).require_quiet("a run in which preempted requests are rejected and aborted")
@@ -244,6 +320,20 @@ class ObserverSuite(Suite):
                     f"{path} holds the id {value!r} after its request's end",
                 )
 
+    @check("observer.long_run", since="1.0")
+    def test_long_run(self) -> None:
+        """After many requests the observer raised, or kept more than before. Bound what you keep of
+        steps and of requests that have ended: a server runs for months."""
+        spy = self._begin()
+
+        def serve(times: int) -> None:
+            for _ in range(times):
+                spy.world.play(LONG_ACTS)
+            spy.require_quiet(f"a run of {len(spy.world.requests)} requests")
+
+        require_bounded(spy.observer, serve, LONG, LONG * 2 * len(LONG_ACTS), "repeated requests")
+        spy.world.core.stop()
+
     @check("observer.leaves_nothing", since="1.0")
     def test_nothing_is_left_behind(self) -> None:
         """After `on_stopped` there are threads, processes, open files or temporary files that
@@ -274,15 +364,20 @@ class ObserverSuite(Suite):
         sometimes: bool = False,
         policy: type[Scheduler] | None = None,
         before: dict[str, object] | None = None,
+        process: Callable[[], dict[str, object]] = dict,
         guarded: bool = False,
         stopped: bool = False,
     ) -> Spy:
         """`decisions`: another observer requests them, so that every step's event has them; with
         `sometimes`, every other step's. `before`: state of the process to compare with after every
-        call. `stopped`: calls `on_stopped` even if it is slow."""
+        call, as `process` returns it. `stopped`: calls `on_stopped` even if it is slow."""
         observer = self.make(ObserverContext(SHAPE.max_num_seqs, SHAPE.num_pages))
         spy = Spy(
-            observer, sometimes=sometimes, before=before, stops=stopped or not self._stops_slowly
+            observer,
+            sometimes=sometimes,
+            before=before,
+            process=process,
+            stops=stopped or not self._stops_slowly,
         )
         spy.world = _play(
             spy, acts, shape=shape, decisions=decisions, policy=policy or _Harsh, guarded=guarded
@@ -290,6 +385,19 @@ class ObserverSuite(Suite):
         if spy.stop_s >= SLOW_STOP_S:
             _slow_stops[self.component_class] = spy.stop_s
         return spy
+
+    def _begin(self) -> Spy:
+        """Start an engine with the observer, for acts of the caller's."""
+        spy = Spy(
+            self.make(ObserverContext(SHAPE.max_num_seqs, SHAPE.num_pages)),
+            stops=not self._stops_slowly,
+        )
+        spy.world = _start(spy)
+        return spy
+
+    def _process(self) -> dict[str, object]:
+        own = self.component_class.__module__
+        return {**_process(), "the engine's loggers": _engine_loggers(own)}
 
     @property
     def _stops_slowly(self) -> bool:
@@ -308,14 +416,17 @@ class Spy(Observer):
         *,
         sometimes: bool = False,
         before: dict[str, object] | None = None,
+        process: Callable[[], dict[str, object]] = dict,
         stops: bool = True,
     ) -> None:
         """`sometimes`: every other step's event has no decisions. `before`: what `changed` names a
-        difference from. `stops`: passes `on_stopped` on."""
+        difference of `process` from. `stops`: passes `on_stopped` on."""
         super().__init__(NoOptions(), observer.context)
         self.sometimes = sometimes
         self.before = before
+        self.process = process
         self.changed = ""
+        self.changed_event = ""  # what was changed in an event
         self.observer = observer
         self.capabilities = observer.capabilities
         self.raised: list[tuple[str, BaseException]] = []
@@ -334,6 +445,7 @@ class Spy(Observer):
         def tell(event: Any) -> None:
             if self.sometimes and isinstance(event, StepFinished) and event.index % 2:
                 event = replace(event, decisions=())
+            given = _snapshot(event)
             begun = time.perf_counter()
             try:
                 getattr(self.observer, method)(event)
@@ -349,11 +461,24 @@ class Spy(Observer):
                 self.stop_s = took_s if method == "on_stopped" else self.stop_s
                 if self.before is not None and not self.changed:
                     self.changed = next(
-                        (name for name, value in _process().items() if value != self.before[name]),
+                        (
+                            name
+                            for name, value in self.process().items()
+                            if value != self.before[name]
+                        ),
                         "",
                     )
+                self._compare(method, given, _snapshot(event))
 
         return tell
+
+    def _compare(self, method: str, given: dict[str, object], left: dict[str, object]) -> None:
+        for name, value in given.items():
+            if left[name] != value and not self.changed_event:
+                self.changed_event = (
+                    f"{method} changed {name} of the event from {value!r:.200} to "
+                    f"{left[name]!r:.200}"
+                )
 
 
 class _Other(Observer):
@@ -407,6 +532,21 @@ def _play(
     guarded: bool = False,
 ) -> World:
     """Run an engine from start to stop."""
+    world = _start(spy, shape=shape, decisions=decisions, policy=policy, guarded=guarded)
+    world.play(acts)
+    world.core.stop()
+    return world
+
+
+def _start(
+    spy: Spy | None,
+    *,
+    shape: Shape = SHAPE,
+    decisions: bool = False,
+    policy: type[Scheduler] = _Harsh,
+    guarded: bool = False,
+) -> World:
+    """Start an engine with the observer, if there is one, and another after it."""
 
     def make(context: SchedulerContext) -> Scheduler:
         return policy(NoOptions(), context)
@@ -416,23 +556,51 @@ def _play(
     hub = world.core.observers = ObserverHub(
         [*([("observer", spy)] if spy is not None else []), ("other", other)]
     )
-    details = MappingProxyType({"device": "none"})
+    details = {"device": "none", "dtype": "none"}
+    # an engine may pass either
+    given = MappingProxyType(details) if decisions else details
+    world.told = other.told
     hub.start(
         EngineStarted(
             0.0,
             "harsh",
             "fake",
             "fake",
-            SHAPE.num_pages,
-            SHAPE.block_size,
-            SHAPE.max_in_flight,
-            details,
+            shape.num_pages,
+            shape.block_size,
+            shape.max_in_flight,
+            given,
+            world.kv.context.layout.groups,
         )
     )
-    world.play(acts)
-    world.core.stop()
-    world.told = other.told
     return world
+
+
+def _snapshot(event: Any) -> dict[str, object]:
+    """Return the values of an event's fields, in a form that doesn't change with them."""
+    return {field.name: _frozen(getattr(event, field.name)) for field in dataclasses.fields(event)}
+
+
+def _frozen(value: Any) -> object:
+    """Return a copy that compares as `value` does; a request stands for itself."""
+    if isinstance(value, BaseException):
+        return (
+            type(value),
+            value.args,
+            [*traceback.walk_tb(value.__traceback__)],
+            getattr(value, "__notes__", [])[:],
+            value.__cause__,
+            value.__context__,
+        )
+    if isinstance(value, Request):
+        return value
+    if dataclasses.is_dataclass(value):
+        return type(value), _snapshot(value)
+    if isinstance(value, Mapping):
+        return [(key, _frozen(one)) for key, one in value.items()]
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_frozen(one) for one in value]
+    return value
 
 
 def _story(world: World) -> dict[str, object]:
@@ -464,6 +632,51 @@ def _umask() -> int:
     return mask
 
 
+def _engine_loggers(own: str) -> dict[str, object]:
+    """Return the state of the engine's loggers, but for those of the component's module `own`."""
+    return {
+        name: _logger(logger)
+        for name, logger in _ENGINES_LOGGERS.items()
+        if not f"{name}.".startswith(f"{own}.")
+    }
+
+
+def _functions(of: Iterable[object]) -> dict[str, object]:
+    """Return the callables of modules or classes."""
+    return {
+        f"{getattr(one, '__name__', one)}.{name}": value
+        for one in of
+        for name, value in vars(one).items()
+        if callable(value) or isinstance(value, property)
+    }
+
+
+def _limits() -> object:
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_AS, resource.RLIMIT_CPU)
+    return (
+        [resource.getrlimit(kind) for kind in kinds],
+        os.getpriority(os.PRIO_PROCESS, 0),
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
+    )
+
+
+def _timers() -> object:
+    if sys.platform == "win32":
+        return None
+    # the rest of a timer that runs changes by itself
+    kinds = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+    return [bool(signal.getitimer(kind)[0]) for kind in kinds]
+
+
+def _decimals() -> object:
+    context = decimal.getcontext()
+    return context.prec, context.rounding, dict(context.traps), decimal.DefaultContext.prec
+
+
 def _logger(logger: logging.Logger) -> tuple[object, ...]:
     return logger.level, list(logger.handlers), list(logger.filters), logger.propagate
 
@@ -490,7 +703,28 @@ def _process() -> dict[str, object]:
         ),
         "the interval of switches between threads": sys.getswitchinterval(),
         "the timeout of sockets": socket.getdefaulttimeout(),
-        "numpy's handling of errors": np.geterr(),
+        "numpy's handling of errors": (np.geterr(), np.geterrcall()),
+        "numpy's print options": np.get_printoptions(),
+        "the context of decimals": _decimals(),
+        "the way in which processes are started": multiprocessing.get_start_method(allow_none=True)
+        or multiprocessing.get_all_start_methods()[0],
+        "a limit or the priority of the process": _limits(),
+        "a timer of the process": _timers(),
+        "the blocked signals": None
+        if sys.platform == "win32"
+        else signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        "the stack size of threads": threading.stack_size(),
+        "the longest number that is printed": sys.get_int_max_str_digits(),
+        "sys.displayhook or sys.unraisablehook": (sys.displayhook, sys.unraisablehook),
+        "a callback of the garbage collector": (list(gc.callbacks), gc.get_debug()),
+        "a function of the standard library": _functions(_MODULES),
+        "a class of the engine": _functions(_ENGINES_CLASSES),
+        "the logging module": (
+            logging.raiseExceptions,
+            logging.getLoggerClass(),
+            logging.getLogRecordFactory(),
+            [logging.getLevelName(level) for level in range(0, 60, 5)],
+        ),
         "the locale": locale.setlocale(locale.LC_ALL),
         "a built-in function": dict(vars(builtins)),
         "the root logger": (*_logger(logging.root), logging.root.manager.disable),

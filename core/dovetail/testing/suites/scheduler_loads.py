@@ -77,6 +77,14 @@ def crowd(*, scarce: bool) -> Scenario:
     return Scenario(shape, (*arrives, Run(4), Abort(7), Run(6), Abort(2), *arrives[:4]))
 
 
+def drafted() -> Scenario:
+    """As `pressed`, and requests check drafts, so that a step yields one to four tokens of each; one
+    request is aborted."""
+    scenario = pressed(overlap=True)
+    acts = (*scenario.acts, Run(9), Abort(4))
+    return Scenario(replace(scenario.shape, token_budget=24, drafts=3), acts)
+
+
 def ranked() -> Scenario:
     """One sequence at a time, and requests that wait for it with priorities and deadlines below, at
     and above 0, each twice, far apart and close together, and without a deadline. The last one

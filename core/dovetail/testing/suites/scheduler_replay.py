@@ -6,7 +6,6 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
-import os
 import pickle
 import sys
 import tempfile
@@ -20,9 +19,10 @@ from typing import Self
 from dovetail.api.scheduler import Scheduler, SchedulerContext
 from dovetail.testing.binding import Binding
 from dovetail.testing.processes import run_python
-from dovetail.testing.suites.scheduler_loads import crowd, pressed
+from dovetail.testing.suites.scheduler_loads import crowd, drafted, pressed
 from dovetail.testing.suites.scheduler_world import World
 
+HASH_SEEDS = ("1", "2", "3")  # of other processes
 CLOCKS = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns")
 # audit events of Python, see the standard library's "Audit events table"
 BLOCKING = (
@@ -42,7 +42,7 @@ def plans(make: Callable[[SchedulerContext], Scheduler]) -> list[str]:
     scenarios = [
         pressed(overlap, reuse=reuse) for overlap in (True, False) for reuse in (True, False)
     ]
-    scenarios += [crowd(scarce=scarce) for scarce in (True, False)]
+    scenarios += [*(crowd(scarce=scarce) for scarce in (True, False)), drafted()]
     return [
         repr(step)
         for scenario in scenarios
@@ -50,10 +50,9 @@ def plans(make: Callable[[SchedulerContext], Scheduler]) -> list[str]:
     ]
 
 
-def plans_elsewhere(*suites: Binding) -> list[list[str]]:
-    """Return the plans of each suite's policy from a new process with another `PYTHONHASHSEED`.
+def plans_elsewhere(*suites: Binding, hash_seed: str) -> list[list[str]]:
+    """Return the plans of each suite's policy from a new process with this `PYTHONHASHSEED`.
     Raises `CheckFailed` if it fails."""
-    hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     policies = [
         (
             suite.component if isinstance(suite.component, str) else suite.component_class,

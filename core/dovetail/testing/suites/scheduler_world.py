@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from dovetail.api.clock import VirtualClock
 from dovetail.api.component import NoOptions
+from dovetail.api.drafter import DrafterContext, ModelDrafter
 from dovetail.api.executor import ExecutorConfig, ExecutorContext
 from dovetail.api.kv_cache import KVCacheManager, KVContext
 from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContext
@@ -32,8 +34,10 @@ from dovetail.engine.features import features_of
 from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.siblings import make_siblings
+from dovetail.engine.speculation import Speculation
 from dovetail.engine.stats import ObserverHub
 from dovetail.engine.step import PlannedStep
+from dovetail.engine.step_times import PlanTiming
 from dovetail.errors import DovetailError
 from dovetail.request import Request
 from dovetail.request.sampling_params import SamplingParams
@@ -72,6 +76,7 @@ GIVEN = (  # attributes of a request that only the engine may change
 
 
 SLOT_WAIT_S = 0.2  # on the engine's clock
+DRAFTING_S = 1.0  # time limit of a drafter, of which the executor's has no need
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,7 @@ class Shape:
     reuse: bool = False
     prefill_limit: float | None = None
     adapters: int = 0  # slots
+    drafts: int = 0  # most that a request checks in a step; 0: none
     seed: int = 0
     seconds_per_step: float = 0.01
     seconds_per_token: float = 0.001
@@ -322,6 +328,7 @@ class World:
             settings,
             hub,
             features_of(capacity, SLOT_WAIT_S),
+            partial(_timing, shape.drafts),
         )
         self.requests: list[LiveRequest] = []
         self.given: dict[Guarded, dict[str, Any]] = {}  # attributes that no policy may change
@@ -460,6 +467,21 @@ def _silence() -> Iterator[None]:
         logger.disabled = before
 
 
+class _OfTheExecutor(ModelDrafter):
+    """Leaves all drafts to the executor: of the fake one, four of five are right."""
+
+    model = ""
+
+
+def _timing(drafts: int, *arguments: Any) -> PlanTiming:
+    """Make the strategy of planning, with that many drafts. `arguments`: those of `PlanTiming`."""
+    if not drafts:
+        return PlanTiming(*arguments)
+    context = DrafterContext(max_drafts=drafts, vocab_size=None, max_model_len=None)
+    drafter = _OfTheExecutor(NoOptions(), context)
+    return Speculation(drafter, "the executor's", drafts, DRAFTING_S, *arguments)
+
+
 def _executor(shape: Shape, clock: VirtualClock) -> FakeExecutor:
     options = FakeExecutorOptions(
         num_pages=shape.num_pages,
@@ -471,7 +493,7 @@ def _executor(shape: Shape, clock: VirtualClock) -> FakeExecutor:
         max_model_len=shape.max_model_len,
         seconds_per_step=shape.seconds_per_step,
         seconds_per_token=shape.seconds_per_token,
-        max_lines=0,
+        max_lines=shape.max_num_seqs * (1 + shape.drafts) if shape.drafts else 0,
     )
     limits = shape.max_num_seqs, shape.token_budget
     config = ExecutorConfig(
@@ -487,6 +509,7 @@ def _executor(shape: Shape, clock: VirtualClock) -> FakeExecutor:
         shape.overlap,
         0,
         max_adapters=shape.adapters,
+        max_drafts=shape.drafts,
     )
     return FakeExecutor(options, ExecutorContext(config, clock))
 
