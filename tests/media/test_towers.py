@@ -105,7 +105,7 @@ def test_each_vision_tensor_is_loaded_and_missing_and_unknown_ones_are_named(cop
     tensors[unknown] = tensors.pop(missing)
     store(copied, tensors)
     with pytest.raises(ModelLoadError) as caught:
-        plan.build(torch.float32, CPU)
+        find_tower(copied)
     assert unknown in str(caught.value)
     assert missing.removeprefix("model.") in str(caught.value)
     assert "images: false" in str(caught.value)
@@ -121,6 +121,14 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
         ModelLoadError, match=r"linear_1\.bias: expected shape \[64\], found \[63\]"
     ):
         tower_of(directory)
+
+
+def test_sizes_of_a_config_cost_no_memory_before_they_are_compared(tmp_path: Path) -> None:
+    directory = copy_of("llava", tmp_path)
+    vision = json.loads((directory / "config.json").read_text())["vision_config"]
+    change_config(directory, vision_config={**vision, "hidden_size": 2**36})
+    with pytest.raises(ModelLoadError, match="68719476736"):
+        find_tower(directory)
 
 
 def renamed(name: str, kind: str) -> str:

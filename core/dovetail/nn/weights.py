@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,14 @@ log = logging.getLogger("dovetail")
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 Place = tuple[int, int | str | None]  # of a tensor in the model
+
+
+class Header(NamedTuple):
+    """What a file says of a tensor before it is read."""
+
+    dtype: str  # such as "BF16"
+    shape: tuple[int, ...]
+
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -165,16 +173,17 @@ def tensor_names(directory: str | Path) -> frozenset[str]:
     return frozenset(_tensor_files(Path(directory)))
 
 
-def other_parts(directory: str | Path) -> dict[str, str]:
-    """Return names of a checkpoint's tensors that aren't the language model's -> their dtypes, as
-    headers name them, such as "BF16". Raises `ModelLoadError` as `load_weights` does."""
+def other_parts(directory: str | Path) -> dict[str, Header]:
+    """Return names of a checkpoint's tensors that aren't the language model's -> what headers say
+    of them. Raises `ModelLoadError` as `load_weights` does."""
     files = _tensor_files(Path(directory))
     text = {*_text_names(files).values()}
-    found: dict[str, str] = {}
+    found: dict[str, Header] = {}
     for path in dict.fromkeys(files.values()):
         with _opened(path) as file:
             for name in (name for name in files if files[name] == path and name not in text):
-                found[name] = file.get_slice(name).get_dtype()
+                part = file.get_slice(name)
+                found[name] = Header(part.get_dtype(), tuple(part.get_shape()))
     return found
 
 

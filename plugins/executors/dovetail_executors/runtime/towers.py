@@ -8,8 +8,9 @@ of tiles and the rows at the ends of lines. Every rank has the whole tower.
 from __future__ import annotations
 
 import logging
+import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from dovetail.nn.model_files import first_lines, read_config
 from dovetail.nn.weights import (
     COMPUTED,
     PLAIN,
+    Header,
     check_differences,
     other_parts,
     random_numbers,
@@ -39,10 +41,10 @@ log = logging.getLogger("dovetail")
 _OTHER_MODULES = ("language_model", "text_model", "audio_tower", "embed_audio")
 # tensors of a checkpoint that belong to neither the language model nor the tower
 _OTHER_TENSORS = re.compile(r"(model\.)?(audio\w*|embed_audio|mtp)(\.|$)")
-# parts of names that only some releases of transformers, and some checkpoints, have
-_PREFIX = re.compile(r"^(model\.)?(vision_tower\.vision_model(?=\.))?")
-# arguments that the code of towers reads on the host: on a device, each would wait for it
-_ON_HOST = ("batch_num_images", "image_grid_thw", "image_sizes")
+# beginnings of names that only some releases of transformers, and some checkpoints, have
+_BEFORE = re.compile(r"^(?:model\.)?(?:(vision_tower\.)vision_model\.)?")
+# arguments that the code of towers only reads on the host: on a device, that would wait for it
+_ON_HOST = ("batch_num_images", "image_sizes")
 
 
 @dataclass(frozen=True)
@@ -53,57 +55,30 @@ class TowerPlan:
     media_type: MediaType
     levels: int  # rows for each placeholder: see `MediaType.levels`
     hidden_size: int  # of a row
-    dummy: bool  # its weights will be random, and the directory may hold none
+    config: Any  # transformers' PretrainedConfig of the whole model
+    shapes: Mapping[str, tuple[int, ...]]  # of its tensors
+    # names in the checkpoint -> those in `shapes`; None: its weights will be random
+    sources: Mapping[str, str] | None
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Return the size of its weights in `dtype`. Raises `ModelLoadError` if transformers can't
-        build it."""
-        tensors = self._empty(dtype).state_dict().values()
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        """Return the size of its weights in `dtype`."""
+        return dtype.itemsize * sum(math.prod(shape) for shape in self.shapes.values())
 
     def build(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tower:
-        """Load the weights from the checkpoint, in `dtype`; random ones of `seed`, the same on all
-        ranks, if they are `dummy`.
-
-        Raises `ModelLoadError` naming the file and the tensors: missing, unknown, or of another
-        shape than the config says.
-        """
-        model = self._empty(dtype)
-        wanted = model.state_dict()
-        if self.dummy:
-            tensors = _random(wanted, device, dtype, seed)
+        """Load the weights from the checkpoint, in `dtype`; random ones have a `seed`, and are the
+        same on all ranks. Raises `ModelLoadError` naming the file and the tensor if one can't be
+        read."""
+        if self.sources is None:
+            tensors = _random(self.shapes, device, dtype, seed)
         else:
-            tensors = self._stored(wanted, device, dtype)
+            tensors = {
+                self.sources[source]: tensor.to(device, dtype)
+                for source, tensor in tensors_named(self.directory, self.sources.__contains__)
+            }
+        model = _without_parameters(self.config, dtype)
         model.load_state_dict(tensors, assign=True)
         model.requires_grad_(False)
         return Tower(self, model.to(device), dtype, device)
-
-    def _empty(self, dtype: torch.dtype) -> nn.Module:
-        """Return the model with parameters on the meta device."""
-        config = read_config(self.directory)
-        try:
-            return _empty_model(config, dtype)
-        except Exception as error:  # transformers raises any exception
-            raise ModelLoadError(
-                f"{self.directory / 'config.json'}: transformers can't build the vision model: "
-                f"{first_lines(error)}"
-            ) from error
-
-    def _stored(
-        self, wanted: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype
-    ) -> dict[str, torch.Tensor]:
-        """Return the tensors that the model wants, by its names for them."""
-        found = _sources(wanted, _vision_tensors(self.directory), self.directory)
-        tensors: dict[str, torch.Tensor] = {}
-        for source, tensor in tensors_named(self.directory, found.__contains__):
-            name = found[source]
-            if tensor.shape != wanted[name].shape:
-                raise ModelLoadError(
-                    f"{self.directory}: tensor {source}: expected shape "
-                    f"{list(wanted[name].shape)}, found {list(tensor.shape)}"
-                )
-            tensors[name] = tensor.to(device, dtype)
-        return tensors
 
 
 class Tower:
@@ -153,71 +128,109 @@ def find_tower(model_dir: str | Path, *, dummy: bool = False) -> TowerPlan | Non
     """Return the tower of a checkpoint, or None if images of it can't be served: it has no vision
     model, its type is refused, it has no weights of it, or quantized ones. Logs which.
 
-    `dummy`: weights will be random. Raises `ModelLoadError` if its files are malformed.
+    `dummy`: weights will be random, and the directory may hold none. Raises `ModelLoadError` if its
+    files are malformed, or lack tensors of the tower, or have others or of other shapes.
     """
     directory = Path(model_dir)
-    config = read_json_object(directory / "config.json")
-    media_type = media_type_of(config)
+    raw = read_json_object(directory / "config.json")
+    media_type = media_type_of(raw)
     if media_type is None:
         return None
-    refused = media_type.refused or ("" if dummy else _unusable(directory))
+    stored = {} if dummy or media_type.refused else _vision_tensors(directory)
+    refused = media_type.refused or ("" if dummy else _unusable(stored))
     if refused:
         name = media_type.model_type
         log.warning("%s: images aren't served, only text: %s: %s", directory, name, refused)
         return None
-    text = read_config(directory).get_text_config(decoder=True)
-    levels = media_type.levels(config)
-    return TowerPlan(directory, media_type, levels, int(text.hidden_size), dummy)
+    config = read_config(directory)
+    shapes = _shapes(directory, config)
+    return TowerPlan(
+        directory,
+        media_type,
+        media_type.levels(raw),
+        int(config.get_text_config(decoder=True).hidden_size),
+        config,
+        shapes,
+        None if dummy else _sources(directory, shapes, stored),
+    )
 
 
-def _unusable(directory: Path) -> str:
-    """Return why the weights of a checkpoint's tower can't be served, as a clause, or ""."""
-    tensors = _vision_tensors(directory)
-    if not tensors:
+def _vision_tensors(directory: Path) -> dict[str, Header]:
+    """Return the names of a checkpoint's tensors that the tower may have -> their headers."""
+    return {
+        name: header
+        for name, header in other_parts(directory).items()
+        if not _OTHER_TENSORS.match(name) and not name.endswith(COMPUTED)
+    }
+
+
+def _unusable(stored: Mapping[str, Header]) -> str:
+    """Return why a tower of these tensors can't be served, as a clause; empty: it can."""
+    if not stored:
         return "the checkpoint has no weights of the vision model that its config names"
-    quantized = [name for name, dtype in tensors.items() if dtype not in PLAIN]
+    quantized = [name for name, header in stored.items() if header.dtype not in PLAIN]
     if quantized:
         return f"weights of its vision model are quantized ({some_of(quantized, 3)})"
     return ""
 
 
-def _vision_tensors(directory: Path) -> dict[str, str]:
-    """Return names of a checkpoint's tensors that the tower may have -> their dtypes."""
-    return {
-        name: dtype
-        for name, dtype in other_parts(directory).items()
-        if not _OTHER_TENSORS.match(name) and not name.endswith(COMPUTED)
-    }
+def _shapes(directory: Path, config: Any) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tower's tensors, without memory for any. Raises
+    `ModelLoadError` if transformers can't build it."""
+    try:
+        with torch.device("meta"):
+            model = _of_config(config, torch.float32)
+    except Exception as error:  # transformers raises any exception
+        raise ModelLoadError(
+            f"{directory / 'config.json'}: transformers can't build the vision model: "
+            f"{first_lines(error)}"
+        ) from error
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def _sources(wanted: Collection[str], stored: Iterable[str], directory: Path) -> dict[str, str]:
-    """Return the checkpoint's names -> the model's. Raises `ModelLoadError` if the two differ."""
-    names = {_PREFIX.sub(_without, name): name for name in wanted}
+def _sources(
+    directory: Path, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, Header]
+) -> dict[str, str]:
+    """Return names in the checkpoint -> those in `shapes`. Raises `ModelLoadError` if they differ,
+    or the shapes do."""
+    missing = {_BEFORE.sub(r"\1", name): name for name in shapes}
     found: dict[str, str] = {}
     unknown: list[str] = []
     for source in stored:
-        name = names.pop(_PREFIX.sub(_without, source), None)
+        name = missing.pop(_BEFORE.sub(r"\1", source), None)
         if name is None:
             unknown.append(source)
         else:
             found[source] = name
     try:
-        check_differences(directory, sorted(names.values()), unknown)
+        check_differences(directory, sorted(missing.values()), unknown)
+        for source, name in found.items():
+            if stored[source].shape != shapes[name]:
+                raise ModelLoadError(
+                    f"{directory}: tensor {source}: expected shape {list(shapes[name])}, found "
+                    f"{list(stored[source].shape)}"
+                )
     except ModelLoadError as error:
         raise ModelLoadError(
-            f"{error}, for its images; with media: {{images: false}} its text is served"
+            f"{error}; its text is served without its vision model if media: {{images: false}}"
         ) from None
     return found
 
 
-def _without(prefix: re.Match[str]) -> str:
-    return "vision_tower" if prefix[2] else ""
-
-
-def _empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
-    """Return transformers' whole model without its language model: parameters on the meta device,
-    buffers as transformers computes them."""
+def _of_config(config: Any, dtype: torch.dtype) -> nn.Module:
+    """Return transformers' whole model without its language model."""
     from transformers import AutoModel
+
+    model: nn.Module = AutoModel.from_config(config, dtype=dtype)
+    for name in _OTHER_MODULES:
+        if getattr(model, name, None) is not None:
+            setattr(model, name, None)
+    return model.eval()
+
+
+def _without_parameters(config: Any, dtype: torch.dtype) -> nn.Module:
+    """Return the model with parameters on the meta device, and buffers as transformers computes
+    them."""
 
     def without_memory(
         _: nn.Module, __: str, parameter: nn.Parameter | None
@@ -228,24 +241,20 @@ def _empty_model(config: Any, dtype: torch.dtype) -> nn.Module:
 
     handle = register_module_parameter_registration_hook(without_memory)  # type: ignore[arg-type] # torch's annotation lacks the result
     try:
-        model: nn.Module = AutoModel.from_config(config, dtype=dtype)
+        return _of_config(config, dtype)
     finally:
         handle.remove()
-    for name in _OTHER_MODULES:
-        if getattr(model, name, None) is not None:
-            setattr(model, name, None)
-    return model.eval()
 
 
 def _random(
-    wanted: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype, seed: int
+    shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype, seed: int
 ) -> dict[str, torch.Tensor]:
     """Return random numbers like `dummy_weights`: around 1 for the weights of norms."""
     made: dict[str, torch.Tensor] = {}
-    for name, tensor in wanted.items():
-        numbers = random_numbers(tensor.shape, name, seed, device)
-        scale = tensor.ndim == 1 and name.endswith("weight")
-        made[name] = (numbers + int(scale)).to(dtype)
+    for name, shape in shapes.items():
+        scale = len(shape) == 1 and name.endswith("weight")
+        numbers = random_numbers(shape, name, seed, device) + int(scale)
+        made[name] = numbers.to(dtype)
     return made
 
 
