@@ -22,6 +22,7 @@ from dovetail.api.observer import (
 )
 from dovetail.api.parser import Parser
 from dovetail.api.prefix_cache import PrefixCache
+from dovetail.api.tokenizer import Tokenizer
 from dovetail.errors import UnsupportedError
 from dovetail.request import Request
 from dovetail.testing.checks import Absent, CheckFailed, checks_of
@@ -30,7 +31,9 @@ from dovetail.testing.suites.drafter import DrafterSuite
 from dovetail.testing.suites.kv_cache import KVCacheSuite
 from dovetail.testing.suites.observer import ObserverSuite
 from dovetail.testing.suites.parser import ParserSuite
+from dovetail.testing.suites.tokenizer import TokenizerSuite
 from tests.conformance.odd_parsers import CharByChar, Thoughts, WholeCalls
+from tests.conformance.odd_tokenizers import BytesAsIds, Reluctant
 
 OF_ALL_KINDS = "hygiene."  # in processes of their own; `test_builtins.py` runs them
 
@@ -150,6 +153,12 @@ def test_a_drafter_that_rejects_the_suites_tokenizer_is_told_what_to_set() -> No
 @pytest.mark.parametrize("parser", [WholeCalls, CharByChar, Thoughts])
 def test_a_parser_in_an_odd_style_conforms(parser: type[Parser]) -> None:
     run_checks(ParserSuite, component=parser)
+
+
+@pytest.mark.slow("tries many texts, in several processes")
+@pytest.mark.parametrize("tokenizer", [BytesAsIds, Reluctant])
+def test_a_tokenizer_in_an_odd_style_conforms(tokenizer: type[Tokenizer]) -> None:
+    run_checks(TokenizerSuite, component=tokenizer)
 
 
 @pytest.mark.slow("replays the scripts of the kind")

@@ -6,7 +6,9 @@ import json
 import threading
 import time
 import unicodedata
+import zlib
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
@@ -51,7 +53,7 @@ class Bytes(Tokenizer):
                 "content",
             }:
                 raise RequestError("messages: no form for this")
-            content = message["content"]
+            content = message.get("content", "")
             text = (
                 content if isinstance(content, str) else "".join(part["text"] for part in content)
             )
@@ -505,3 +507,160 @@ class ContinuesOnlyWithoutTools(Tools):
                 chat.variables,
             )
         )
+
+
+@mutant(caught_by="tokenizer.chat_refuses")
+class ContinuesTextsOnly(Bytes):
+    """Ends a last message of parts."""
+
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        is_text = isinstance(chat.messages[-1].get("content", ""), str)
+        return super().encode_chat(replace(chat, continues=chat.continues and is_text))
+
+
+@mutant(caught_by="tokenizer.chat_refuses")
+class LeavesOutTheMiddle(Bytes):
+    """Of long conversations."""
+
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        most = 64
+        messages = [*chat.messages[: most // 2], *chat.messages[-most // 2 :]]
+        whole = len(chat.messages) <= most
+        return super().encode_chat(chat if whole else replace(chat, messages=messages))
+
+
+@mutant(caught_by="tokenizer.chat_refuses")
+class LeavesOutEqualMessages(Bytes):
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        messages = [one for at, one in enumerate(chat.messages) if one not in chat.messages[:at]]
+        return super().encode_chat(replace(chat, messages=messages))
+
+
+@mutant(caught_by="tokenizer.chat_refuses")
+class LeavesOutDescriptions(Tools):
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        functions = [{**tool["function"], "description": ""} for tool in chat.tools]
+        return super().encode_chat(replace(chat, tools=functions))
+
+
+@mutant(caught_by="tokenizer.chat_refuses")
+class LeavesOutEmptyArguments(Tools):
+    def body(self, message: Mapping[str, Any]) -> str:
+        calls = [self.filled(call) for call in message.get("tool_calls", ())]
+        return super().body({**message, "tool_calls": calls} if calls else message)
+
+    def filled(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        given = call["function"]["arguments"]
+        arguments = {key: value for key, value in given.items() if value}
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+@mutant(caught_by="tokenizer.chat_refuses")
+class ExpectsContents(Bytes):
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        for message in chat.messages:
+            len(message["content"])
+        return super().encode_chat(chat)
+
+
+@mutant(caught_by="tokenizer.chat_repeatable")
+class KeepsConversationsByTheirLastMessage(Bytes):
+    def __init__(self, options: BaseModel, context: TokenizerContext) -> None:
+        super().__init__(options, context)
+        self.kept: dict[Any, Sequence[int]] = {}
+
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        ids = super().encode_chat(chat)
+        last = str(chat.messages[-1].get("content"))
+        key = (last, len(ids), chat.begins_answer, chat.continues)
+        return self.kept.setdefault(key, ids)
+
+
+@mutant(caught_by="tokenizer.chat_repeatable", soon=True)
+class TakesToolsApart(Tools):
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        for tool in chat.tools:
+            if isinstance(tool, dict):
+                tool.pop("type", None)
+        return super().encode_chat(chat)
+
+
+@mutant(caught_by="tokenizer.exact")
+class KeepsTextsByACheckSum(Bytes):
+    """Of 32 bits."""
+
+    def __init__(self, options: BaseModel, context: TokenizerContext) -> None:
+        super().__init__(options, context)
+        self.kept: dict[int, Sequence[int]] = {}
+
+    def encode(self, text: str) -> Sequence[int]:
+        return self.kept.setdefault(zlib.crc32(text.encode()), super().encode(text))
+
+
+@mutant(caught_by="tokenizer.exact")
+class CutsLongTexts(Bytes):
+    def encode(self, text: str) -> Sequence[int]:
+        return super().encode(text[:100_000])
+
+
+@mutant(caught_by="tokenizer.repeatable", soon=True)
+class GivesOneList(Bytes):
+    """Writes the ids of the next text over those of the last."""
+
+    def __init__(self, options: BaseModel, context: TokenizerContext) -> None:
+        super().__init__(options, context)
+        self.ids: list[int] = []
+
+    def encode(self, text: str) -> Sequence[int]:
+        self.ids[:] = super().encode(text)
+        return self.ids
+
+
+@mutant(caught_by="tokenizer.chat_text")
+class TrustsParts(Bytes):
+    """Names of special tokens are these in a content of parts."""
+
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        self.is_text = all(isinstance(one.get("content", ""), str) for one in chat.messages)
+        return super().encode_chat(chat)
+
+    def said(self, text: str) -> Sequence[int]:
+        return super().said(text) if self.is_text else with_specials(text)
+
+
+@mutant(caught_by="tokenizer.chat_text")
+class TrustsResults(Tools):
+    def body(self, message: Mapping[str, Any]) -> str:
+        self.is_result = message["role"] == "tool"
+        return super().body(message)
+
+    def said(self, text: str) -> Sequence[int]:
+        return with_specials(text) if getattr(self, "is_result", False) else super().said(text)
+
+
+@mutant(caught_by="tokenizer.chat_text", soon=True)
+class TidiesInstructions(Tools):
+    def body(self, message: Mapping[str, Any]) -> str:
+        text = super().body(message)
+        return text.replace("\r\n", "\n") if message["role"] == "system" else text
+
+
+@mutant(caught_by="tokenizer.processes", soon=True)
+class WritesKeysInTheOrderOfASet(Tools):
+    def written(self, value: Any) -> str:
+        keys = set(value)
+        return super().written({key: value[key] for key in keys})
+
+
+@mutant(caught_by="tokenizer.linear", soon=True)
+class ReadsAllMessagesForEach(Bytes):
+    def encode_chat(self, chat: Chat) -> Sequence[int]:
+        for at in range(len(chat.messages)):
+            sum(len(one["role"]) for one in chat.messages[:at])
+        return super().encode_chat(chat)
+
+
+@mutant(caught_by="tokenizer.vocabulary")
+class YieldsItsVocabulary(Bytes):
+    def vocabulary(self) -> Any:
+        return iter(super().vocabulary())

@@ -5,9 +5,16 @@ from __future__ import annotations
 from dovetail.testing.clauses import TOLD, Marks, held
 
 CLAUSES: Marks = {
-    "module": {"made once in the engine's process": held("repeatable", "processes"), "*": TOLD},
+    "module": {
+        "made once in the engine's process": held("repeatable", "processes", "chat_repeatable"),
+        "*": TOLD,
+    },
     "TokenizerContext": TOLD,
-    "Chat": TOLD,
+    "Chat": {
+        "end inside the last message": held("chat", "chat_refuses", "chat_text"),
+        "A key without a value": held("chat_refuses"),
+        "*": TOLD,
+    },
     "TokenizerCapabilities": {
         "later versions": TOLD,
         "*": held("exact", "hygiene.capabilities"),

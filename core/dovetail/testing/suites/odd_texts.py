@@ -1,5 +1,5 @@
 """`TEXTS`: some 200 texts at the edges of Unicode, lines, JSON and marks, for suites of components
-that read or write text.
+that read or write text. `ALIKE`: groups of texts that differ, and are equal in a short form.
 
 Each is valid Unicode. Characters that editors change or hide are escaped.
 """
@@ -220,4 +220,50 @@ TEXTS: tuple[str, ...] = tuple(
             *_WORDS,
         )
     )
+)
+
+# of 32 bits, each pair found by trying "text 0", "text 1" …
+_EQUAL_HASHES = (
+    ("text 29685295", "text 32060020"),  # CRC-32
+    ("text 120", "text 201"),  # Adler-32
+    ("text 79568", "text 664010"),  # FNV-1a
+    ("text 51847", "text 130841"),  # the first 32 bits of MD5
+    ("text 8456", "text 34903"),  # the last
+    ("text 72345", "text 90975"),  # of SHA-1
+    ("text 31179", "text 53348"),
+    ("text 859", "text 4460"),  # of SHA-256
+    ("text 16521", "text 49739"),
+    ("text 16404", "text 47693"),  # of BLAKE2b
+    ("text 46919", "text 62150"),
+    ("text 99019", "text 139493"),  # of SHA-512
+    ("text 29189", "text 38536"),
+)
+_EQUAL_FORMS = (
+    ("ab", "ba"),
+    ("a", "A"),
+    ("a", " a", "a ", "a\n", "\ta", "a\0", f"{BOM}a", "a\u200b", "a\u2028"),
+    ("a b", "a  b", "ab", "a\xa0b", "a\u2003b", "a_b"),
+    ("a\nb", "a\r\nb", "a\rb", "a\n\nb"),
+    ("\xe9", "e\u0301", "e"),
+    ("\ufb01", "fi"),
+    ("\xdf", "ss", "SS"),
+    ("1", "\uff11", "01", "1.0", "\u0661"),
+    ("a", "\u0161", "\U00010061"),  # equal in the lower 8 or 16 bits
+    ("\u2764", "\u2764\ufe0f"),
+    ('{"a": 1}', '{"a":1}', "{'a': 1}"),
+    ("&lt;", "<"),
+)
+# the places of the one character by which texts of these lengths differ
+_PLACES = tuple(
+    (length, place)
+    for length in (17, 65, 257, 1_025, 4_097)
+    for place in (0, length // 2, length - 1)
+)
+ALIKE: tuple[tuple[str, ...], ...] = (
+    *_EQUAL_HASHES,
+    *_EQUAL_FORMS,
+    *(
+        tuple("-" * place + char + "-" * (length - place - 1) for char in "ab")
+        for length, place in _PLACES
+    ),
 )

@@ -20,17 +20,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dovetail.api.tokenizer import Chat, Tokenizer, TokenizerContext
-from dovetail.errors import ModelLoadError, RequestError, describe
+from dovetail.errors import ModelLoadError, RequestError, describe, shown
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.elsewhere import HASH_SEEDS, answer_elsewhere
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites import tokenizer_elsewhere
-from dovetail.testing.suites.odd_texts import TEXTS
+from dovetail.testing.suites.odd_texts import ALIKE, TEXTS
 from dovetail.testing.suites.proportional import require_proportional
-from dovetail.testing.suites.tokenizer_chats import CARRIED, ODD, USER
+from dovetail.testing.suites.tokenizer_chats import CARRIED, ODD, USER, with_text
 
 LONG = 200_000  # characters of the long texts
-PIECES = 500  # of the vocabulary that are encoded as texts, at most
+SHORT = 32  # characters of the messages of a long conversation
+LENGTHS = (255, 256, 257, 1_023, 4_096, 32_768, 65_537, 131_073, LONG)
+PIECES = 20_000  # of the vocabulary that are encoded as texts, at most
 BEGINNING = "a long beginning, " * 8
 OFTEN = 1_000  # texts that are encoded before the first ones are encoded again
 RANDOM_TEXTS = 60
@@ -51,7 +53,10 @@ USUAL = (
     "vocab.json",
 )
 GARBAGE = b"\xff\x00 no tokenizer"
+VALUES: tuple[Any, ...] = (True, False, None, "", 0, {}, [], "auto")  # of an unknown variable
+FILES = 12  # of the folder that are damaged one by one, at most
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+SPECIAL_NAMES = 20  # texts with them that are tried in all places of a conversation
 SAMPLES = (
     "",
     " ",
@@ -84,6 +89,8 @@ class TokenizerSuite(Suite):
         """`vocabulary` doesn't return `bytes` for each id, or returns others when it is called
         again; or `special_ids`, `eos_ids` or `around` have ids that aren't in it; or a special
         token has no name."""
+        given = self._made.vocabulary()
+        require(isinstance(given, Sequence), f"vocabulary() is {given!r:.100}, not a sequence")
         require(self._vocabulary, "vocabulary() is empty")
         for token_id, piece in enumerate(self._vocabulary):
             require(
@@ -143,11 +150,20 @@ class TokenizerSuite(Suite):
         shown as another text. A tokenizer that changes texts on purpose doesn't declare
         `exact`."""
         for text in (*self._texts, *self._pieces()):
-            ids = self._encoded(text)
-            require(
-                self._spelled(ids) == text.encode(),
-                f"{text!r} became {list(ids)}, whose bytes are {self._spelled(ids)!r}",
-            )
+            self._require_exact(text, self._encoded(text))
+        for text in ("ab ", "\u6f22", "a\n"):
+            for length in LENGTHS:
+                long = (text * LONG)[:length]
+                ids = tokenizer_elsewhere.ids_or_none(self._made.encode, long)
+                if ids is not None:
+                    self._require_exact(long, ids)
+
+    def _require_exact(self, text: str, ids: Sequence[int]) -> None:
+        require(
+            self._spelled(ids) == text.encode(),
+            f"{shown(text)}, {len(text)} characters, became {shown(list(ids))}, whose bytes are "
+            f"{shown(self._spelled(ids))}",
+        )
 
     @check("tokenizer.special", since="1.0")
     def test_no_text_becomes_a_special_token(self) -> None:
@@ -162,7 +178,8 @@ class TokenizerSuite(Suite):
         """The same text became other ids when it was encoded again, after other texts, or by
         another tokenizer made with the same options. Prefixes wouldn't be found in the cache, and
         front ends would differ."""
-        first = [list(self._encoded(text)) for text in self._texts]
+        given = [self._encoded(text) for text in self._texts]
+        first = [list(ids) for ids in given]
         mine = tokenizer_elsewhere.summary(self._made, ())
         other = self._make()
         for name, value in tokenizer_elsewhere.summary(other, ()).items():
@@ -175,6 +192,8 @@ class TokenizerSuite(Suite):
             f"{OFTEN} texts that differ in their end became only {len(alike)} different ids",
         )
         self._require_first(self._made, first)
+        for text, ids, before in zip(self._texts, given, first, strict=True):
+            require(list(ids) == before, f"the ids of {text!r} were changed by a later call")
 
     def _require_first(self, turn: Tokenizer, first: Sequence[list[int]]) -> None:
         """Check that the texts, in another order, become the ids that they became first."""
@@ -189,11 +208,14 @@ class TokenizerSuite(Suite):
         """In a process with another string hash seed, texts became other ids, or the vocabulary is
         another. Front ends and the engine would differ: don't depend on the order of a set."""
         texts = self._texts
-        expected = tokenizer_elsewhere.summary(self._made, texts)
+        chats = self._chats if self.declares("chat") else []
+        expected = tokenizer_elsewhere.summary(self._made, texts, chats)
         directory = None if self.directory is None else str(Path(self.directory).absolute())
         for seed in HASH_SEEDS:
             what = "another process can't encode"
-            found = answer_elsewhere(self, _SUMMARY, directory, texts, what=what, hash_seed=seed)
+            found = answer_elsewhere(
+                self, _SUMMARY, directory, texts, chats, what=what, hash_seed=seed
+            )
             for name, value in expected.items():
                 if name != "ids":
                     require(found[name] == value, f"in another process, {name} differs")
@@ -202,10 +224,13 @@ class TokenizerSuite(Suite):
 
     @check("tokenizer.linear", since="1.0")
     def test_time_is_proportional_to_length(self) -> None:
-        """A text of words that is eight times as long took far more than eight times the time.
+        """A text of words, or a conversation, that is eight times as long took far more than eight
+        times the time.
         Split a text before merging, or keep the merges that are possible in a queue."""
         for piece in ("a ", "word, 12\n", "\u6f22\u5b57\u3002"):
             require_proportional(piece, self._seconds)
+            if self.declares("chat"):
+                require_proportional(piece, self._chat_seconds)
 
     @check("tokenizer.threads", since="1.0")
     def test_several_threads_may_encode(self) -> None:
@@ -246,14 +271,21 @@ class TokenizerSuite(Suite):
     @check("tokenizer.damaged", since="1.0")
     def test_files_that_are_missing_or_damaged_are_refused(self) -> None:
         """The constructor, or `vocabulary`, raised something other than `ModelLoadError` because
-        all files are missing, cut off or hold something else. Catch what your library raises, and
+        all files, or one of them, are missing, cut off or hold something else. Catch what your library raises, and
         name the file."""
         whole = self._files()
+        cut = {name: content[: len(content) // 2] for name, content in whole.items()}
         states = {
             "missing": {},
-            "cut off": {name: content[: len(content) // 2] for name, content in whole.items()},
+            "cut off": cut,
+            "empty": dict.fromkeys(whole, b""),
             "of other bytes": dict.fromkeys(whole, GARBAGE),
         }
+        for name in sorted(whole)[:FILES] if self.directory is not None else ():
+            others = {other: content for other, content in whole.items() if other != name}
+            states[f"whole, but {name} is missing"] = others
+            states[f"whole, but {name} is cut off"] = {**others, name: cut[name]}
+            states[f"whole, but {name} has other bytes"] = {**others, name: GARBAGE}
         for state, files in states.items():
             with tempfile.TemporaryDirectory() as folder:
                 for name, content in files.items():
@@ -358,7 +390,7 @@ class TokenizerSuite(Suite):
         def special_of(question: str, answer: str) -> list[int]:
             said = [("user", question), ("assistant", answer), ("user", question)]
             ids = self._chat(Chat([{"role": role, "content": text} for role, text in said]))
-            return [token_id for token_id in ids if token_id in self._special_ids]
+            return self._special(ids)
 
         plain = special_of("a", "b")
         for text in self._with_special_names():
@@ -369,21 +401,97 @@ class TokenizerSuite(Suite):
                     f"with {text!r} in a message, the special tokens of a conversation are "
                     f"{found}, and {plain} without it",
                 )
-        for text in TEXTS if self.declares("exact") else ():
-            try:
-                spelled = self._spelled(self._chat(Chat([{"role": "user", "content": text}])))
-            except RequestError:
-                continue
+        self._require_special_names_are_text()
+        texts = (*TEXTS, *(text for group in ALIKE for text in group))
+        for text in texts if self.declares("exact") else ():
+            for what, stands, chat in with_text(text):
+                if stands:
+                    self._require_said(text, what, chat)
+
+    def _require_said(self, text: str, what: str, chat: Chat) -> None:
+        """Require that a conversation has a text, and ends with it if that is continued; white
+        space around it aside."""
+        ids = self._chat_or_none(chat)
+        if ids is None:
+            return
+        spelled = self._spelled(ids)
+        part = text.strip(TRIMMED).encode()
+        require(
+            part in spelled and (not chat.continues or part in spelled[-len(text.encode()) - 1 :]),
+            f"a conversation with {shown(text)} as {what} became {shown(spelled)}",
+        )
+
+    def _require_special_names_are_text(self) -> None:
+        """Require that a special token's name becomes no special token, wherever it is."""
+        plain = {what: self._chat_or_none(chat) for what, _, chat in with_text("plain")}
+        for text in [*self._with_special_names()][:SPECIAL_NAMES]:
+            for what, _, chat in with_text(text):
+                ids = self._chat_or_none(chat)
+                expected = plain[what]
+                require(
+                    ids is None
+                    or expected is None
+                    or self._special(ids) == self._special(expected),
+                    f"with {text!r} as {what}, a conversation has other special tokens than without",
+                )
+
+    def _special(self, ids: Sequence[int]) -> list[int]:
+        return [token_id for token_id in ids if token_id in self._special_ids]
+
+    def _chat_or_none(self, chat: Chat) -> Sequence[int] | None:
+        """Return the ids of a conversation; None if it is refused."""
+        try:
+            return self._chat(chat)
+        except RequestError:
+            return None
+
+    @check("tokenizer.chat_repeatable", since="1.0", capability="chat")
+    def test_a_conversation_always_becomes_the_same_ids(self) -> None:
+        """The same conversation became other ids after others, or by another tokenizer; or two that
+        differ in a character of one message, its role, or a tool, the same; or messages, tools or
+        variables were changed. If you keep conversations, keep them by all that they have."""
+        chats = self._chats
+        before = deepcopy(chats)
+        first = [self._chat_or_none(chat) for chat in chats]
+        kept = [None if ids is None else list(ids) for ids in first]
+        numbered = {tuple(self._chat_or_none(chat) or [n]) for n, chat in enumerate(_numbered())}
+        require(
+            len(numbered) == OFTEN or not self.declares("exact"),
+            f"{OFTEN} conversations that differ in one number became only {len(numbered)} "
+            f"different ids",
+        )
+        for made in (self._made, self._make()):
+            for chat, ids in random.Random(0).sample(
+                list(zip(chats, kept, strict=True)), len(kept)
+            ):
+                again = tokenizer_elsewhere.ids_or_none(made.encode_chat, chat)
+                require(
+                    again == ids,
+                    f"{shown(chat)} became {shown(ids)}, and another time {shown(again)}",
+                )
+        require(chats == before, "encode_chat changed messages, tools or variables")
+        for chat, given, same in zip(chats, first, kept, strict=True):
             require(
-                text.strip(TRIMMED).encode() in spelled,
-                f"a conversation of {text!r} became {spelled!r}, without it",
+                given is None or list(given) == same,
+                f"the ids of {shown(chat)} were changed by a later call",
             )
+
+    @cached_property
+    def _chats(self) -> list[Chat]:
+        """Conversations of all forms, and those that differ little."""
+        alike = [text for group in ALIKE for text in group]
+        return [
+            *(chat for _, chat, _ in CARRIED),
+            *(Chat(messages) for messages in ODD),
+            *(chat for _, _, chat in with_text("plain")),
+            *(Chat([USER, {"role": "assistant", "content": text}, USER]) for text in alike),
+        ]
 
     @check("tokenizer.chat_refuses", since="1.0", capability="chat")
     def test_what_the_format_lacks_is_refused(self) -> None:
         """`encode_chat` raised an error other than `RequestError`; or ignored an unknown variable,
         a tool, or a tool call, instead of rejecting it by name."""
-        for value in (True, False, None, "", 0):
+        for value in VALUES:
             self._require_variable_refused(value)
         for what, chat, said in CARRIED:
             try:
@@ -391,11 +499,7 @@ class TokenizerSuite(Suite):
             except RequestError as error:
                 self.note(f"{what} is refused: {error}")
                 continue
-            for word in said if self.declares("exact") else ():
-                require(
-                    word in text,
-                    f"{what} is left out: the conversation became {text!r}, without {word!r}",
-                )
+            self._require_words(what, chat, text, said)
             require(
                 not chat.continues or not self.declares("exact") or text.endswith(said[-1]),
                 f"{what}: the conversation became {text!r}, which should end with {said[-1]!r}",
@@ -405,12 +509,25 @@ class TokenizerSuite(Suite):
                 text = self._spelled(self._chat(Chat(messages))).decode(errors="replace")
             except RequestError:
                 continue
-            for content in (
-                [message["content"] for message in messages if isinstance(message["content"], str)]
-                if self.declares("exact")
-                else ()
-            ):
-                require(content in text, f"{list(messages)} became {text!r}, without {content!r}")
+            contents = [message.get("content") for message in messages]
+            for content in contents if self.declares("exact") else ():
+                require(
+                    not isinstance(content, str) or content in text,
+                    f"{list(messages)} became {text!r}, without {content!r}",
+                )
+
+    def _require_words(self, what: str, chat: Chat, text: str, said: Sequence[str]) -> None:
+        """Require that a conversation of contents has them in order, and another one all words."""
+        in_order = all(message.keys() == {"role", "content"} for message in chat.messages)
+        place = 0
+        for word in said if self.declares("exact") else ():
+            found = text.find(word, place if in_order and not chat.tools else 0)
+            require(
+                found >= 0,
+                f"{what} is left out: the conversation became {shown(text)}, without {word!r} in "
+                f"its place",
+            )
+            place = found + len(word)
 
     def _require_variable_refused(self, value: Any) -> None:
         try:
@@ -451,7 +568,13 @@ class TokenizerSuite(Suite):
             whole[start : start + chance.randrange(1, 12)]
             for start in (chance.randrange(len(whole)) for _ in range(4 * RANDOM_TEXTS))
         ]
-        return [*SAMPLES, *TEXTS, *("".join(chance.sample(parts, 4)) for _ in range(RANDOM_TEXTS))]
+        alike = dict.fromkeys(text for group in ALIKE for text in group)
+        return [
+            *SAMPLES,
+            *TEXTS,
+            *alike,
+            *("".join(chance.sample(parts, 4)) for _ in range(RANDOM_TEXTS)),
+        ]
 
     def _pieces(self) -> Iterator[str]:
         """Yield tokens that are texts: random ones, and the last of the vocabulary, whose ids may
@@ -502,12 +625,16 @@ class TokenizerSuite(Suite):
         )
 
     def _seconds(self, text: str) -> float:
-        begun = time.thread_time()
-        try:
-            self._made.encode(text)
-        except RequestError:  # too long for it
-            return 0.0
-        return time.thread_time() - begun
+        return _seconds_of(lambda: self._made.encode(text))
+
+    def _chat_seconds(self, text: str) -> float:
+        """Return the CPU time for a conversation of short messages."""
+        contents = [text[begin : begin + SHORT] for begin in range(0, len(text), SHORT)]
+        messages = [
+            {"role": "assistant" if turn % 2 else "user", "content": content}
+            for turn, content in enumerate(contents)
+        ]
+        return _seconds_of(lambda: self._made.encode_chat(Chat(messages)))
 
     @staticmethod
     def _trying(call: Callable[[], Any], what: str) -> Any:
@@ -515,6 +642,22 @@ class TokenizerSuite(Suite):
             return call()
         except BaseException as error:
             fail(f"{what} raised {describe(error)}", error)
+
+
+def _seconds_of(call: Callable[[], object]) -> float:
+    begun = time.thread_time()
+    try:
+        call()
+    except RequestError:  # too long for it
+        return 0.0
+    return time.thread_time() - begun
+
+
+def _numbered() -> Iterator[Chat]:
+    """Yield conversations that differ in a number in the middle of a long message."""
+    for number in range(OFTEN):
+        content = f"{BEGINNING} {number:04} {BEGINNING}"
+        yield Chat([USER, {"role": "assistant", "content": content}, USER])
 
 
 @contextmanager

@@ -88,6 +88,8 @@ def as_openai(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     for key in message.keys() - known:
         raise RequestError(f"{place}.{key}: Mistral's formats have no place for it in a message of role {message['role']}")
     made = dict(message)
+    if "tool_calls" not in message:
+        made.setdefault("content", "")  # mistral-common requires one
     if calls := message.get("tool_calls"):
         made["tool_calls"] = [
             {**call, "id": call_id(call.get("id")), "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
