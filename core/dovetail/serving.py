@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from dovetail.front.grammars import AnswerRule
     from dovetail.front.intake import ENABLE, Entered, Intake
     from dovetail.front.intake_facts import IntakeFacts
+    from dovetail.front.media.facts import MediaFacts
+    from dovetail.front.media.prompts import ImagePrompt, ImagePrompts, MediaPrompt
+    from dovetail.front.media.sources import ImageSource, image_of_base64, image_of_text
     from dovetail.front.outputs import EngineOutput, OutputBuilder, RequestGroup, by_sample
     from dovetail.front.pooling import PoolingIntake, paired
     from dovetail.front.prompts import PROMPT_COST, Prompt, PromptSource, content_of, cuts
@@ -86,12 +89,17 @@ _HOMES = {
     "FIELD_KEYS": "cli.prompts",
     "Finish": "engine.finish",
     "Group": "front.vllm_groups",
+    "ImagePrompt": "front.media.prompts",
+    "ImagePrompts": "front.media.prompts",
+    "ImageSource": "front.media.sources",
     "IncrementalText": "front.detokenizer",
     "Intake": "front.intake",
     "IntakeFacts": "front.intake_facts",
     "JsonBounds": "base.bounded_json",
     "Limits": "config.limits",
     "LiveRequest": "engine.live_request",
+    "MediaFacts": "front.media.facts",
+    "MediaPrompt": "front.media.prompts",
     "NotServing": "registry.route_making",
     "OutputBuilder": "front.outputs",
     "OutputError": "cli.streams",
@@ -133,6 +141,8 @@ _HOMES = {
     "flag_of": "front.engine_args",
     "flag_value": "front.engine_args",
     "groups_in_words": "front.engine_info",
+    "image_of_base64": "front.media.sources",
+    "image_of_text": "front.media.sources",
     "is_given": "front.vllm_args",
     "load_config": "cli.settings",
     "make_params": "cli.prompts",
@@ -172,12 +182,17 @@ __all__ = [
     "FIELD_KEYS",
     "Finish",
     "Group",
+    "ImagePrompt",
+    "ImagePrompts",
+    "ImageSource",
     "IncrementalText",
     "Intake",
     "IntakeFacts",
     "JsonBounds",
     "Limits",
     "LiveRequest",
+    "MediaFacts",
+    "MediaPrompt",
     "NotServing",
     "OutputBuilder",
     "OutputError",
@@ -219,6 +234,8 @@ __all__ = [
     "flag_of",
     "flag_value",
     "groups_in_words",
+    "image_of_base64",
+    "image_of_text",
     "is_given",
     "load_config",
     "make_params",

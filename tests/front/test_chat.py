@@ -211,13 +211,28 @@ def test_a_template_that_reads_parts_of_one_role_gets_the_text_of_others(rendere
     )
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video", None, 5])
+@pytest.mark.parametrize("kind", ["file", None, 5])
 def test_parts_of_another_type_are_refused_by_name(rendered: Any, kind: Any) -> None:
     with pytest.raises(
         RequestError,
         match=rf"messages\[1\].content\[1\] is of type '?{kind}'?; only parts of type 'text'",
     ):
         rendered(PLAIN, [USER, {"role": "user", "content": [*parts("see"), {"type": kind}]}])
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("image_url", "this engine takes no images"),
+        ("input_audio", 'input_audio: audio: Dovetail can\'t do that yet: see "Audio and video"'),
+        ("video", 'video: video: Dovetail can\'t do that yet: see "Audio and video"'),
+    ],
+)
+def test_parts_of_other_media_are_refused_with_where_they_stand(
+    rendered: Any, kind: str, why: str
+) -> None:
+    with pytest.raises(RequestError, match=rf"messages\[0\].content\[1\]: {why}"):
+        rendered(PLAIN, [{"role": "user", "content": [*parts("see"), {"type": kind}]}])
 
 
 def test_thoughts_are_read_under_any_of_their_names(rendered: Any) -> None:

@@ -119,7 +119,8 @@ class Context:
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatPromptOptions]
     ) -> RoutePrompt:
         prompt = self._served.engine.chat.prompt
-        return await run_in_threadpool(prompt, messages, ChatOptions(**options))
+        made = await run_in_threadpool(prompt, messages, ChatOptions(**options))
+        return cast(RoutePrompt, made)  # one with images has a text, too
 
     def check_health(self) -> None:
         self._served.check_health()

@@ -33,6 +33,9 @@ class MediaType:
     # Layers in which the tokens of an image attend to each other in both directions: none, all, or
     # those with a window, if the config says so.
     both_ways: Literal["none", "all", "window"] = "none"
+    # The tokens of an image among those of a prompt, by the names of `dovetail.front.media.layouts`.
+    layout: str = ""
+    in_prompt: tuple[str, ...] = ()  # keys of the id that stands for an image that isn't expanded
     refused: str = ""  # why its images aren't served, as a clause; empty: they are
 
     def placeholder(self, config: Mapping[str, Any]) -> int:
@@ -42,6 +45,12 @@ class MediaType:
         if not found:
             raise ModelLoadError(f"config.json: no {_PLACEHOLDER[0]}, which images' tokens have")
         return _number(_PLACEHOLDER[0], found[0])
+
+    def unexpanded(self, config: Mapping[str, Any]) -> int:
+        """Return the token id that stands for an image in a prompt that isn't expanded: that of
+        `placeholder`, but for a few types. Raises `ModelLoadError` if the config lacks it."""
+        found = [config[key] for key in self.in_prompt if config.get(key) is not None]
+        return _number(self.in_prompt[0], found[0]) if found else self.placeholder(config)
 
     def levels(self, config: Mapping[str, Any]) -> int:
         """Return the number of rows for each placeholder: one that replaces its embedding, and one
@@ -92,22 +101,18 @@ def _number(key: str, value: Any) -> int:
     return value
 
 
+_GEMMA3_IMAGE = ("boi_token_index", "boi_token_id")
 _TYPES = (
+    MediaType(model_type="idefics3", layout="split"),
+    MediaType(model_type="internvl", layout="crops"),
+    MediaType(model_type="lighton_ocr", layout="block"),
+    MediaType(model_type="llava", layout="llava"),
+    MediaType(model_type="llava_next", layout="tiles"),
+    MediaType(model_type="llava_onevision", layout="scaled_tiles"),
+    MediaType(model_type="mistral3", layout="lines"),
+    MediaType(model_type="smolvlm", layout="split"),
     *(
-        MediaType(model_type=name)
-        for name in (
-            "idefics3",
-            "internvl",
-            "lighton_ocr",
-            "llava",
-            "llava_next",
-            "llava_onevision",
-            "mistral3",
-            "smolvlm",
-        )
-    ),
-    *(
-        MediaType(model_type=name, axes=True)
+        MediaType(model_type=name, axes=True, layout="grid")
         for name in (
             "glm4v",
             "glm4v_moe",
@@ -118,10 +123,10 @@ _TYPES = (
             "qwen3_5_moe",
         )
     ),
-    MediaType(model_type="qwen3_vl", axes=True, deepstack=True),
-    MediaType(model_type="qwen3_vl_moe", axes=True, deepstack=True),
-    MediaType(model_type="gemma3", both_ways="all"),
-    MediaType(model_type="gemma4", both_ways="window"),
+    MediaType(model_type="qwen3_vl", axes=True, deepstack=True, layout="grid"),
+    MediaType(model_type="qwen3_vl_moe", axes=True, deepstack=True, layout="grid"),
+    MediaType(model_type="gemma3", both_ways="all", layout="fixed", in_prompt=_GEMMA3_IMAGE),
+    MediaType(model_type="gemma4", both_ways="window", layout="counted"),
     MediaType(model_type="cohere2_vision", refused=_NEEDS_TORCHVISION),
     MediaType(model_type="kimi_k25", refused=_NEEDS_TORCHVISION),
     MediaType(model_type="lfm2_vl", refused=_TEXT_ISNT_SERVED),

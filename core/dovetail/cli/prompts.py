@@ -17,6 +17,7 @@ from dovetail.request.request import RequestFields
 from dovetail.request.sampling_params import BEAM_NAMES, BEAM_SEARCH, OutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from dovetail.front.media.prompts import ImagePrompt
     from dovetail.front.tokenizer import TokenizedText
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
@@ -35,7 +36,8 @@ class Prompt(NamedTuple):
 
     id: str
     params: SamplingParams
-    prompt: str | Mapping[str, Any] | TokenizedText = ""  # as `LLMEngine.add_request` takes it
+    # as `LLMEngine.add_request` takes it
+    prompt: str | Mapping[str, Any] | TokenizedText | ImagePrompt = ""
     messages: list[dict[str, Any]] | None = None  # instead of `prompt`
     fields: Mapping[str, Any] = MappingProxyType({})  # those of `FIELD_KEYS` that are given
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dovetail.api.clock import Clock, VirtualClock, WallClock
 from dovetail.api.drafter import Drafter, DrafterContext, ModelDrafter
 from dovetail.api.executor import Capacity, ComponentRef, Executor, ExecutorContext
+from dovetail.api.json_files import read_json_object
 from dovetail.api.kv_cache import KVCacheManager, KVContext
 from dovetail.api.observer import EngineStarted, ObserverContext
 from dovetail.api.sampler import SamplerCapabilities
@@ -46,6 +47,8 @@ from dovetail.front.component_tokenizer import ComponentTokenizer
 from dovetail.front.component_values import ComponentValues
 from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.intake_facts import IntakeFacts
+from dovetail.front.media.facts import MediaFacts
+from dovetail.front.media.processes import check_pillow
 from dovetail.front.pooling import PoolingFacts
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
@@ -79,6 +82,7 @@ class Assembly:
     has_masks: bool = False  # the executor can mask tokens, as grammars need it
     adapters: AdapterStore | None = None
     own_tokenizer: ComponentTokenizer | None = None  # None: that of `tokenizer_dir`
+    media: MediaFacts | None = None  # None: the model is given no images
 
     def adapter(self, request: LoRARequest) -> RequestedAdapter:
         """Return a request's adapter, which is being looked for. There must be `adapters`."""
@@ -113,6 +117,7 @@ class Assembly:
             has_masks=self.has_masks,
             pooling=self.pooling,
             has_adapters=self.adapters is not None,
+            media=self.media,
         )
 
 
@@ -209,6 +214,7 @@ def assemble(
             ),
             adapters=_make_adapters(config, capacity, parts),
             own_tokenizer=own_tokenizer,
+            media=_media_facts(config, capacity, model_dir),
         )
     except BaseException:
         executor.stop()
@@ -272,6 +278,21 @@ def _pooling_facts(
             f"use `local` or `tensor`"
         )
     return None
+
+
+def _media_facts(config: EngineConfig, capacity: Capacity, model_dir: Path) -> MediaFacts | None:
+    """Return how the model reads images, if the executor computes them. Raises
+    `MissingExtraError` without what decodes them."""
+    if capacity.media is None:
+        return None
+    check_pillow()
+    return MediaFacts(
+        model_dir=str(model_dir),
+        config=read_json_object(model_dir / "config.json"),
+        cache_rows=capacity.media.cache_rows,
+        step_tokens=config.max_num_batched_tokens,
+        hosts=config.media.hosts,
+    )
 
 
 def _find(key: str, name: str, registry: Registry) -> Path:

@@ -15,7 +15,7 @@ from dovetail.errors import ConfigError, EngineDeadError, RequestError, shown
 from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine, request_ids
 from dovetail.front.outputs import EngineOutput
-from dovetail.front.prompts import Prompt, cuts, is_text
+from dovetail.front.prompts import Prompt, cuts, is_unmade
 from dovetail.front.vllm_methods import SaysWhatIsMissing
 from dovetail.request.lora import LoRARequest
 from dovetail.request.outputs import RequestOutput
@@ -172,7 +172,7 @@ class AsyncLLMEngine(SaysWhatIsMissing):
         reader = _Consumer(self._notify, joins)
         self._readers[reader] = request_id
         try:
-            if is_text(prompt):
+            if is_unmade(prompt):
                 self._thread.check()
                 if fields.get("arrival_time") is None:
                     fields["arrival_time"] = self.engine.now()

@@ -20,8 +20,19 @@ from dovetail.base.checks import unicode_error
 from dovetail.config.limits import Limits
 from dovetail.errors import RequestError, shown
 from dovetail.front import request_checks
-from dovetail.front.chat_messages import Message, read_conversation, read_tools, without_other_names
+from dovetail.front.chat_messages import (
+    IMAGE,
+    ImageParts,
+    Message,
+    read_conversation,
+    read_tools,
+    without_images,
+    without_other_names,
+)
 from dovetail.front.chat_rendering import ChatTemplate, TemplateRenderer
+from dovetail.front.media.prompts import ImagePrompt, ImagePrompts
+from dovetail.front.media.sources import ImageSource, check_count
+from dovetail.front.media.typed import Typed
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 
 CHECKED_NAMES = 50  # of called functions, which a rendered conversation must have
@@ -99,6 +110,17 @@ class _Reads(NamedTuple):
 
     text: bool
     parts: bool  # a list of text parts, each rendered as its text
+    images: bool  # among those parts, each rendered as the placeholder of an image
+
+
+class _Rendered(NamedTuple):
+    """The text of a prompt with its images."""
+
+    text: str
+    images: tuple[ImageSource, ...] = ()
+    # of each image, which placeholder of the text it is; the others are text
+    occurrences: tuple[int, ...] = ()
+    placeholders: int = 0  # in the text
 
 
 class _CallForm(NamedTuple):
@@ -127,17 +149,27 @@ class ChatFrontEnd:
     Messages are those of OpenAI's API: a role, and a content that is text or a list of parts of
     text. Where a template knows no parts, their texts are joined by a newline. An assistant's
     `tool_calls` may have their arguments as JSON or as mappings: the template gets what it
-    wants.
+    wants. With `images`, parts may be images, which a template writes as a placeholder, or else the
+    placeholder is a part of text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, limits: Limits, max_model_len: int | None = None
+        self,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        max_model_len: int | None = None,
+        *,
+        images: ImagePrompts | None = None,
+        local: bool = False,
     ) -> None:
         """`max_model_len`: of the model, in tokens; None if there is no model, and prompts may be
-        of any length."""
+        of any length. `images`: `Intake.images`; None if the model reads none. `local`: messages
+        are a program's, which may name local files and hold images of Pillow."""
         self._tokenizer = tokenizer
         self._limits = limits
         self._max_model_len = max_model_len
+        self._images = images
+        self._local = local
         self._renderer = TemplateRenderer(limits)
         self._reads = lru_cache(maxsize=64)(self._find_reads)
         self._call_form = lru_cache(maxsize=16)(self._find_call_form)
@@ -145,27 +177,44 @@ class ChatFrontEnd:
     def render(
         self, messages: Sequence[Message], options: ChatOptions | None = None, *, cut: bool = False
     ) -> str:
-        """The text of a prompt. `cut`: the request's parameters truncate it, so it may be longer.
+        """The text of a prompt, in which each image is a placeholder. `cut`: the request's
+        parameters truncate it, so it may be longer.
 
         Raises `RequestError` if the model has no chat template, something is wrong with the
         messages or the options, the template refuses them, or a limit is passed."""
         options = options or ChatOptions()
         if self._tokenizer.encodes_chats:
             return self._encoded(messages, options, cut=cut).text
+        return self._rendered(messages, options, cut=cut).text
+
+    def _rendered(
+        self, messages: Sequence[Message], options: ChatOptions, *, cut: bool
+    ) -> _Rendered:
         self._check_chars(messages, options, cut=cut)
         length = self._max_model_len
         template = self._template(options)
-        conversation = read_conversation(messages, template.text)
+        parts = None if self._images is None else ImageParts(self._local)
+        conversation = read_conversation(messages, template.text, parts)
         given = options.chat_template_kwargs or {}
         must_read = [*given, *(["tools"] if options.tools else [])]
         mark = secrets.token_hex(16)
         if options.continue_final_message:
             _append_to_last(conversation, f"{mark} ")
+        written: dict[str, Any] = {
+            **given,
+            "messages": conversation,
+            "tools": read_tools(options.tools) if options.tools else None,
+        }
+        typed = None
+        if self._images is not None and parts is not None and parts.images:
+            check_count(parts.images, self._limits)
+            typed = Typed(self._images.text)
+            written = typed.hidden(written)
+        conversation = written["messages"]
         variables = {
             **self._tokenizer.special_tokens,
-            **given,
+            **written,
             "messages": self._as_read(template, conversation),
-            "tools": read_tools(options.tools) if options.tools else None,
             "add_generation_prompt": options.begins_answer,
         }
         text = self._renderer.render(template, variables, must_read)
@@ -174,12 +223,18 @@ class ChatFrontEnd:
                 len(text), self._limits, length, self._tokenizer, cut=cut
             )
         _check_calls(conversation, text)
-        return _until(text, mark) if options.continue_final_message else text
+        if options.continue_final_message:
+            text = _until(text, mark)
+        if typed is None or parts is None:
+            return _Rendered(text)
+        shown_again, occurrences, placeholders = typed.shown_again(text, len(parts.images))
+        return _Rendered(shown_again, tuple(parts.images), occurrences, placeholders)
 
     def prompt(
         self, messages: Sequence[Message], options: ChatOptions | None = None, *, cut: bool = False
-    ) -> TokenizedText:
-        """Render one conversation as `render` does, and return its text with the token ids."""
+    ) -> TokenizedText | ImagePrompt:
+        """Render one conversation as `render` does, and return its text with the token ids; if it
+        has images, with these, which `ImagePrompts.prepared` prepares."""
         return self.prompts([messages], options, cut=cut)[0]
 
     def prompts(
@@ -188,15 +243,15 @@ class ChatFrontEnd:
         options: ChatOptions | None = None,
         *,
         cut: bool = False,
-    ) -> list[TokenizedText]:
+    ) -> list[TokenizedText | ImagePrompt]:
         """Do the same as `prompt` for each conversation. Errors say which of several is wrong."""
-        made: list[str | TokenizedText] = []
+        made: list[_Rendered | TokenizedText] = []
         for index, messages in enumerate(conversations):
             try:
                 if self._tokenizer.encodes_chats:
                     made.append(self._encoded(messages, options or ChatOptions(), cut=cut))
                 else:
-                    made.append(self.render(messages, options, cut=cut))
+                    made.append(self._rendered(messages, options or ChatOptions(), cut=cut))
             except RequestError as error:
                 raise RequestError(
                     f"conversation {index}: {error}" if len(conversations) > 1 else str(error)
@@ -204,10 +259,22 @@ class ChatFrontEnd:
         # the template writes those
         ids = iter(
             self._tokenizer.encode_all(
-                [one for one in made if isinstance(one, str)], special_tokens=False
+                [one.text for one in made if isinstance(one, _Rendered)], special_tokens=False
             )
         )
-        return [TokenizedText(one, next(ids)) if isinstance(one, str) else one for one in made]
+        return [
+            self._tokenized(one, next(ids)) if isinstance(one, _Rendered) else one for one in made
+        ]
+
+    def _tokenized(self, one: _Rendered, ids: list[int]) -> TokenizedText | ImagePrompt:
+        if self._images is None or not one.images:
+            return TokenizedText(one.text, ids)
+        if ids.count(self._images.token_id) != one.placeholders:
+            raise RequestError(
+                f"the tokenizer reads {self._images.text!r} in the conversation otherwise than as "
+                f"its token"
+            )
+        return ImagePrompt(one.text, ids, one.images, one.occurrences)
 
     def _encoded(
         self, messages: Sequence[Message], options: ChatOptions, *, cut: bool
@@ -233,7 +300,8 @@ class ChatFrontEnd:
 
     def _check_chars(self, messages: Sequence[Message], options: ChatOptions, *, cut: bool) -> None:
         if self._max_model_len is not None:
-            source = [messages, options.tools, options.chat_template_kwargs]
+            counted = messages if self._images is None else without_images(messages)
+            source = [counted, options.tools, options.chat_template_kwargs]
             request_checks.check_conversation_chars(
                 source, self._limits, self._max_model_len, self._tokenizer, cut=cut
             )
@@ -299,7 +367,15 @@ class ChatFrontEnd:
         reads = self._reads(template, message["role"])
         if isinstance(content, str):
             return content if reads.text or not reads.parts else [{"type": "text", "text": content}]
-        return content if reads.parts else "\n".join(part["text"] for part in content)
+        if reads.images if IMAGE in content else reads.parts:
+            return content
+        texts = [self._placeholder if part == IMAGE else part["text"] for part in content]
+        joined = "\n".join(texts)
+        return joined if reads.text or not reads.parts else [{"type": "text", "text": joined}]
+
+    @property
+    def _placeholder(self) -> str:
+        return "" if self._images is None else self._images.text
 
     def _find_reads(self, template: ChatTemplate, role: str) -> _Reads:
         """Found by rendering two words, as a text and as parts: a template that doesn't know parts
@@ -307,11 +383,10 @@ class ChatFrontEnd:
         first = secrets.token_hex(8)
         second = secrets.token_hex(8)
         parts = [{"type": "text", "text": first}, {"type": "text", "text": second}]
-        variables = [
-            self._probe(_probe_of_content(role, content))
-            for content in (f"{first} {second}", parts)
-        ]
-        of_text, of_parts = self._renderer.try_all(template, variables)
+        with_image = [parts[0], IMAGE, parts[1]]
+        contents = [f"{first} {second}", parts, *([with_image] if self._placeholder else [])]
+        variables = [self._probe(_probe_of_content(role, content)) for content in contents]
+        of_text, of_parts, *of_image = self._renderer.try_all(template, variables)
         begin = (of_parts or "").rfind(first)
         end = (of_parts or "").rfind(second)
         between = of_parts[begin:end] if of_parts is not None and 0 <= begin < end else None
@@ -319,6 +394,10 @@ class ChatFrontEnd:
             text=first in (of_text or ""),
             parts=between is not None
             and not any(quote in between for quote in ("'text'", '"text"')),
+            images=any(
+                text is not None and text.count(self._placeholder) == 1 and second in text
+                for text in of_image
+            ),
         )
 
     def _find_call_form(self, template: ChatTemplate) -> _CallForm:
@@ -411,6 +490,8 @@ def _append_to_last(conversation: list[dict[str, Any]], text: str) -> None:
         raise RequestError("continue_final_message: the last message has no content to go on with")
     if isinstance(content, str):
         last["content"] = content + text
+    elif content[-1] == IMAGE:
+        raise RequestError("continue_final_message: the last message ends with an image")
     else:
         content[-1]["text"] += text
 

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.base.bounded_json import JsonTexts, WrongJsonError
 from dovetail.errors import RequestError, shown
+from dovetail.front.media.sources import (
+    IMAGE_PARTS,
+    NO_IMAGES,
+    ImageSource,
+    check_kind,
+    image_of_part,
+)
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "…"}
 
+IMAGE = {"type": "image"}  # a part, as templates know it
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # templates and engines name an assistant's thoughts differently
 _REASONING = (
@@ -25,10 +34,30 @@ _REASONING = (
 )
 
 
-def read_conversation(messages: Any, template: str) -> list[dict[str, Any]]:
+@dataclass
+class ImageParts:
+    """The images of a conversation, which are taken out of its messages as they are read."""
+
+    local: bool  # messages are a program's, which may name local files and hold images of Pillow
+    images: list[ImageSource] = field(default_factory=list)
+
+    def take(self, part: Mapping[str, Any], place: str) -> bool:
+        """Take the image of a part; return False if it is of another type. Raises
+        `RequestError`."""
+        image = image_of_part(part, place, local=self.local)
+        if image is None:
+            return False
+        self.images.append(image)
+        return True
+
+
+def read_conversation(
+    messages: Any, template: str, images: ImageParts | None = None
+) -> list[dict[str, Any]]:
     """The messages as plain dicts: contents are text, or lists of text parts; arguments of tool
     calls are mappings; no value is None; thoughts have every name that templates know. A role is
-    one of `ROLES`, or one that the `template` names. Raises `RequestError` naming the wrong
+    one of `ROLES`, or one that the `template` names. `images`: takes those of the messages, whose
+    parts are `IMAGE` then; None: they may have none. Raises `RequestError` naming the wrong
     message."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(
@@ -36,7 +65,7 @@ def read_conversation(messages: Any, template: str) -> list[dict[str, Any]]:
         )
     texts = JsonTexts()
     return [
-        _read_message(message, f"messages[{index}]", template, texts)
+        _read_message(message, f"messages[{index}]", template, texts, images)
         for index, message in enumerate(messages)
     ]
 
@@ -46,7 +75,27 @@ def without_other_names(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key not in _REASONING[1:]}
 
 
-def _read_message(message: Any, place: str, template: str, texts: JsonTexts) -> dict[str, Any]:
+def without_images(messages: Any) -> Any:
+    """Return messages without the parts that are images, by their type alone: what is counted
+    before anything is read."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        return messages
+    return [
+        {**message, "content": [part for part in message["content"] if not _is_image(part)]}
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
+        else message
+        for message in messages
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return isinstance(kind, str) and kind in IMAGE_PARTS
+
+
+def _read_message(
+    message: Any, place: str, template: str, texts: JsonTexts, images: ImageParts | None
+) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(
             f'{place}: a message must be a mapping like {{"role": "user", "content": "…"}}, got '
@@ -57,7 +106,7 @@ def _read_message(message: Any, place: str, template: str, texts: JsonTexts) -> 
     if "tool_calls" in read:
         read["tool_calls"] = _read_tool_calls(read["tool_calls"], place, texts)
     if "content" in read:
-        read["content"] = _read_content(read["content"], f"{place}.content")
+        read["content"] = _read_content(read["content"], f"{place}.content", images)
     elif read["role"] != "assistant" or "tool_calls" not in read:
         raise RequestError(
             f"{place}: it needs a content: only an assistant's message with tool_calls may have "
@@ -81,7 +130,9 @@ def _check_role(role: Any, place: str, template: str) -> None:
         )
 
 
-def _read_content(content: Any, place: str) -> str | list[dict[str, Any]]:
+def _read_content(
+    content: Any, place: str, images: ImageParts | None
+) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if (
@@ -90,18 +141,23 @@ def _read_content(content: Any, place: str) -> str | list[dict[str, Any]]:
         or not content
     ):
         raise RequestError(f"{place} must be text, or a list of parts, got {shown(content)}")
-    return [_read_part(part, f"{place}[{index}]") for index, part in enumerate(content)]
+    return [_read_part(part, f"{place}[{index}]", images) for index, part in enumerate(content)]
 
 
-def _read_part(part: Any, place: str) -> dict[str, Any]:
+def _read_part(part: Any, place: str, images: ImageParts | None) -> dict[str, Any]:
     if not isinstance(part, Mapping):
         raise RequestError(
             f'{place} must be a mapping like {{"type": "text", "text": "…"}}, got {shown(part)}'
         )
+    if images is not None and images.take(part, place):
+        return dict(IMAGE)
+    if images is None and _is_image(part):
+        raise RequestError(f"{place}: {NO_IMAGES}")
+    check_kind(part.get("type"), place)
     if part.get("type") != "text":
         raise RequestError(
-            f"{place} is of type {shown(part.get('type'))}; only parts of type 'text' are "
-            f"understood"
+            f"{place} is of type {shown(part.get('type'))}; only parts of type 'text', and "
+            f"'image_url' with models that read images, are understood"
         )
     if not isinstance(part.get("text"), str):
         raise RequestError(f"{place}.text must be a string, got {shown(part.get('text'))}")

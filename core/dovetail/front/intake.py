@@ -19,10 +19,12 @@ from dovetail.front import request_checks
 from dovetail.front.admission import CheckedRequest
 from dovetail.front.grammars import AnswerRule
 from dovetail.front.intake_facts import IntakeFacts
+from dovetail.front.media.prompts import ImagePrompts, MediaPrompt
 from dovetail.front.pooling import PoolingIntake
 from dovetail.front.prompts import Prompt, PromptEncoder, as_sequence, checked_ids, content_of, cuts
 from dovetail.front.sampling import SamplingIntake
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
+from dovetail.request.media import MediaItem
 from dovetail.request.pooling import PoolingParams
 from dovetail.request.request import RequestFields
 from dovetail.request.sampling_params import SamplingParams, changed_unchecked
@@ -57,8 +59,14 @@ class Intake:
         self.facts = facts
         pools = facts.pooling
         cuts_all = pools is not None and pools.cut_at is not None
+        media = facts.media
+        self.images = None if media is None else ImagePrompts(media, facts.limits, tokenizer)
         self.prompts = PromptEncoder(
-            tokenizer, facts.limits, facts.max_model_len, cuts_all=cuts_all
+            tokenizer,
+            facts.limits,
+            facts.max_model_len,
+            cuts_all=cuts_all,
+            images=self.images,
         )
         self._tokenizer = tokenizer
         self._sampling = SamplingIntake(facts, tokenizer, seeds)
@@ -127,7 +135,9 @@ class Intake:
         facts = self.facts
         if facts.pooling is not None and not facts.pooling.capacity.generates:
             raise RequestError(f"this model can't generate: {facts.pooling.calls}")
-        text, given = self._read_prompt(prompt, params)
+        text, given, media = self._read_prompt(prompt, params)
+        if media:
+            request_checks.check_with_images(params)
         room = facts.max_model_len - 1
         if params.truncate_prompt_tokens is not None:
             kept = room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
@@ -150,6 +160,7 @@ class Intake:
             fields,
             params,
             rule=rule,
+            media=media,
         )
         return Entered(request, params, text, token_ids.tolist())
 
@@ -173,7 +184,9 @@ class Intake:
     ) -> Entered:
         can = self.pooling.facts
         pooling = can.row_pooling(params)
-        text, given = self._read_prompt(prompt, params)
+        text, given, media = self._read_prompt(prompt, params)
+        if media:
+            raise RequestError("only requests that generate take images")
         given = self.pooling.cut(given, params, is_text=text is not None)
         if len(given) > can.max_tokens:
             cut = "" if params.truncate_prompt_tokens else "; truncate_prompt_tokens=-1 cuts it"
@@ -199,9 +212,17 @@ class Intake:
 
     def _read_prompt(
         self, prompt: Prompt, params: SamplingParams | PoolingParams
-    ) -> tuple[str | None, Sequence[Any]]:
-        """Return the prompt's text, if it is one, and its tokens, which may be anything else."""
+    ) -> tuple[str | None, Sequence[Any], tuple[MediaItem, ...]]:
+        """Return the prompt's text, if it is one, its tokens, which may be anything else, and its
+        images."""
         prompt = self.prompts.tokenized(prompt, cut=cuts(params))
         if isinstance(prompt, TokenizedText):
-            return prompt.text, prompt.token_ids
-        return None, as_sequence(content_of(prompt))
+            return prompt.text, prompt.token_ids, ()
+        if isinstance(prompt, MediaPrompt):
+            return prompt.text, as_sequence(prompt.token_ids), prompt.media
+        return None, as_sequence(content_of(prompt)), ()
+
+    def close(self) -> None:
+        """End the processes that prepare images."""
+        if self.images is not None:
+            self.images.close()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dovetail.config.limits import Limits
 from dovetail.front.generation_config import GenerationDefaults
+from dovetail.front.media.facts import MediaFacts
 from dovetail.front.pooling import PoolingFacts
 
 
@@ -29,3 +30,4 @@ class IntakeFacts:
     has_masks: bool = False
     pooling: PoolingFacts | None = None  # None: it can't pool
     has_adapters: bool = False
+    media: MediaFacts | None = None  # None: it takes no images

@@ -359,8 +359,13 @@ class LLM(SaysWhatIsMissing):
 
     @cached_property
     def _chat(self) -> ChatFrontEnd:
+        engine = self.engine
         return ChatFrontEnd(
-            self.engine.tokenizer, self.engine.config.limits, self.engine.capacity.max_model_len
+            engine.tokenizer,
+            engine.config.limits,
+            engine.capacity.max_model_len,
+            images=engine.images,
+            local=True,
         )
 
     @property

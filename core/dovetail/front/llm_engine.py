@@ -27,6 +27,7 @@ from dovetail.front.admission import Admission, ConstraintsOf
 from dovetail.front.assembly import Assembly, assemble
 from dovetail.front.engine_thread import EngineThread
 from dovetail.front.intake import ENABLE, Intake
+from dovetail.front.media.prompts import ImagePrompts
 from dovetail.front.outputs import EngineOutput, OutputBuilder, RequestGroup
 from dovetail.front.pooling import PoolingIntake
 from dovetail.front.prompts import Prompt
@@ -353,6 +354,11 @@ class LLMEngine(SaysWhatIsMissing):
         """
         return self._intake.pooling
 
+    @property
+    def images(self) -> ImagePrompts | None:
+        """The object that prepares images of prompts; None if the model reads none."""
+        return self._intake.images
+
     @exclusive
     def checked_prompts(
         self, prompts: Sequence[Prompt], params: SamplingParams
@@ -364,6 +370,8 @@ class LLMEngine(SaysWhatIsMissing):
         self._check_open()
         fields = RequestFields()
         checked = [self._intake.check("unnamed", prompt, params, fields) for prompt in prompts]
+        if any(one.request.media for one in checked):
+            raise RequestError("beam search takes no images")
         return [tuple(one.prompt_token_ids) for one in checked]
 
     @property
@@ -477,6 +485,7 @@ class LLMEngine(SaysWhatIsMissing):
         if not self._closed:
             self._closed = True
             self.abort_request(list(self._groups))
+            self._intake.close()
             self._assembly.close()
             self.core.stop()
 

@@ -1,8 +1,8 @@
 """Prompts: text, token ids, or a mapping that says which; and their way to token ids.
 
 `PromptSource` has prompts whose texts have been measured, but neither joined nor tokenized: that
-takes time and memory by the character. The library does all at once, a server does it in slices,
-so that clients share its threads fairly. `PromptEncoder` does it.
+takes time and memory by the character, and so does preparing images. The library does all at once,
+a server does it in slices, so that clients share its threads fairly. `PromptEncoder` does it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from dovetail.base.checks import BINARY, is_integer
 from dovetail.config.limits import Limits
 from dovetail.errors import RequestError, shown
+from dovetail.front.media.prompts import ImagePrompt, ImagePrompts, MediaPrompt
+from dovetail.front.media.sources import NO_IMAGES, images_of_data
 from dovetail.front.request_checks import check_prompt_chars
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.request.pooling import PoolingParams
@@ -28,9 +30,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dovetail")
 
 PROMPT_COST = 32  # of a prompt beside its characters, in characters
+IMAGE_COST = 50_000  # of an image to prepare, likewise: about as long as a text takes
+_DATA = "multi_modal_data"
+_OPTIONS = "mm_processor_kwargs"
 _KEYS = 8  # vLLM's prompts have six, of which None asks for nothing
-# text, token ids, or {"prompt": …} / {"prompt_token_ids": …}
-Prompt = str | Sequence[int] | Mapping[str, Any] | TokenizedText
+# text, token ids, or {"prompt": …} / {"prompt_token_ids": …}, with images {…, "multi_modal_data":
+# {"image": …}}
+Prompt = str | Sequence[int] | Mapping[str, Any] | TokenizedText | ImagePrompt | MediaPrompt
 
 
 def cuts(params: SamplingParams | PoolingParams | None) -> bool:
@@ -39,16 +45,28 @@ def cuts(params: SamplingParams | PoolingParams | None) -> bool:
     return getattr(params, "truncate_prompt_tokens", None) is not None
 
 
-def is_text(prompt: Any) -> bool:
-    """Tell whether a prompt is still to be tokenized.
+def is_unmade(prompt: Any) -> bool:
+    """Tell whether a prompt is still to be tokenized, or has images to prepare.
 
     Raises `RequestError` for what can't be a prompt.
     """
-    return isinstance(content_of(prompt), str)
+    return isinstance(content_of(prompt, images=True), str) or images_in(prompt) > 0
 
 
-def content_of(prompt: Any) -> Any:
-    """Return the text of a prompt that is text, else what should be token ids.
+def images_in(prompt: Any) -> int:
+    """Return the number of images of a prompt that aren't prepared."""
+    if isinstance(prompt, ImagePrompt):
+        return len(prompt.images)
+    if not isinstance(prompt, Mapping):
+        return 0
+    data = prompt.get(_DATA)
+    given = data.get("image") if isinstance(data, Mapping) else data
+    return len(given) if isinstance(given, list | tuple) else int(bool(data))
+
+
+def content_of(prompt: Any, *, images: bool = False) -> Any:
+    """Return the text of a prompt that is text, else what should be token ids. `images`: it may
+    have some.
 
     Raises `RequestError` for a mapping that is neither.
     """
@@ -56,17 +74,33 @@ def content_of(prompt: Any) -> Any:
         return prompt
     if len(prompt) <= _KEYS:
         prompt = {key: value for key, value in prompt.items() if value is not None}
+        prompt = _without_images(prompt, allowed=images)
     if len(prompt) != 1 or next(iter(prompt)) not in ("prompt", "prompt_token_ids"):
         keys = shown(list(prompt))
         raise RequestError(
-            'a prompt given as a mapping must be {"prompt": …} or {"prompt_token_ids": …}, '
-            f"got the keys {keys}"
+            'a prompt given as a mapping must be {"prompt": …} or {"prompt_token_ids": …}, with '
+            f'images {{…, "{_DATA}": {{"image": …}}}}, got the keys {keys}'
         )
     [(key, content)] = prompt.items()
     if (key == "prompt") != isinstance(content, str):
         expected = "text" if key == "prompt" else "a list of token ids"
         raise RequestError(f'the prompt\'s "{key}" must be {expected}, got {shown(content)}')
     return content
+
+
+def _without_images(prompt: Mapping[str, Any], *, allowed: bool) -> Mapping[str, Any]:
+    if prompt.get(_DATA) and not allowed:
+        raise RequestError(f"the prompt's {_DATA}: only requests that generate take images")
+    return {key: value for key, value in prompt.items() if key not in (_DATA, _OPTIONS)}
+
+
+def as_image_prompt(
+    prompt: Mapping[str, Any], token_ids: Sequence[Any], images: ImagePrompts
+) -> ImagePrompt:
+    """Return a mapping with images, of which `token_ids` are the tokens. Raises `RequestError`."""
+    text = prompt.get("prompt")
+    options = prompt.get(_OPTIONS) or {}
+    return images.unprepared(text, token_ids, images_of_data(prompt[_DATA]), options)
 
 
 def as_sequence(prompt: Any) -> Sequence[Any]:
@@ -112,6 +146,7 @@ class PromptSource:
 
     chars: Sequence[int]  # of each text, 0 for token ids; within the limits of one prompt
     make: Callable[[slice], list[Prompt]]  # some of them; thread safe; raises `RequestError`
+    images: Sequence[int] = ()  # to prepare for each prompt; empty: none for any
 
     @property
     def total_chars(self) -> int:
@@ -121,7 +156,11 @@ class PromptSource:
     @property
     def cost(self) -> int:
         """The work of making all prompts, in characters."""
-        return self.total_chars + PROMPT_COST * len(self.chars)
+        return sum(map(self._cost_of, range(len(self.chars))))
+
+    def _cost_of(self, place: int) -> int:
+        images = self.images[place] if self.images else 0
+        return self.chars[place] + PROMPT_COST + IMAGE_COST * images
 
     def all(self) -> list[Prompt]:
         """Make all prompts."""
@@ -130,8 +169,8 @@ class PromptSource:
     def slices(self, most: int) -> Iterator[tuple[slice, int]]:
         """Yield consecutive slices, each with its cost: at most `most`, unless of one prompt."""
         start = cost = 0
-        for place, chars in enumerate(self.chars):
-            one = chars + PROMPT_COST
+        for place in range(len(self.chars)):
+            one = self._cost_of(place)
             if place > start and cost + one > most:
                 yield slice(start, place), cost
                 start = place
@@ -142,7 +181,7 @@ class PromptSource:
 
 
 class PromptEncoder:
-    """Tokenizes prompts that are texts. Thread safe."""
+    """Tokenizes prompts that are texts, and prepares their images. Thread safe."""
 
     def __init__(
         self,
@@ -151,20 +190,24 @@ class PromptEncoder:
         max_model_len: int,
         *,
         cuts_all: bool = False,
+        images: ImagePrompts | None = None,
     ) -> None:
-        """`tokenizer` loads it when first called. `cuts_all`: the model truncates all texts."""
+        """`tokenizer` loads it when first called. `cuts_all`: the model truncates all texts.
+        `images`: prepares them; None if the engine takes none."""
         self._tokenizer = tokenizer
         self._limits = limits
         self._max_model_len = max_model_len
         self._cuts_all = cuts_all
+        self._images = images
         self._warned = False  # of a second BOS
 
     def tokenized(self, prompt: Prompt, *, cut: bool = False) -> Prompt:
-        """Return a prompt of text with its token ids, any other as it is.
+        """Return a prompt of text with its token ids, one with images with these prepared, any
+        other as it is.
 
         `cut`: its parameters truncate it. Raises `RequestError` for what can't be a prompt.
         """
-        return self.source([prompt], cut=cut).all()[0] if is_text(prompt) else prompt
+        return self.source([prompt], cut=cut).all()[0] if is_unmade(prompt) else prompt
 
     def source(self, prompts: Sequence[Prompt], *, cut: bool = False) -> PromptSource:
         """Return the source of the same prompts, tokenized: together in a fraction of the time.
@@ -172,11 +215,25 @@ class PromptEncoder:
         `cut`: their parameters truncate them. Raises `RequestError` for what can't be a prompt, and
         for a text that is too long.
         """
-        contents = [content_of(prompt) for prompt in prompts]
+        contents = [content_of(prompt, images=True) for prompt in prompts]
         chars = [len(content) if isinstance(content, str) else 0 for content in contents]
         for one in chars:
             self.check_chars(one, cut)
-        return PromptSource(chars, lambda part: self.encoded(prompts[part]))
+        images = [*map(images_in, prompts)]
+        if any(images):
+            for prompt in prompts:
+                if isinstance(prompt, Mapping):
+                    images_of_data(prompt.get(_DATA) or {})
+            self._check_images(cut)
+        return PromptSource(chars, lambda part: self.encoded(prompts[part]), images)
+
+    def _check_images(self, cut: bool) -> ImagePrompts:
+        """Return what prepares images. Raises `RequestError` if they can't be taken."""
+        if self._images is None:
+            raise RequestError(NO_IMAGES)
+        if cut:
+            raise RequestError("truncate_prompt_tokens: a prompt with images can't be truncated")
+        return self._images
 
     def check_chars(self, chars: int, cut: bool) -> None:
         """Raise `RequestError` for a text of too many characters. `cut`: it is truncated."""
@@ -186,20 +243,35 @@ class PromptEncoder:
             check_prompt_chars(chars, self._limits, self._max_model_len, tokenizer, cut=cut)
 
     def encoded(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return prompts with the token ids of those that are texts."""
+        """Return prompts with the token ids of those that are texts, and with their images
+        prepared."""
         texts = {
             place: content
-            for place, content in enumerate(map(content_of, prompts))
-            if isinstance(content, str)
+            for place, prompt in enumerate(prompts)
+            if isinstance(content := content_of(prompt, images=True), str)
         }
         encoded = self._tokenizer().encode_all(list(texts.values())) if texts else []
         if encoded and not self._warned:
             self._warn_of_second_bos(encoded)
-        ids = iter(encoded)
+        ids = dict(zip(texts, encoded, strict=True))
         return [
-            TokenizedText(texts[place], next(ids)) if place in texts else prompt
+            self._with_images(prompt, ids.get(place))
+            if images_in(prompt)
+            else TokenizedText(texts[place], ids[place])
+            if place in texts
+            else prompt
             for place, prompt in enumerate(prompts)
         ]
+
+    def _with_images(self, prompt: Prompt, ids: Sequence[int] | None) -> MediaPrompt:
+        """Return a prompt with its images prepared. `ids`: of its text, if it is a mapping with
+        text."""
+        images = self._check_images(cut=False)
+        if isinstance(prompt, Mapping):
+            tokens = as_sequence(content_of(prompt, images=True)) if ids is None else ids
+            prompt = as_image_prompt(prompt, tokens, images)
+        assert isinstance(prompt, ImagePrompt)
+        return images.prepared(prompt)
 
     def _warn_of_second_bos(self, encoded: Sequence[list[int]]) -> None:
         """Warn once if a text begins with BOS, and the tokenizer has added another."""

@@ -12,10 +12,18 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
+from dovetail.errors import RequestError
 from dovetail.request.outputs import CompletionOutput, RequestOutput
 from dovetail.request.sampling_params import SamplingParams, changed_unchecked
 from dovetail.request.structured import Structured
-from dovetail.serving import ChatOptions, TokenizedText, check_template_chars, cuts, speller
+from dovetail.serving import (
+    ChatOptions,
+    ImagePrompt,
+    TokenizedText,
+    check_template_chars,
+    cuts,
+    speller,
+)
 from dovetail_server.errors import ErrorShape
 from dovetail_server.exchange import Exchange, OutputListener
 from dovetail_server.parsers.reader import AnswerParser, AnswerReader
@@ -106,7 +114,10 @@ async def rendered(
     """Admit a conversation, and return its prompt. `cut`: the request's parameters truncate it.
     Raises what `Exchange.prepared` does, and `RequestError`."""
     render = partial(exchange.engine.chat.prompt, messages, options, cut=cut)
-    return await exchange.prepared(render, given_template=options.chat_template is not None)
+    prompt = await exchange.prepared(render, given_template=options.chat_template is not None)
+    if isinstance(prompt, ImagePrompt):
+        raise RequestError("images aren't served over HTTP yet")
+    return prompt
 
 
 def steered(exchange: Exchange, options: ChatOptions, asked: AskedReasoning) -> ChatOptions:

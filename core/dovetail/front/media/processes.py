@@ -1,0 +1,180 @@
+"""`ImageProcesses`: decodes and prepares images, each in a process with limits of memory and time.
+
+For `prompts`. `worker` is what runs there: it is started when the first image comes, which takes
+seconds, or before by `prepare`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.config.limits import Limits
+from dovetail.errors import MissingExtraError, RequestError, UnsupportedError
+from dovetail.front.media.sources import ImageSource, SourceKind
+from dovetail.front.worker_processes import WorkerEndedError, WorkerProcess, WorkerProcesses
+
+_WORKER = Path(__file__).with_name("worker.py")
+_MOST = 8  # processes
+_OVERTIME_S = (
+    1.0  # the system ends a process whose processor time is up; this is for one that waits
+)
+_TYPES = ("|b1", "|u1", "<i4", "<i8", "<f4", "<f8")  # of tensors
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """An image as the checkpoint's image processor returns it."""
+
+    digest: bytes  # of its pixels, its size and the processor's settings
+    size: tuple[int, int]  # width and height in pixels
+    outputs: Mapping[str, NDArray[Any]]  # of the processor, for one image
+
+
+class _Given(NamedTuple):
+    """An image as a worker reads it: a file, or pixels of this size."""
+
+    data: bytes
+    size: tuple[int, int] | None
+
+
+class ImageProcesses:
+    """Prepares images for one checkpoint. Thread safe; each call blocks one thread."""
+
+    def __init__(self, model_dir: str, limits: Limits) -> None:
+        self._model_dir = model_dir
+        self._limits = limits
+        self._processes = WorkerProcesses(min(_MOST, os.cpu_count() or 1), _start)
+
+    def prepare(self) -> None:
+        """Start a process, so that the first image doesn't wait for that."""
+        with self._processes.one():
+            pass
+
+    def image(
+        self,
+        source: ImageSource,
+        data: bytes | None,
+        arguments: Mapping[str, Any],
+        max_patches: int | None = None,
+    ) -> PreparedImage:
+        """Return an image, prepared. `data`: its file; None for an image of Pillow. `arguments`: of
+        the call of the image processor. `max_patches`: of what the processor tells before it
+        begins.
+
+        Raises `RequestError` for what is wrong with the image, `UnsupportedError` if the
+        checkpoint's image processor can't be made, `MissingExtraError` without Pillow.
+        """
+        check_pillow()
+        limits = self._limits
+        given = _pixels_of(source, limits) if data is None else _Given(data, None)
+        with tempfile.TemporaryDirectory(prefix="dovetail-image-") as directory:
+            file = Path(directory, "image")
+            file.write_bytes(given.data)
+            target = Path(directory, "tensors")
+            request = {
+                "model_dir": self._model_dir,
+                "file": str(file),
+                "size": given.size,
+                "target": str(target),
+                "arguments": dict(arguments),
+                "max_pixels": limits.max_image_pixels,
+                "max_patches": max_patches,
+                "memory_bytes": limits.max_image_memory,
+                "cpu_s": limits.max_image_s,
+            }
+            answer = self._ask(request, source.place)
+            return PreparedImage(
+                bytes.fromhex(answer["digest"]),
+                tuple(answer["size"]),
+                _read(target, answer["tensors"]),
+            )
+
+    def close(self) -> None:
+        """End the processes; another image starts new ones."""
+        self._processes.close()
+
+    def _ask(self, request: Mapping[str, Any], place: str) -> dict[str, Any]:
+        import json
+
+        limits = self._limits
+        with self._processes.one() as process:
+            try:
+                line = json.dumps(request).encode()
+                answer: dict[str, Any] = process.ask(line, limits.max_image_s, _OVERTIME_S)
+            except WorkerEndedError as ended:
+                raise RequestError(f"{place}: {_why_ended(ended.reason, limits)}") from None
+        if "unusable" in answer:
+            raise UnsupportedError(
+                f"{place}: the checkpoint's image processor can't be used: {answer['unusable']}"
+            )
+        if "refused" in answer:
+            raise RequestError(f"{place}: {answer['refused']}")
+        return answer
+
+
+def check_pillow() -> None:
+    """Raise `MissingExtraError` without Pillow."""
+    if find_spec("PIL") is None:
+        raise MissingExtraError.naming("torch", "images need Pillow")
+
+
+def _start() -> WorkerProcess:
+    return WorkerProcess("prepares images", _WORKER)
+
+
+def _pixels_of(source: ImageSource, limits: Limits) -> _Given:
+    """Return the pixels of an image of Pillow. Raises `RequestError`."""
+    from dovetail.front.media.pixels import rgb
+
+    assert source.kind is SourceKind.PIL
+    image = source.content
+    width, height = image.size
+    if not 0 < width * height <= limits.max_image_pixels:
+        raise RequestError(
+            f"{source.place}: it must have from 1 to {limits.max_image_pixels:,} pixels "
+            f"(limits.max_image_pixels), got {width:,} x {height:,}"
+        )
+    try:
+        pixels = rgb(image)
+    except Exception as error:  # of an image that is decoded only now
+        raise RequestError(f"{source.place}: it can't be decoded: {error}") from None
+    return _Given(pixels.tobytes(), pixels.size)
+
+
+def _why_ended(reason: str, limits: Limits) -> str:
+    match reason:
+        case "memory":
+            return (
+                f"it takes more than {limits.max_image_memory:,} bytes of memory to prepare "
+                f"(limits.max_image_memory)"
+            )
+        case "time":
+            return f"it takes longer than {limits.max_image_s:g} s to prepare (limits.max_image_s)"
+        case _:
+            return "it ended the process that prepared it"
+
+
+def _read(path: Path, described: list[list[Any]]) -> dict[str, NDArray[Any]]:
+    """Return the tensors that a worker has written. Raises `RequestError` if it is confused."""
+    left = path.stat().st_size
+    tensors: dict[str, NDArray[Any]] = {}
+    with open(path, "rb") as file:
+        for name, kind, shape in described:
+            if kind not in _TYPES:
+                raise RequestError(f"the image processor returns numbers of type {kind}")
+            count = int(np.prod(shape, dtype=np.int64))
+            left -= count * np.dtype(kind).itemsize
+            if left < 0:
+                raise RequestError("the process that prepares images returned less than it said")
+            tensors[name] = np.fromfile(file, kind, count).reshape(shape)
+            tensors[name].flags.writeable = False
+    return tensors

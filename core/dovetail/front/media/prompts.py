@@ -1,0 +1,221 @@
+"""Prompts with images: `ImagePrompt` has its images as they came, `MediaPrompt` has them prepared.
+`ImagePrompts` makes the second of the first.
+
+In an `ImagePrompt` one token stands for an image. It is known by its place: the same token
+elsewhere in the prompt is text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from dovetail.api.media_types import MediaType, media_type_of
+from dovetail.config.limits import Limits
+from dovetail.errors import RequestError
+from dovetail.front.media.facts import MediaFacts
+from dovetail.front.media.fetching import Fetcher
+from dovetail.front.media.layouts import Layout, Piece, layout_of
+from dovetail.front.media.processes import ImageProcesses, PreparedImage
+from dovetail.front.media.sources import ImageSource, SourceKind, check_count
+from dovetail.front.tokenizer import Tokenizer
+from dovetail.request.media import MediaItem
+
+_NONE = (-1, -1)  # no occurrence and no place
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePrompt:
+    """A tokenized prompt, with images that aren't prepared yet. Plain values, but for images of
+    Pillow."""
+
+    text: str | None  # None if the prompt was given as token ids
+    token_ids: Sequence[int]  # with one placeholder for each image
+    images: tuple[ImageSource, ...] = field(repr=False)
+    # of each image, which placeholder of `token_ids` it is, ascending; the others are text
+    occurrences: tuple[int, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the image processor
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPrompt:
+    """A tokenized prompt with images, prepared: what `Intake.check` takes."""
+
+    text: str | None
+    token_ids: Sequence[int]  # with a placeholder for each row of an image
+    media: tuple[MediaItem, ...]
+
+
+class ImagePrompts:
+    """Prepares the images of prompts, for one engine. Thread safe.
+
+    A server reads a conversation with `ChatFrontEnd.prompt` and brings the result here, both off
+    its event loop:
+
+    ```python
+    prompt = chat.prompt(messages, options)  # an `ImagePrompt`, if there are images
+    if isinstance(prompt, ImagePrompt):
+        prompt = images.prepared(prompt)  # blocks for 10 to 200 ms an image, most of it waiting
+    entered = intake.check(request_id, prompt, params, fields)  # `entered.request.media`
+    ```
+
+    `PromptEncoder.source` does the second step for the prompts that it is given, too.
+    """
+
+    def __init__(
+        self, facts: MediaFacts, limits: Limits, tokenizer: Callable[[], Tokenizer]
+    ) -> None:
+        """`tokenizer` loads it when first called."""
+        self.facts = facts
+        self._limits = limits
+        self._tokenizer = tokenizer
+        self._processes = ImageProcesses(facts.model_dir, limits)
+        self._tokens_of = lru_cache(maxsize=256)(self._encoded)
+
+    @cached_property
+    def _type(self) -> MediaType:
+        media_type = media_type_of(self.facts.config)
+        assert media_type is not None
+        return media_type
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return layout_of(Path(self.facts.model_dir), self.facts.config, self._spelled)
+
+    @cached_property
+    def _row_id(self) -> int:
+        return self._type.placeholder(self.facts.config)
+
+    @cached_property
+    def token_id(self) -> int:
+        """The token that stands for an image in a prompt that isn't expanded."""
+        return self._type.unexpanded(self.facts.config)
+
+    @cached_property
+    def text(self) -> str:
+        """The text of `token_id`."""
+        return self._spelled(self.token_id)
+
+    def _spelled(self, token_id: int) -> str:
+        return self._tokenizer().token_strings([token_id])[0]
+
+    def prepare(self) -> None:
+        """Start what prepares images, so that the first one doesn't wait for that."""
+        self._processes.prepare()
+
+    def close(self) -> None:
+        """End the processes; another image starts new ones."""
+        self._processes.close()
+
+    def unprepared(
+        self,
+        text: str | None,
+        token_ids: Sequence[int],
+        images: tuple[ImageSource, ...],
+        options: Mapping[str, Any],
+    ) -> ImagePrompt:
+        """Return a prompt in which each placeholder is an image, in order. `options`: of the image
+        processor. Raises `RequestError` if the numbers of both differ."""
+        check_count(images, self._limits)
+        found = sum(1 for one in token_ids if one == self.token_id)
+        if found != len(images):
+            raise RequestError(
+                f"the prompt must have one {self.text!r} for each image: it has {found}, and there "
+                f"are {len(images)} images"
+            )
+        return ImagePrompt(text, token_ids, images, tuple(range(found)), options)
+
+    def prepared(self, prompt: ImagePrompt) -> MediaPrompt:
+        """Fetch, decode and prepare the images of a prompt, and put their tokens in the places of
+        their placeholders.
+
+        Blocks. Raises `RequestError` for what is wrong with an image, and what
+        `ImageProcesses.image` raises.
+        """
+        check_count(prompt.images, self._limits)
+        arguments = self._layout.with_options({**self.facts.options, **prompt.options})
+        images = [self._image(source, arguments) for source in prompt.images]
+        places = iter(zip(prompt.occurrences, range(len(images)), strict=True))
+        occurrence, place = next(places, _NONE)
+        ids: list[int] = []
+        media: list[MediaItem] = []
+        seen = 0
+        for token in prompt.token_ids:
+            is_image = token == self.token_id and seen == occurrence
+            seen += token == self.token_id
+            if not is_image:
+                ids.append(token)
+                continue
+            tokens, runs = self._expanded(self._layout.pieces(images[place]))
+            media.append(self._item(images[place], runs, len(ids), prompt.images[place].place))
+            ids += tokens
+            occurrence, place = next(places, _NONE)
+        if len(media) < len(images):
+            raise RequestError(
+                f"the prompt has {self.text!r} {seen} times, which is too few for its images"
+            )
+        return MediaPrompt(prompt.text, ids, tuple(media))
+
+    def _image(self, source: ImageSource, arguments: Mapping[str, Any]) -> PreparedImage:
+        if source.kind is SourceKind.URL:
+            data = Fetcher(self.facts.hosts, self._limits).fetch(source)
+        elif source.kind is SourceKind.PIL:
+            data = None
+        else:
+            data = source.file_bytes(self._limits)
+        most = self._layout.max_patches(self.facts.cache_rows)
+        return self._processes.image(source, data, arguments, most)
+
+    def _expanded(self, pieces: Sequence[Piece]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of an image, and its runs: (index of the first token, number)."""
+        row = self._spelled(self._row_id)
+        text = "".join([one if isinstance(one, str) else row for one in pieces])
+        counts = [one for one in pieces if isinstance(one, int)]
+        encoded = self._tokens_of(text)
+        if encoded.count(self._row_id) != len(counts):
+            raise RequestError("the tokenizer doesn't know the tokens of the model's images")
+        left = iter(counts)
+        ids: list[int] = []
+        runs: list[tuple[int, int]] = []
+        for token in encoded:
+            if token == self._row_id:
+                count = next(left)
+                runs.append((len(ids), count))
+                ids += [token] * count
+            else:
+                ids.append(token)
+        return ids, runs
+
+    def _encoded(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer().encode(text, special_tokens=False))
+
+    def _item(
+        self, image: PreparedImage, runs: Sequence[tuple[int, int]], start: int, place: str
+    ) -> MediaItem:
+        """Return the item of an image whose tokens begin at `start`. Raises `RequestError` if the
+        engine can't compute it."""
+        item = MediaItem(
+            kind="image",
+            digest=image.digest,
+            runs=tuple((start + first, count) for first, count in runs if count),
+            tensors=self._layout.tensors(image),
+            grid=self._layout.grid(image),
+            whole=self._type.whole(self.facts.config),
+        )
+        if not item.runs:
+            raise RequestError(f"{place}: the model's image processor makes no rows of it")
+        if item.rows > self.facts.cache_rows:
+            raise RequestError(
+                f"{place}: it has {item.rows:,} rows, and at most {self.facts.cache_rows:,} fit "
+                f"(media.cache_rows)"
+            )
+        longest = max(count for _, count in item.runs)
+        if item.whole and longest > self.facts.step_tokens:
+            raise RequestError(
+                f"{place}: {longest:,} of its tokens are computed in one step, and at most "
+                f"{self.facts.step_tokens:,} fit (max_num_batched_tokens)"
+            )
+        return item
