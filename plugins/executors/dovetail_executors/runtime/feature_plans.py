@@ -12,6 +12,7 @@ from dovetail_executors.runtime.draft_head import HeadPlan
 from dovetail_executors.runtime.draft_model import DraftPlan
 from dovetail_executors.runtime.features import FeaturePlan
 from dovetail_executors.runtime.loading import ModelPlan
+from dovetail_executors.runtime.media import MediaPlan
 from dovetail_executors.runtime.pooler import PoolerPlan
 from dovetail_executors.runtime.prompt_logprobs import PromptLogprobsPlan
 
@@ -33,6 +34,8 @@ def feature_plans(
         models = context.models
         quantizations = context.quantizations
         plans.append(DraftPlan.of(config, plan, models, group, device, quantizations))
+    if (media := MediaPlan.of(config, plan)) is not None:
+        plans.append(media)
     own = [make(context, plan, group, device) for make in config.features]
     return [*plans, *own, PromptLogprobsPlan(), PoolerPlan(plan.pooling)]
 

@@ -7,6 +7,7 @@ of tiles and the rows at the ends of lines. Every rank has the whole tower.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import re
@@ -45,6 +46,8 @@ _OTHER_TENSORS = re.compile(r"(model\.)?(audio\w*|embed_audio|mtp)(\.|$)")
 _BEFORE = re.compile(r"^(?:model\.)?(?:(vision_tower\.)vision_model\.)?")
 # arguments that the code of towers only reads on the host: on a device, that would wait for it
 _ON_HOST = ("batch_num_images", "image_sizes")
+# sides of pictures, in pixels, for the largest item; processors make them smaller
+_LARGEST_SIDES = (4096, 2048, 1024, 512, 256, 64)
 
 
 @dataclass(frozen=True)
@@ -99,13 +102,7 @@ class Tower:
         One item a call: in a batch with others, the last bits of some types' rows would depend on
         these. Raises `DovetailError` if its tensors don't fit, or give another number of rows.
         """
-        tensors = {name: self._placed(name, array) for name, array in item.tensors.items()}
-        try:
-            found = self._model.get_image_features(**tensors, return_dict=True)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise DovetailError(f"this image can't be encoded: {first_lines(error)}") from error
-        levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
-        rows = [_joined(level) for level in levels]
+        rows = self._levels(item.tensors)
         plan = self.plan
         expected = (item.rows, plan.hidden_size)
         if len(rows) != plan.levels or any(level.shape != expected for level in rows):
@@ -114,6 +111,50 @@ class Tower:
                 f"{plan.levels} levels of {item.rows} rows of {plan.hidden_size} numbers"
             )
         return torch.stack(rows)
+
+    @torch.inference_mode()
+    def largest(self, most_rows: int) -> MediaItem | None:
+        """Return an item of noise, the largest of a few sizes that has at most `most_rows` rows;
+        None if all have more. Raises `ModelLoadError` if the checkpoint's image processor can't be
+        used."""
+        import numpy as np
+        from PIL import Image
+        from transformers import AutoImageProcessor
+
+        directory = self.plan.directory
+        try:
+            processor = AutoImageProcessor.from_pretrained(
+                directory, backend="pil", local_files_only=True, trust_remote_code=False
+            )
+            for side in _LARGEST_SIDES:
+                noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
+                outputs = processor(Image.fromarray(noise), return_tensors="np")
+                tensors = {
+                    name: np.asarray(value)
+                    for name, value in outputs.items()
+                    if name in inspect.signature(self._model.get_image_features).parameters
+                }
+                rows = len(self._levels(tensors)[0])
+                if rows <= most_rows:
+                    runs = ((0, rows),)
+                    return MediaItem(kind="image", digest=b"", runs=runs, tensors=tensors)
+        except DovetailError:
+            raise
+        except Exception as error:  # transformers raises any exception
+            raise ModelLoadError(
+                f"{directory}: its image processor can't be used: {first_lines(error)}"
+            ) from error
+        return None
+
+    def _levels(self, tensors: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Return the rows [any, hidden] of each level."""
+        placed = {name: self._placed(name, array) for name, array in tensors.items()}
+        try:
+            found = self._model.get_image_features(**placed, return_dict=True)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise DovetailError(f"this image can't be encoded: {first_lines(error)}") from error
+        levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+        return [_joined(level) for level in levels]
 
     def _placed(self, name: str, array: Any) -> torch.Tensor:
         """Return a tensor of an item on the device, numbers in the model's dtype."""

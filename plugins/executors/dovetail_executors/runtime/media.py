@@ -1,0 +1,159 @@
+"""Images in a step: a tower encodes items, and their rows replace embeddings of placeholders.
+
+The loop decides which items a step encodes, and in which slots of the cache their rows are
+(`dovetail.engine.media`). Steps with placeholders are launched, not replayed; decodes have none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from dovetail.api.executor import Batch, ExecutorConfig
+from dovetail.api.media import EncodedItem, MediaCapacity, MediaRows
+from dovetail.errors import DovetailError
+from dovetail.nn.transfer import to_device
+from dovetail_executors.runtime.features import FeaturePlan, Loaded, StepFeature, Wanted
+from dovetail_executors.runtime.graphs import Graphs
+from dovetail_executors.runtime.loading import ModelPlan
+from dovetail_executors.runtime.step import Step
+from dovetail_executors.runtime.step_inputs import HostInputs
+from dovetail_executors.runtime.towers import Tower, TowerPlan, find_tower
+
+log = logging.getLogger("dovetail")
+
+NO_TOKENS = np.zeros(0, np.int64)
+
+
+@dataclass
+class ReadRows:
+    """The placeholders of one step."""
+
+    part: MediaRows
+    failed: dict[int, str] = field(default_factory=dict)  # index in the batch -> reason
+
+
+class EncodesMedia(StepFeature[ReadRows]):
+    """Encodes items into the cache, and gives the model the rows of a step's placeholders."""
+
+    part = MediaRows
+    asking = ()  # batches with placeholders have the part
+    reads_states = True  # a step with a note isn't replayed
+
+    def __init__(
+        self, tower: Tower, capacity: MediaCapacity, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`dtype`: of rows, as the model has it."""
+        self._tower = tower
+        self._capacity = capacity
+        shape = tower.plan.levels, capacity.cache_rows, tower.plan.hidden_size
+        self._cache = torch.zeros(shape, dtype=dtype, device=device)
+        self._wrong: dict[int, str] = {}  # slot -> why its item couldn't be encoded
+
+    def begin(self, step: Step) -> ReadRows | None:
+        part = step.batch.part(MediaRows)
+        if part is None:
+            return None
+        for slots in (part.slots, *(one.slots for one in part.encode)):
+            if len(slots) and not 0 <= slots.min() <= slots.max() < self._capacity.cache_rows:
+                raise DovetailError(
+                    f"step {step.number} uses a slot of images' rows that isn't one of "
+                    f"{self._capacity.cache_rows}"
+                )
+        return ReadRows(part) if len(part.tokens) or part.encode else None
+
+    def before_inputs(self, step: Step, note: ReadRows, graphs: Graphs | None) -> None:
+        for one in note.part.encode:
+            slots = to_device(one.slots.astype(np.int64), self._cache.device)
+            try:
+                rows = self._tower.encode(one.item)
+            except DovetailError as error:
+                self._wrong.update(dict.fromkeys(one.slots.tolist(), str(error)))
+            else:
+                self._cache.index_copy_(1, slots, rows)
+                if self._wrong:
+                    for slot in one.slots.tolist():
+                        self._wrong.pop(slot, None)
+        if self._wrong:
+            self._fail(step, note)
+
+    def _fail(self, step: Step, note: ReadRows) -> None:
+        """Note the rows of the batch that read an item which couldn't be encoded."""
+        ends = np.cumsum(step.batch.num_tokens)
+        rows = np.searchsorted(ends, note.part.tokens, side="right")
+        for row, slot in zip(rows.tolist(), note.part.slots.tolist(), strict=True):
+            if slot in self._wrong:
+                note.failed[row] = self._wrong[slot]
+
+    def wants(self, step: Step, note: ReadRows, host: HostInputs) -> Wanted:
+        device = self._cache.device
+        total = len(host.token_indices)
+        is_row = np.zeros(total, np.bool_)
+        is_row[note.part.tokens] = True
+        slots = np.zeros(total, np.int64)
+        slots[note.part.tokens] = note.part.slots
+        rows = self._cache.index_select(1, to_device(slots, device))
+        return Wanted(NO_TOKENS, inputs={"rows": rows, "is_row": to_device(is_row, device)})
+
+    def collect(self, step: Step, note: ReadRows, failed: dict[int, str]) -> None:
+        failed.update(note.failed)
+
+    def biggest(self, batch: Batch) -> Iterator[Batch]:
+        """Yield a step that encodes the largest picture, all of whose tokens are placeholders."""
+        item = self._tower.largest(self._capacity.cache_rows)
+        if item is not None:
+            tokens = np.arange(batch.num_tokens.sum(), dtype=np.int32)
+            encoded = EncodedItem(item, np.arange(item.rows, dtype=np.int32))
+            part = MediaRows((encoded,), tokens, np.zeros(len(tokens), np.int32))
+            yield replace(batch, parts=(part,))
+
+    @property
+    def capacity(self) -> Mapping[str, Any]:
+        return {"media": self._capacity}
+
+    @property
+    def details(self) -> Mapping[str, str]:
+        name = self._tower.plan.media_type.model_type
+        return {"images": f"{name}, {self._capacity.cache_rows} rows are kept"}
+
+
+@dataclass(frozen=True)
+class MediaPlan(FeaturePlan):
+    """A tower beside the model, and a cache of rows."""
+
+    tower: TowerPlan
+    capacity: MediaCapacity
+
+    @classmethod
+    def of(cls, config: ExecutorConfig, plan: ModelPlan) -> MediaPlan | None:
+        """Return the plan; None if the checkpoint's images aren't served, which is logged if the
+        type of model reads images. Raises `ModelLoadError` if its files are malformed."""
+        if not config.media_cache_rows:
+            return None
+        tower = find_tower(config.model, dummy=config.load_format == "dummy")
+        if tower is None:
+            return None
+        if lacks := _lacks(tower, plan):
+            log.warning("%s: images aren't served, only text: %s", config.model, lacks)
+            return None
+        return cls(tower, MediaCapacity(config.media_cache_rows, config.media_step_rows))
+
+    def build(self, loaded: Loaded) -> EncodesMedia:
+        tower = self.tower.build(loaded.plan.dtype, loaded.device, loaded.config.seed)
+        return EncodesMedia(tower, self.capacity, loaded.plan.dtype, loaded.device)
+
+
+def _lacks(tower: TowerPlan, plan: ModelPlan) -> str:
+    """Return why the language model can't use a tower's rows, as a clause, or ""."""
+    if not plan.arch.capabilities.media:
+        return f"{type(plan.arch).__name__} doesn't read them (ModelCapabilities.media)"
+    if tower.media_type.axes:
+        return "positions on three axes aren't supported"
+    if tower.media_type.both_ways != "none":
+        return "attention in both directions isn't supported"
+    return ""
