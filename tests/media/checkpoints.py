@@ -74,7 +74,6 @@ EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
 }
 STATES: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -334,7 +333,7 @@ _KINDS = {
     "qwen3_5_moe": Kind(
         **_QWEN,
         processor_class="Qwen3VLProcessor",
-        text={**STATES, **EXPERTS, **_QUARTER},
+        text={**STATES, **EXPERTS, **_QUARTER, "shared_expert_intermediate_size": 24},
         vision=QWEN3_GRID,
     ),
     "glm4v": Kind(**_GLM, text=_HALF, vision={**GRID, "image_size": 32}),
@@ -435,6 +434,9 @@ def save_checkpoint(directory: Path, name: str, **top: Any) -> None:
         for tensor in model.state_dict().values():
             # no part stays at a neutral value, such as 0 or 1
             tensor.add_(torch.randn_like(tensor) * 0.05)
+        # it writes bytes only: transformers' whole models take a placeholder that is written for an
+        # image's
+        model.lm_head.weight[PAD:] = 0
     model.save_pretrained(directory)
     common = {"processor_class": kind.processor_class}
     for file, settings in (
