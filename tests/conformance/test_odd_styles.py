@@ -106,7 +106,7 @@ class ByIdWithARing(Observer):
     def __init__(self, options: BaseModel, context: ObserverContext) -> None:
         super().__init__(options, context)
         self.arrived = UserDict[str, float]()
-        self.times = deque[float](maxlen=20_000)
+        self.times = deque[float](maxlen=10_000)
         self.lines = self.summary()
 
     def summary(self) -> Iterator[str]:

@@ -61,13 +61,16 @@ class Penalising(LogitsProcessor):
 
     def penalties(self, logits: torch.Tensor, lines: Lines) -> torch.Tensor:
         lengths = self.lengths(lines)
-        last = self.context.history.token_ids[lines.rows, (lengths - 1).clamp(min=0)]
+        last = self.last(lines)
         amount = self.amount[lines.rows] * (1 + (self.seed[lines.rows] + lengths) % 7)
         return torch.where(
             torch.arange(logits.shape[1], device=logits.device) == last[:, None],
             amount[:, None],
             0.0,
         )
+
+    def last(self, lines: Lines) -> torch.Tensor:
+        return self.context.history.token_ids[lines.rows, (self.lengths(lines) - 1).clamp(min=0)]
 
     def lengths(self, lines: Lines) -> torch.Tensor:
         return self.context.history.lengths(lines)
@@ -421,3 +424,72 @@ class AsksForAMask(Penalising):
 )
 class CapturesItsBuffers(Replacing):
     pass
+
+
+@mutant(caught_by="logits_processor.large_ids")
+class KeepsIdsIn16Bits(Penalising):
+    def last(self, lines: Lines) -> torch.Tensor:
+        return super().last(lines) & 0xFFFF
+
+
+@mutant(caught_by="logits_processor.large_ids")
+class KeepsIdsAsBfloat16(Penalising):
+    def last(self, lines: Lines) -> torch.Tensor:
+        last = super().last(lines)
+        return torch.where(last < 2**9, last, last.bfloat16().int())
+
+
+@mutant(caught_by="logits_processor.seed")
+class TakesHalfOfTheSeed(Penalising):
+    def seeded(self, row: int, sampling: RowSampling) -> int:
+        return (sampling.seed & 0xFFFF_FFFF) % 7
+
+
+class Choice(Penalty):
+    token: int = Field(b"a"[0], ge=0, lt=2**31, strict=True)
+    tokens: list[int] = Field([], max_length=100)
+
+
+@mutant(caught_by="logits_processor.argument_ids")
+class KeepsAnArgumentIn16Bits(Penalising):
+    Arguments = Choice
+
+    def told(self, row: int, arguments: Any) -> float:
+        return float(1 + arguments.amount * (arguments.token & 0xFFFF))
+
+
+@mutant(caught_by="logits_processor.argument_ids")
+class KeepsTheBeginningOfAList(Penalising):
+    Arguments = Choice
+
+    def told(self, row: int, arguments: Any) -> float:
+        return float(arguments.amount * (1 + sum(arguments.tokens[:16])))
+
+
+@mutant(caught_by="logits_processor.long_use")
+class PenalisesLessWithTime(Penalising):
+    def __init__(self, options: BaseModel, context: LogitsProcessorContext) -> None:
+        super().__init__(options, context)
+        self.rows = 0
+
+    def told(self, row: int, arguments: Any) -> float:
+        self.rows += 1
+        return float(arguments.amount) / (1 + self.rows // 300)
+
+
+@mutant(caught_by="logits_processor.long_use")
+class KeepsAllSeeds(Penalising):
+    def __init__(self, options: BaseModel, context: LogitsProcessorContext) -> None:
+        super().__init__(options, context)
+        self.seeds: set[int] = set()
+
+    def seeded(self, row: int, sampling: RowSampling) -> int:
+        self.seeds.add(sampling.seed)
+        return super().seeded(row, sampling)
+
+
+@mutant(caught_by="logits_processor.process_untouched")
+class SeedsTorch(Penalising):
+    def seeded(self, row: int, sampling: RowSampling) -> int:
+        torch.manual_seed(sampling.seed)
+        return super().seeded(row, sampling)

@@ -384,7 +384,7 @@ class FormatsIds(Observer):
         self.line = f"{event.request.id} arrived after %d others" % event.request.priority
 
 
-@mutant(caught_by="observer.long_run")
+@mutant(caught_by="observer.long_run", soon=True)
 class HasRoomForSomeRequests(Observer):
     def __init__(self, options: BaseModel, context: ObserverContext) -> None:
         super().__init__(options, context)

@@ -16,7 +16,7 @@ CLAUSES: Marks = {
         "Otherwise steps": TOLD,
         "*": held("hygiene.capabilities"),
     },
-    "ProcessedRow": {"`seed`": held("stateless", "batch", "row"), "*": TOLD},
+    "ProcessedRow": {"`seed`": held("stateless", "batch", "row", "seed"), "*": TOLD},
     "ArgumentContext": TOLD,
     "ArgumentContext.of": TOLD,
     "LogitsProcessor": TOLD,
@@ -30,7 +30,7 @@ CLAUSES: Marks = {
         "temporary": held("stateless"),
     },
     "LogitsProcessor.update": {
-        "Forget the rows": held("reused_rows", "preemption"),
+        "Forget the rows": held("reused_rows", "preemption", "long_use"),
         "fixed buffers": held("replayed", "graph"),
         "called again for each row": promised(
             "e2e/test_logits_processors.py::"
@@ -42,8 +42,10 @@ CLAUSES: Marks = {
     "LogitsProcessor.apply": {
         "Change logits": held("examples", "read_only", "sizes"),
         "bitwise as they are": held("others"),
-        "The history of a line": held("lines", "stale_history"),
-        "What a line gets": held("batch", "row", "lines", "stateless", "extremes"),
+        "The history of a line": held("lines", "stale_history", "large_ids"),
+        "What a line gets": held(
+            "batch", "row", "lines", "stateless", "extremes", "argument_ids", "process_untouched"
+        ),
         "no undo": held("stateless", "preemption"),
         "ends with an error": promised(
             "e2e/test_logits_processors.py::"

@@ -13,7 +13,7 @@ from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, Modul
 from dovetail.engine.live_request import LiveRequest
 from dovetail.testing.checks import fail
 
-DOUBLINGS = 4  # of the use, for a component whose size still grows
+DOUBLINGS = 3  # of the use, for a component whose size still grows
 
 
 def reachable(component: object) -> Iterator[tuple[str, object]]:

@@ -8,34 +8,34 @@ calls.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from pydantic import BaseModel, ValidationError
 
-from dovetail.api.graphs import GraphSupport
-from dovetail.api.logits_processor import ArgumentContext
 from dovetail.api.sampler import Lines, RowSampling
 from dovetail.errors import describe, shown
 from dovetail.testing.checks import Untried, check, fail, require
 from dovetail.testing.hygiene import UNKNOWN_KEY
 from dovetail.testing.recording import Recording, nothing_asked
-from dovetail.testing.suite import Suite
 from dovetail.testing.suites.logits_processor_bench import (
     MOST_DRAFTS,
     VOCAB,
     WIDTH,
     Asking,
     ProcessorBench,
-    lines_of,
     require_same,
     said,
-    shown_arguments,
+)
+from dovetail.testing.suites.logits_processor_identity import LogitsProcessorIdentity
+from dovetail.testing.suites.logits_processor_subject import (
+    context,
+    encode_bytes,
+    plain,
+    validated,
 )
 from dovetail.testing.suites.sampler_requests import JUNK
 
@@ -53,57 +53,11 @@ SPECIAL = (
 Replay = Callable[[], object]
 
 
-class LogitsProcessorSuite(Suite):
+class LogitsProcessorSuite(LogitsProcessorIdentity):
     """`arguments`: example arguments of requests, each a mapping; default: one empty mapping, for
     the defaults. At least one must change logits after repetitive texts of letters. Texts are
     encoded by a tokenizer whose tokens are the bytes. Runs on `device`: by default a GPU if
     available, otherwise the CPU. Processors must support both."""
-
-    kind = "logits_processor"
-    settings = Suite.settings | {"arguments", "device"}
-
-    arguments: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
-    device: ClassVar[str | None] = None
-
-    def declares(self, capability: str) -> bool:
-        """`cuda_graph` is declared by `GraphSupport.ALL` only."""
-        if capability == "cuda_graph":
-            return bool(self.capabilities.cuda_graph is GraphSupport.ALL)
-        return super().declares(capability)
-
-    @property
-    def place(self) -> str:
-        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-
-    @property
-    def model(self) -> type[BaseModel]:
-        model: type[BaseModel] = self.component_class.Arguments
-        return model
-
-    @cached_property
-    def asked(self) -> list[BaseModel]:
-        """The examples as `update` gets them."""
-        require(
-            len(self.arguments),
-            "the suite has no example of arguments: set `arguments` to a list of mappings",
-        )
-        found = []
-        for example in self.arguments:
-            try:
-                first = _validated(self.model, example)
-            except ValidationError as error:
-                fail(
-                    f"{self.model.__name__} refuses the example {shown(dict(example))}: {error}; "
-                    f"set `arguments` to what requests may say",
-                    error,
-                )
-            found.append(self._sent(first))
-        return found
-
-    def bench(
-        self, lines: Sequence[Asking], places: Sequence[int] | None = None, **fields: Any
-    ) -> ProcessorBench:
-        return ProcessorBench(self.make, lines, places, device=self.place, **fields)
 
     @check("logits_processor.arguments", since="1.0")
     def test_arguments(self) -> None:
@@ -117,7 +71,7 @@ class LogitsProcessorSuite(Suite):
         )
         for example, _ in zip(self.arguments, self.asked, strict=True):
             try:
-                _validated(self.model, {**example, UNKNOWN_KEY: 1})
+                validated(self.model, {**example, UNKNOWN_KEY: 1})
             except ValidationError:
                 continue
             fail(
@@ -143,7 +97,7 @@ class LogitsProcessorSuite(Suite):
             taken = []
             for junk in JUNK:
                 given = {**self.arguments[0], key: junk}
-                for encode in (_encode, None):
+                for encode in (encode_bytes, None):
                     if (arguments := self._taken(given, encode)) is not None:
                         taken.append(junk)
                         self._require_harmless(given, arguments, fine, expected)
@@ -156,7 +110,7 @@ class LogitsProcessorSuite(Suite):
     def _taken(self, given: Mapping[str, Any], encode: Any) -> BaseModel | None:
         """Return arguments as a rank gets them; None if they are refused on arrival."""
         try:
-            first = self.model.model_validate(given, context=_context(encode))
+            first = self.model.model_validate(given, context=context(encode))
         except ValidationError:
             return None
         except Exception as error:
@@ -165,26 +119,7 @@ class LogitsProcessorSuite(Suite):
                 f"{describe(error)}, expected a ValueError",
                 error,
             )
-        return self._sent(first)
-
-    def _sent(self, first: BaseModel) -> BaseModel:
-        """Return arguments as they arrive on a rank: through JSON, and validated without a
-        tokenizer. Requires the same values."""
-        try:
-            values = json.loads(json.dumps(_plain(first), allow_nan=False))
-            sent = self.model.model_validate(values, context=_context(None))
-        except Exception as error:
-            fail(
-                f"the arguments {shown_arguments(first)} were taken, but can't be sent to the "
-                f"ranks: {describe(error)}",
-                error,
-            )
-        told = (
-            f"the arguments {shown_arguments(first)} became {shown_arguments(sent)} on the way "
-            f"to the ranks"
-        )
-        require(sent == first and _plain(sent) == _plain(first), told)
-        return sent
+        return self.sent(first)
 
     def _require_harmless(
         self,
@@ -441,13 +376,13 @@ class LogitsProcessorSuite(Suite):
         }
         tensors |= {"rows": given.rows, "ahead": given.ahead}
         before = {name: tensor.clone() for name, tensor in tensors.items()}
-        asked = [_plain(arguments) for arguments in self.asked]
+        asked = [plain(arguments) for arguments in self.asked]
         with torch.inference_mode():
             bench.processor.apply(logits, given)
         for name, tensor in tensors.items():
             require(torch.equal(tensor, before[name]), f"apply() changed {name}")
         require(
-            [_plain(arguments) for arguments in self.asked] == asked,
+            [plain(arguments) for arguments in self.asked] == asked,
             "the arguments of a row were changed",
         )
 
@@ -593,29 +528,10 @@ class LogitsProcessorSuite(Suite):
             told = [lines[index or 0] for index in order]
             require_same(told, logits, bench.apply(order), f"replayed {what}")
 
-    def lines(self, **fields: Any) -> tuple[list[Asking], list[int]]:
-        return lines_of(self.asked, **fields)
-
     @staticmethod
     def _tell(bench: ProcessorBench, lines: Sequence[Asking]) -> None:
         for place, line in zip(bench.places, lines, strict=True):
             bench.tell(place, line.prompt, line.output, line.drafts)
-
-
-def _encode(text: str) -> list[int]:
-    return list(text.encode())
-
-
-def _validated(model: type[BaseModel], example: Mapping[str, Any]) -> BaseModel:
-    return model.model_validate(dict(example), context=_context(_encode))
-
-
-def _context(encode: Callable[[str], list[int]] | None) -> ArgumentContext:
-    return ArgumentContext(encode=encode, vocab_size=VOCAB)
-
-
-def _plain(arguments: BaseModel) -> dict[str, Any]:
-    return arguments.model_dump(mode="json", by_alias=True)
 
 
 def _bits_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

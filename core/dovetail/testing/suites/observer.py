@@ -7,32 +7,13 @@ torch.
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
-import decimal
-import gc
-import json
-import locale
-import logging
-import math
-import multiprocessing
-import os
-import random
-import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-import numpy as np
 
 from dovetail.api.component import NoOptions
 from dovetail.api.observer import (
@@ -43,7 +24,6 @@ from dovetail.api.observer import (
     StepFinished,
 )
 from dovetail.api.scheduler import Scheduler, SchedulerCapabilities, SchedulerContext, Step
-from dovetail.engine.core import EngineCore
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.stats import ObserverHub
 from dovetail.errors import describe
@@ -52,6 +32,7 @@ from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.footprint import Footprint, temporary_folder
 from dovetail.testing.suites.holding import reachable, require_bounded
+from dovetail.testing.suites.process_state import process_state
 from dovetail.testing.suites.scheduler_world import Abort, Act, Arrive, Run, Shape, World
 
 SHAPE = Shape(num_pages=16)
@@ -169,14 +150,6 @@ LOST: tuple[Act, ...] = (  # requests that are rejected or aborted after a preem
 LONG = 50  # times that `LONG_ACTS` are done before an observer's size is taken
 LONG_ACTS: tuple[Act, ...] = (*BUSY, Run(9), Abort(-1))
 
-_MODULES = (json, logging, math, os, random, signal, socket, subprocess, sys, threading, time)
-_ENGINES_CLASSES = (EngineCore, LiveRequest, Request, ObserverHub, StepFinished, Observer)
-_ENGINES_LOGGERS = {
-    name: logging.getLogger(name)
-    for name in sorted(logging.root.manager.loggerDict)
-    if name.startswith("dovetail.")
-}
-
 # observer -> seconds that `on_stopped` took in this process, if it is slow
 _slow_stops: dict[type, float] = {}
 
@@ -197,7 +170,7 @@ class ObserverSuite(Suite):
         decimals, built-in functions or those of the standard library, the engine's classes, the
         logging module, the root of all loggers, or the engine's loggers. Observers run inside a
         server; they may only configure their own logger."""
-        before = self._process()
+        before = self._process_state()
         for when, acts, policy in (
             ("a busy run", BUSY, _Harsh),
             ("a run that an error ended", FAILING, _Fails),
@@ -206,8 +179,8 @@ class ObserverSuite(Suite):
         ):
             if self._stops_slowly:
                 break
-            spy = self._play(acts, policy=policy, before=before, process=self._process)
-            for name, value in self._process().items():
+            spy = self._play(acts, policy=policy, before=before, process=self._process_state)
+            for name, value in self._process_state().items():
                 require(value == before[name], f"{name} isn't what it was before {when}")
             require(
                 not spy.changed,
@@ -395,9 +368,8 @@ class ObserverSuite(Suite):
         spy.world = _start(spy)
         return spy
 
-    def _process(self) -> dict[str, object]:
-        own = self.component_class.__module__
-        return {**_process(), "the engine's loggers": _engine_loggers(own)}
+    def _process_state(self) -> dict[str, object]:
+        return process_state(self.component_class)
 
     @property
     def _stops_slowly(self) -> bool:
@@ -623,110 +595,4 @@ def _story(world: World) -> dict[str, object]:
         **told,
         "number of steps": len(steps),
         "time at the end": world.clock.now(),
-    }
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-def _engine_loggers(own: str) -> dict[str, object]:
-    """Return the state of the engine's loggers, but for those of the component's module `own`."""
-    return {
-        name: _logger(logger)
-        for name, logger in _ENGINES_LOGGERS.items()
-        if not f"{name}.".startswith(f"{own}.")
-    }
-
-
-def _functions(of: Iterable[object]) -> dict[str, object]:
-    """Return the callables of modules or classes."""
-    return {
-        f"{getattr(one, '__name__', one)}.{name}": value
-        for one in of
-        for name, value in vars(one).items()
-        if callable(value) or isinstance(value, property)
-    }
-
-
-def _limits() -> object:
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_AS, resource.RLIMIT_CPU)
-    return (
-        [resource.getrlimit(kind) for kind in kinds],
-        os.getpriority(os.PRIO_PROCESS, 0),
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
-    )
-
-
-def _timers() -> object:
-    if sys.platform == "win32":
-        return None
-    # the rest of a timer that runs changes by itself
-    kinds = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-    return [bool(signal.getitimer(kind)[0]) for kind in kinds]
-
-
-def _decimals() -> object:
-    context = decimal.getcontext()
-    return context.prec, context.rounding, dict(context.traps), decimal.DefaultContext.prec
-
-
-def _logger(logger: logging.Logger) -> tuple[object, ...]:
-    return logger.level, list(logger.handlers), list(logger.filters), logger.propagate
-
-
-def _process() -> dict[str, object]:
-    return {
-        "the state of random": random.getstate(),
-        "the state of numpy.random": repr(np.random.get_state()),
-        "os.environ": dict(os.environ),
-        "the working directory": Path.cwd(),
-        "sys.stdout or sys.stderr": (sys.stdout, sys.stderr),
-        "sys.path": list(sys.path),
-        "sys.excepthook or threading.excepthook": (sys.excepthook, threading.excepthook),
-        "the recursion limit": sys.getrecursionlimit(),
-        "a signal handler": {number: signal.getsignal(number) for number in signal.valid_signals()},
-        "the garbage collector": (gc.isenabled(), gc.get_threshold()),
-        "warnings.filters": list(warnings.filters),
-        "the umask": _umask(),
-        "a function of tracing or profiling": (
-            sys.gettrace(),
-            sys.getprofile(),
-            threading.gettrace(),
-            threading.getprofile(),
-        ),
-        "the interval of switches between threads": sys.getswitchinterval(),
-        "the timeout of sockets": socket.getdefaulttimeout(),
-        "numpy's handling of errors": (np.geterr(), np.geterrcall()),
-        "numpy's print options": np.get_printoptions(),
-        "the context of decimals": _decimals(),
-        "the way in which processes are started": multiprocessing.get_start_method(allow_none=True)
-        or multiprocessing.get_all_start_methods()[0],
-        "a limit or the priority of the process": _limits(),
-        "a timer of the process": _timers(),
-        "the blocked signals": None
-        if sys.platform == "win32"
-        else signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-        "the stack size of threads": threading.stack_size(),
-        "the longest number that is printed": sys.get_int_max_str_digits(),
-        "sys.displayhook or sys.unraisablehook": (sys.displayhook, sys.unraisablehook),
-        "a callback of the garbage collector": (list(gc.callbacks), gc.get_debug()),
-        "a function of the standard library": _functions(_MODULES),
-        "a class of the engine": _functions(_ENGINES_CLASSES),
-        "the logging module": (
-            logging.raiseExceptions,
-            logging.getLoggerClass(),
-            logging.getLogRecordFactory(),
-            [logging.getLevelName(level) for level in range(0, 60, 5)],
-        ),
-        "the locale": locale.setlocale(locale.LC_ALL),
-        "a built-in function": dict(vars(builtins)),
-        "the root logger": (*_logger(logging.root), logging.root.manager.disable),
-        "the engine's logger": _logger(logging.getLogger("dovetail")),
     }
