@@ -88,7 +88,7 @@ SIZE, MEMORY_SIZE = (
     1 << 15,
     1 << 12,
 )
-LARGEST = 16 << 20
+LARGEST = ServerSettings().max_body_bytes
 PATIENCE_S = 60
 BYTES = GrammarContext([*(bytes([byte]) for byte in range(256)), None], frozenset([256]), 257)
 
@@ -524,7 +524,7 @@ def test_endpoints_take_little_time_per_byte(path: str, kind: type, http: Http) 
         check_time(f"{path}: {name}", make, lambda body: http.post(path, body), SIZE)
 
 
-@pytest.mark.slow("bodies of 16 MB")
+@pytest.mark.slow("bodies of 32 MB")
 @pytest.mark.parametrize(("path", "kind"), ENDPOINTS, ids=[path for path, _ in ENDPOINTS])
 def test_the_largest_bodies_never_hold_the_event_loop(path: str, kind: type, http: Http) -> None:
     inputs = list(bodies(path, kind, all_of_them=False))
@@ -537,7 +537,7 @@ def test_the_largest_bodies_never_hold_the_event_loop(path: str, kind: type, htt
         check_held(f"{path}: {name}", http, path, [make(LARGEST - 10_000)])
 
 
-@pytest.mark.slow("bodies of 16 MB")
+@pytest.mark.slow("bodies of 32 MB")
 @pytest.mark.parametrize(
     "make", [TEXTS["half marks"], PATTERNS["nested repeats"]], ids=["half marks", "nested repeats"]
 )

@@ -17,6 +17,8 @@ from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.intake import Intake
 from dovetail.front.intake_facts import IntakeFacts
+from dovetail.front.media.facts import MediaFacts
+from dovetail.front.media.prompts import ImagePrompt, MediaPrompt
 from dovetail.front.pooling import PoolingIntake
 from dovetail.front.prompts import Prompt, PromptSource, content_of
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
@@ -39,6 +41,7 @@ class FakeRequest:
     left: Iterator[str]
     sent: int = 0
     ended: set[int] = field(default_factory=set)  # samples
+    digests: list[bytes] = field(default_factory=list)  # of its images
 
     def send(
         self,
@@ -77,6 +80,7 @@ class FakeEngine:
         *,
         paced: bool = False,
         finish: FinishReason = "stop",
+        media: MediaFacts | None = None,
     ):
         self.pieces, self.paced, self.finish = pieces, paced, finish
         intake = IntakeFacts(
@@ -88,11 +92,14 @@ class FakeEngine:
             "fake",
             has_logprobs=False,
             has_masks=True,
+            media=media,
         )
         self.info = EngineInfo("fake", intake, 16, 256)
         self._intake = Intake(intake, lambda: tokenizer, random.Random(0))
         self.tokenizer = tokenizer
-        self.chat = ChatFrontEnd(tokenizer, Limits(), intake.max_model_len)
+        self.chat = ChatFrontEnd(
+            tokenizer, Limits(), intake.max_model_len, images=self._intake.images
+        )
         self.load = Load()
         self.requests: dict[str, FakeRequest] = {}  # under way
         self.submitted: list[FakeRequest] = []
@@ -116,6 +123,9 @@ class FakeEngine:
         )
 
     def tokenized(self, prompt: Prompt) -> Prompt:
+        if isinstance(prompt, ImagePrompt):
+            assert self._intake.images is not None
+            return self._intake.images.prepared(prompt)
         text, ids = _read(prompt, self.tokenizer)
         return prompt if text is None else TokenizedText(text, ids)
 
@@ -137,6 +147,8 @@ class FakeEngine:
         self._intake.check(request_id, prompt, params, RequestFields(**given), extra)
         text, ids = _read(prompt, self.tokenizer)
         request = FakeRequest(request_id, text, ids, params, listener, fields, iter(self.pieces))
+        if isinstance(prompt, MediaPrompt):
+            request.digests = [item.digest for item in prompt.media]
         self.requests[request_id] = request
         self.submitted.append(request)
         self._notify()
@@ -144,6 +156,11 @@ class FakeEngine:
             task = asyncio.create_task(self._run(request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """End the processes that prepare prompts."""
+        self.chat.close()
+        self._intake.close()
 
     def abort(self, request_id: str) -> None:
         if self.requests.pop(request_id, None) is not None:
@@ -221,7 +238,7 @@ class FakeEngine:
 
 
 def _read(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, Sequence[int]]:
-    if isinstance(prompt, TokenizedText):
+    if isinstance(prompt, TokenizedText | MediaPrompt):
         return prompt.text, prompt.token_ids
     content = content_of(prompt)
     return (content, tokenizer.encode(content)) if isinstance(content, str) else (None, content)

@@ -360,7 +360,7 @@ async def test_an_error_of_the_work_is_its_callers() -> None:
 
 
 async def test_templates_of_requests_hold_up_no_model_s_own() -> None:
-    preparing, held = Preparing(1), Held()
+    preparing, held = Preparing(ServerSettings()), Held()
     given = await begun(
         *(preparing.run("a", 1, held.work("given"), given_template=True) for _ in range(20))
     )
@@ -372,7 +372,7 @@ async def test_templates_of_requests_hold_up_no_model_s_own() -> None:
 async def test_a_client_that_has_nothing_else_under_way_is_let_in_and_so_is_a_small_request() -> (
     None
 ):
-    preparing, large = Preparing(100_000), 10**9
+    preparing, large = Preparing(ServerSettings(max_body_bytes=100_000)), 10**9
     for _ in range(2):
         with (
             preparing.admitted("a", large),

@@ -191,8 +191,12 @@ def test_an_answers_items_can_be_sent_back(events: list[Event]) -> None:
         ),
         ({"role": "user"}, r"input\[0\]\.content: it is required"),
         (
-            {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
-            r"input\[0\]\.content\[0\].*input_image",
+            {"role": "user", "content": [{"type": "input_image", "image_url": 1}]},
+            r"input\[0\]\.content\[0\]\.image_url: expected",
+        ),
+        (
+            {"role": "user", "content": [{"type": "input_audio"}]},
+            r"input\[0\]\.content\[0\] is of type 'input_audio'; models here read text",
         ),
         (
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": {}},

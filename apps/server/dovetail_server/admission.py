@@ -58,6 +58,22 @@ class HeldBytes:
         self.held -= size
 
 
+class HeldImages:
+    """Accounts for the bytes of prepared images of unfinished requests."""
+
+    def __init__(self, most: int) -> None:
+        self.held = 0
+        self._most = most
+
+    def check(self) -> None:
+        """Raise `HttpError` 429 if there are too many to prepare more."""
+        if self.held > self._most:
+            raise busy(
+                f"its requests have {self.held} bytes of prepared images, and max_held_image_bytes "
+                f"is {self._most}"
+            )
+
+
 class HeldBody:
     """The bytes of one body that are in memory, which `HeldBytes` counts with those of others."""
 
@@ -178,6 +194,7 @@ class Admission:
         self.queued_requests = 0
         self.queued_tokens = 0
         self.bodies = HeldBytes(settings.max_received_bytes)
+        self.images = HeldImages(settings.max_held_image_bytes)
         self._began: deque[float] = deque(maxlen=_REMEMBERED)
         self._left = asyncio.Event()
 

@@ -81,7 +81,7 @@ def create_app(
     )
     admission = Admission(engine, settings)
     parsing = AnswerParsing(engine, settings, registry)
-    preparing = Preparing(settings.max_body_bytes)
+    preparing = Preparing(settings)
     app.state.server = server = Server(
         engine, settings, admission, parsing, preparing, metrics, models, tracing, batches
     )

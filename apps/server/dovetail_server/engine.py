@@ -122,8 +122,8 @@ class ServedEngine(Protocol):
         """The adapters that requests may name as their model: name -> path."""
 
     def source(self, prompts: Sequence[Prompt], *, cut: bool = False) -> PromptSource:
-        """Return the source of the same prompts, tokenized. `cut`: their parameters truncate them.
-        Thread-safe. Raises `RequestError`."""
+        """Return the source of the same prompts, tokenized, with their images prepared. `cut`:
+        their parameters truncate them. Thread-safe. Raises `RequestError`."""
 
     @property
     def pooling(self) -> PoolingIntake:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -24,7 +25,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import orjson
@@ -38,7 +39,9 @@ from dovetail.request.sampling_params import SamplingParams
 from dovetail.request.structured import Structured
 from dovetail.serving import (
     PROMPT_COST,
+    ImagePrompt,
     JsonBounds,
+    MediaPrompt,
     Prompt,
     PromptSource,
     TokenizedText,
@@ -252,6 +255,7 @@ class Exchange:
         self._held = HeldBody(self.server.admission.bodies)  # until the prompt is ready
         self._ticket: Ticket | None = None  # while the prompt is prepared
         self._body_bytes = 0
+        self._image_bytes = 0  # of prepared images
         self._client: str | None = None  # from the body
         self._listeners: dict[str, OutputListener] = {}  # by the engine's request id
         # called after the last output, to write final events
@@ -263,6 +267,11 @@ class Exchange:
     @property
     def engine(self) -> ServedEngine:
         return self.server.engine
+
+    @property
+    def reads_images(self) -> bool:
+        """True if prompts may have images."""
+        return self.engine.info.intake.media is not None
 
     async def body(self, kind: type[T]) -> T:
         """Decode the body as a msgspec struct.
@@ -303,7 +312,8 @@ class Exchange:
             if body.vllm_xargs is None
             else {**body.renamed(), "extra_args": "vllm_xargs"}
         )
-        for one in await self.beside(partial(ignored_fields, body, body.ADVISORY)):
+        ignored = partial(ignored_fields, body, body.ADVISORY, images=self.reads_images)
+        for one in await self.beside(ignored):
             self.ignore(one)
         model = self.record.model = self.server.model_named(body.model, adapters=True)
         return body, model
@@ -359,6 +369,39 @@ class Exchange:
                 self.client, self._body_bytes, work, given_template=given_template
             )
 
+    async def prompt_of(
+        self,
+        render: Callable[[], TokenizedText | ImagePrompt],
+        image_chars: int,
+        *,
+        given_template: bool = False,
+        cut: bool = False,
+    ) -> TokenizedText | MediaPrompt:
+        """Do the same as `prepared` with the function that renders a conversation, and prepare the
+        images of its prompt.
+
+        `image_chars`: how many characters of the body they are. `cut`: the request's parameters
+        truncate the prompt.
+        """
+        preparing = self.server.preparing
+        chars = max(0, self._body_bytes - image_chars)
+        async with self._admitted(chars, image_chars):
+            prompt = await preparing.run(self.client, chars, render, given_template=given_template)
+            if isinstance(prompt, TokenizedText):
+                return prompt
+            self.server.admission.images.check()
+            source = self.engine.source([prompt], cut=cut)
+            [made] = await preparing.with_images(self.client, image_chars, source.all)
+        media = cast(MediaPrompt, made)
+        self._hold_images(media)
+        return media
+
+    def _hold_images(self, prompt: MediaPrompt) -> None:
+        """Account for the prepared images of a prompt until the exchange is closed."""
+        size = sum(array.nbytes for item in prompt.media for array in item.tensors.values())
+        self._image_bytes += size
+        self.server.admission.images.held += size
+
     async def made(self, source: PromptSource) -> list[Prompt]:
         """Make prompts in slices, each in a thread in its client's turn; short ones are made here.
 
@@ -383,16 +426,16 @@ class Exchange:
         return prompts
 
     @asynccontextmanager
-    async def _admitted(self, size: int) -> AsyncIterator[None]:
+    async def _admitted(self, size: int, image_size: int = 0) -> AsyncIterator[None]:
         """Admit the request while its prompt is prepared, which takes time and memory, too.
 
-        `size`: in bytes or characters.
+        `size` of its text, `image_size`: in bytes or characters.
         """
         self.check_open()
         tokens = size // _CHARS_A_TOKEN
         self.server.admission.check(1, tokens)
         self._ticket = self.server.admission.enter(tokens)
-        with self.server.preparing.admitted(self.client, size):
+        with self.server.preparing.admitted(self.client, size, image_size):
             async with self.attended():
                 yield
 
@@ -470,15 +513,16 @@ class Exchange:
         answer_id: str,
         params: SamplingParams | PoolingParams,
         fields: Mapping[str, Any],
-        requests: Sequence[tuple[Prompt, OutputListener]],
+        requests: list[tuple[Prompt, OutputListener]],
     ) -> None:
         """Submit a request for each prompt, and wait for their end; send a stream to its end.
 
-        `answer_id` begins the request ids. Raises what `attended` raises, and the error of the
+        `answer_id` begins the request ids. `requests` is emptied: prompts with images are large.
+        Raises what `attended` raises, and the error of the
         first request that fails before an event was written.
         """
         async with self.attended():
-            tokens = [_tokens_of(prompt) for prompt, _ in requests]
+            tokens = [tokens_of(prompt) for prompt, _ in requests]
             if isinstance(params, SamplingParams):
                 facts = self.engine.info.intake
                 streamed = self.stream is not None
@@ -491,7 +535,8 @@ class Exchange:
             self.server.admission.check(len(requests), sum(tokens))
             self._left = len(requests)
             self.record.answer_id, self.record.params = answer_id, params
-            for index, ((_, listener), count) in enumerate(zip(requests, tokens, strict=True)):
+            listeners = [listener for _, listener in requests]
+            for index, (listener, count) in enumerate(zip(listeners, tokens, strict=True)):
                 listener.ticket = self.server.admission.enter(count)
                 listener.meter = self.server.metrics.meter(
                     fields.get("client"),
@@ -513,16 +558,19 @@ class Exchange:
 
     async def _submit_all(
         self,
-        requests: Sequence[tuple[Prompt, OutputListener]],
+        requests: list[tuple[Prompt, OutputListener]],
         params: SamplingParams | PoolingParams,
         fields: Mapping[str, Any],
     ) -> None:
         """Submit requests, a few in each turn of the event loop, which also serves others."""
+        left = deque(requests)
+        requests.clear()
         async with asyncio.TaskGroup() as group:
             cost = 0
-            for request_id, (prompt, listener) in zip(list(self._listeners), requests, strict=True):
+            for request_id in list(self._listeners):
+                prompt, listener = left.popleft()
                 group.create_task(self._submit(request_id, prompt, params, listener, fields))
-                cost += _tokens_of(prompt) + PROMPT_COST
+                cost += tokens_of(prompt) + PROMPT_COST
                 if cost > _TOKENS_A_TURN:
                     cost = 0
                     await asyncio.sleep(0)
@@ -566,6 +614,8 @@ class Exchange:
     def close(self) -> None:
         """Abort unfinished requests in the engine, and update the record. Idempotent."""
         self._leave()
+        self.server.admission.images.held -= self._image_bytes
+        self._image_bytes = 0
         if self.stream is not None:
             self.stream.stop_pings()
         record = self.record
@@ -641,9 +691,9 @@ def _expire(scope: asyncio.Timeout) -> None:
         return
 
 
-def _tokens_of(prompt: Prompt) -> int:
+def tokens_of(prompt: Prompt) -> int:
     """Return the number of a prompt's tokens, estimated for text that isn't tokenized."""
-    if isinstance(prompt, TokenizedText):
+    if isinstance(prompt, TokenizedText | MediaPrompt):
         return len(prompt.token_ids)
     content = content_of(prompt)
     return len(content) // _CHARS_A_TOKEN + 1 if isinstance(content, str) else len(content)

@@ -27,17 +27,15 @@ from dovetail.serving import (
     NotServing,
     Prompt,
     Registry,
-    TokenizedText,
     Tokenizer,
     Unread,
-    content_of,
     cuts,
     excess_of,
     make_routes,
 )
 from dovetail_server.admission import BoundedReceive, HeldBody, body_too_large
 from dovetail_server.errors import HttpError, http_error
-from dovetail_server.exchange import Server
+from dovetail_server.exchange import Server, tokens_of
 
 logger = logging.getLogger("dovetail.server")
 
@@ -79,7 +77,7 @@ class Context:
         listener = _Reader()
         source = server.engine.source([cast(Prompt, prompt)], cut=cuts(params))
         [made] = await run_in_threadpool(source.all)
-        tokens = len(made.token_ids if isinstance(made, TokenizedText) else content_of(made))
+        tokens = tokens_of(made)
         server.admission.check(1, tokens)
         request_id = f"routes-{uuid.uuid4().hex}"
         done = False
@@ -120,7 +118,7 @@ class Context:
     ) -> RoutePrompt:
         prompt = self._served.engine.chat.prompt
         made = await run_in_threadpool(prompt, messages, ChatOptions(**options))
-        return cast(RoutePrompt, made)  # one with images has a text, too
+        return cast(RoutePrompt, made)  # a conversation has a text
 
     def check_health(self) -> None:
         self._served.check_health()

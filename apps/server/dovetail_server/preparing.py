@@ -1,9 +1,10 @@
-"""`Preparing`: threads that decode bodies, tokenize texts and render conversations, shared fairly
-by all clients. For `Exchange`."""
+"""`Preparing`: threads that decode bodies, tokenize texts, render conversations and wait for images,
+shared fairly by all clients. For `Exchange`."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -17,6 +18,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from dovetail_server.admission import busy
+from dovetail_server.settings import ServerSettings
 
 T = TypeVar("T")
 
@@ -28,20 +30,18 @@ GIVEN_SIZES = (
     inf,
     inf,
 )
+# the same for requests with images, which processes decode
+IMAGE_SIZES = (inf,) * min(8, os.cpu_count() or 1)
 
 
-class Preparing:
-    """Prepares prompts in threads, and limits each client's pending bytes. Methods are called in
-    the event loop."""
+class Share:
+    """Bytes of each client's pending requests, and the most that one client may have."""
 
-    def __init__(self, max_client_bytes: int) -> None:
-        self._max_client_bytes = max_client_bytes
-        self._bytes: Counter[Hashable] = Counter()  # pending, by client
-        self._decoding, self._own, self._given = (
-            FairThreads(DECODED_SIZES),
-            FairThreads(SIZES),
-            FairThreads(GIVEN_SIZES),
-        )
+    def __init__(self, most: int, setting: str) -> None:
+        """`setting`: says in errors where `most` comes from."""
+        self._most = most
+        self._setting = setting
+        self._bytes: Counter[Hashable] = Counter()
 
     @contextmanager
     def admitted(self, client: Hashable, size: int) -> Iterator[None]:
@@ -51,10 +51,10 @@ class Preparing:
         if size <= SIZES[0]:
             yield
             return
-        if (others := self._bytes[client]) and others + size > self._max_client_bytes:
+        if (others := self._bytes[client]) and others + size > self._most:
             raise busy(
                 f"{others} bytes of this client's requests are pending, and the limit is "
-                f"{self._max_client_bytes} (max_body_bytes)"
+                f"{self._most} ({self._setting})"
             )
         self._bytes[client] += size
         try:
@@ -63,6 +63,26 @@ class Preparing:
             self._bytes[client] -= size
             if not self._bytes[client]:
                 del self._bytes[client]
+
+
+class Preparing:
+    """Prepares prompts in threads, and limits each client's pending bytes. Methods are called in
+    the event loop."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._texts = Share(settings.max_body_bytes, "max_body_bytes")
+        self._images = Share(settings.max_received_bytes // 2, "half of max_received_bytes")
+        self._decoding = FairThreads(DECODED_SIZES)
+        self._own = FairThreads(SIZES)
+        self._given = FairThreads(GIVEN_SIZES)
+        self._with_images = FairThreads(IMAGE_SIZES)
+
+    @contextmanager
+    def admitted(self, client: Hashable, size: int, image_size: int = 0) -> Iterator[None]:
+        """Account for a request whose text and images have so many bytes. Raises `HttpError` 429 if
+        the client has too much of one of them pending."""
+        with self._texts.admitted(client, size), self._images.admitted(client, image_size):
+            yield
 
     async def decode(self, client: Hashable, size: int, work: Callable[[], T]) -> T:
         """Run `work`, which decodes a body of `size` bytes, in a thread, and return its result. One
@@ -75,6 +95,11 @@ class Preparing:
         """Run `work` in a thread, and return its result. `given_template`: it renders a chat
         template from the request."""
         return await (self._given if given_template else self._own).run(client, size, work)
+
+    async def with_images(self, client: Hashable, size: int, work: Callable[[], T]) -> T:
+        """Run `work`, which waits for processes that prepare images, in a thread, and return its
+        result."""
+        return await self._with_images.run(client, size, work)
 
 
 @dataclass(order=True)

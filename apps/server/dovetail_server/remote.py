@@ -158,7 +158,12 @@ class RemoteEngine:
             info.intake, pooling=None if can is None else replace(can, call_of=HTTP_CALLS)
         )
         self._intake = Intake(facts, lambda: tokenizer, random.Random(f"{welcome.seed} {name}"))
-        self.chat = ChatFrontEnd(tokenizer, info.intake.limits, info.intake.max_model_len)
+        self.chat = ChatFrontEnd(
+            tokenizer,
+            info.intake.limits,
+            info.intake.max_model_len,
+            images=self._intake.images,
+        )
         self.load = Load(free_pages=info.num_pages)
         self.adapters: Mapping[str, str] = {}
         self._builder = OutputBuilder(tokenizer)
@@ -264,9 +269,11 @@ class RemoteEngine:
             self._tell(entry, DovetailError(reason))
 
     def close(self) -> None:
-        """Close the line and stop the rendering processes, without notifying listeners."""
+        """Close the line and stop the processes that prepare prompts, without notifying
+        listeners."""
         self._line.close()
         self.chat.close()
+        self._intake.close()
 
     def source(self, prompts: Sequence[Prompt], *, cut: bool = False) -> PromptSource:
         return self._intake.prompts.source(prompts, cut=cut)

@@ -85,14 +85,21 @@ class ServerSettings(BaseModel):
     """Timeout for receiving a request's body in seconds, plus one second per 64 KiB. `null`: no
     limit."""
 
-    max_body_bytes: Count = 16 * 2**20
-    """Maximum size of a request body, in bytes. It also limits the total of one client's bodies
-    above 16 KiB that wait to be tokenized or rendered; others get 429. Clients are identified by
-    API key, address and the `client` of their requests."""
+    max_body_bytes: Count = 32 * 2**20
+    """Maximum size of a request body, in bytes; the default has room for four images of 5 MiB, as
+    base64. It also limits the total of one client's bodies above 16 KiB that wait to be tokenized
+    or rendered; others get 429. Clients are identified by API key, address and the `client` of
+    their requests."""
 
-    max_received_bytes: Count = 256 * 2**20
+    max_received_bytes: Count = 512 * 2**20
     """Maximum number of bytes of all bodies that a front end is receiving or converting to prompts;
-    others get 429 with `Retry-After`. Bodies up to 64 KiB are always accepted."""
+    others get 429 with `Retry-After`. Bodies up to 64 KiB are always accepted. One client's images
+    may have half of it."""
+
+    max_held_image_bytes: Count = 8 * 2**30
+    """Maximum number of bytes of the prepared images of a front end's unfinished requests, which
+    the engine's process holds in memory: 3 to 25 MB for an image of 1,024 x 1,024. While they have
+    more, other requests with images get 429 with `Retry-After`."""
 
     max_backlog_bytes: Count = 2**20
     """Maximum number of unread bytes of a stream. A client that falls further behind gets an error

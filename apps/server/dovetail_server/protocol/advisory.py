@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 HEADER = b"x-dovetail-ignored"
 
 
@@ -24,6 +26,8 @@ class Advisory(NamedTuple):
     hint: bool = True
     # it steers reasoning: ignored only if the model has none that can be steered
     steers: bool = False
+    # it is the content of a tool's result: ignored only if the model doesn't read its type
+    is_content: bool = False
 
 
 def _label(path: str, reason: str) -> Advisory:
@@ -33,7 +37,11 @@ def _label(path: str, reason: str) -> Advisory:
 _CACHED = "the prefix cache keeps all prompts while there is room"
 _UNSTEERED = "the model has no reasoning, or none that can be limited"
 _NOT_DEFERRED = "the model sees all tools from the beginning"
-_LEFT_OUT = "models here read text: the result says in its place that it can't be shown"
+_LEFT_OUT = "the model doesn't read it: the result says in its place that it can't be shown"
+_OWN_SIZE = "the model's image processor decides on the size of an image"
+_FULL_SIZE = ("auto", "high", "original")  # as it is without the field
+# types of blocks that are read, by models that read images
+_IMAGES = frozenset({"image", "input_image"})
 LEFT_OUT = "[{} that can't be shown here: this model reads only text]"  # of a tool's result
 
 _OPENAI = (
@@ -63,6 +71,7 @@ CHAT = (
     *COMPLETIONS,
     Advisory("verbosity", "models here know no verbosity", ("medium",)),
     Advisory("reasoning_effort", _UNSTEERED, steers=True),
+    Advisory("messages[].content[].image_url.detail", _OWN_SIZE, _FULL_SIZE),
 )
 RESPONSES = (
     *_OPENAI,
@@ -75,9 +84,11 @@ RESPONSES = (
     Advisory("tools[].defer_loading", _NOT_DEFERRED, (False,)),
     Advisory("tools[].tools[].defer_loading", _NOT_DEFERRED, (False,)),
     *(
-        Advisory(f"input[].output[].{name}", _LEFT_OUT)
+        Advisory(f"input[].output[].{name}", _LEFT_OUT, is_content=True)
         for name in ("image_url", "file_id", "file_data", "file_url")
     ),
+    Advisory("input[].content[].detail", _OWN_SIZE, _FULL_SIZE),
+    Advisory("input[].output[].detail", _OWN_SIZE, _FULL_SIZE),
 )
 MESSAGES = (
     _label("metadata", "it describes the request"),
@@ -86,7 +97,9 @@ MESSAGES = (
         _label(f"{place}cache_control", _CACHED)
         for place in ("", "system[].", "messages[].content[].", "tools[].")
     ),
-    Advisory("messages[].content[].content[].source", _LEFT_OUT),
+    Advisory("messages[].content[].content[].source", _LEFT_OUT, is_content=True),
+    Advisory("messages[].content[].transformations", _OWN_SIZE),
+    Advisory("messages[].content[].content[].transformations", _OWN_SIZE),
     Advisory("speed", "the server has one speed", ("standard",)),
     Advisory("context_management", "the conversation is used as sent"),
     Advisory("thinking", _UNSTEERED, steers=True),
@@ -105,23 +118,39 @@ MESSAGES = (
 )
 
 
-def ignored_fields(body: Any, table: Sequence[Advisory]) -> list[Advisory]:
+def ignored_fields(body: Any, table: Sequence[Advisory], *, images: bool = False) -> list[Advisory]:
     """Return the fields of a body that ask for something that isn't done, apart from those that
-    steer reasoning."""
+    steer reasoning. `images`: the model reads them."""
+    none: frozenset[str] = frozenset()
     return [
         field
         for field in table
         if not field.steers
-        and _asks(body, field.path.replace("[]", ".[]").split("."), field.neutral)
+        and _asks(
+            body,
+            field.path.replace("[]", ".[]").split("."),
+            field.neutral,
+            _IMAGES if images and field.is_content else none,
+        )
     ]
 
 
-def _asks(value: Any, path: Sequence[str], neutral: tuple[Any, ...]) -> bool:
+def _asks(value: Any, path: Sequence[str], neutral: tuple[Any, ...], read: frozenset[str]) -> bool:
+    """`read`: types of blocks whose content isn't ignored."""
     if value is None:
         return False
     if not path:
         return value not in neutral
     if path[0] == "[]":
-        return isinstance(value, list) and any(_asks(one, path[1:], neutral) for one in value)
+        return isinstance(value, list) and any(_asks(one, path[1:], neutral, read) for one in value)
+    if len(path) == 1 and read and _type_of(value) in read:
+        return False
     inner = value.get(path[0]) if isinstance(value, Mapping) else getattr(value, path[0], None)
-    return _asks(inner, path[1:], neutral)
+    return _asks(inner, path[1:], neutral, read)
+
+
+def _type_of(block: Any) -> str | None:
+    if isinstance(block, Struct):
+        return str(block.__struct_config__.tag)
+    found = block.get("type") if isinstance(block, Mapping) else None
+    return found if isinstance(found, str) else None

@@ -10,6 +10,7 @@ from dovetail_server.errors import HttpError
 from dovetail_server.protocol import advisory
 from dovetail_server.protocol.advisory import Advisory
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
+from dovetail_server.protocol.images import refuse_images
 from dovetail_server.protocol.openai_common import (
     OPENAI_ONLY,
     RENAMED,
@@ -59,10 +60,12 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         names = {**RENAMED, "prompt": "messages", "logprobs": "top_logprobs"}
         return names | ({"max_tokens": "max_completion_tokens"} if self.max_tokens is None else {})
 
-    def to_conversation(self) -> Conversation:
-        """Return the request in canonical form. Raises `HttpError` for unsupported parameters,
-        `RequestError` for invalid ones."""
+    def to_conversation(self, *, images: bool) -> Conversation:
+        """Return the request in canonical form. `images`: the model reads them. Raises `HttpError`
+        for unsupported parameters, `RequestError` for invalid ones."""
         refuse_unsupported(self, ONLY)
+        if not images:
+            refuse_images(self.messages)
         self.check_stream()
         if self.max_tokens is not None and self.max_completion_tokens not in (
             None,
@@ -101,6 +104,10 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
             demand,
             asked_effort("reasoning_effort", self.reasoning_effort),
         )
+
+    def drop_images(self) -> None:
+        """Release the messages, which aren't read once there is a prompt."""
+        self.messages = []
 
     @property
     def told_logprobs(self) -> int | None:

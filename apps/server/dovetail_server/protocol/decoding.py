@@ -92,13 +92,7 @@ def _explained(text: str, kind: Any, within: str = "") -> HttpError:
         return HttpError(400, f"{param}: it is required", param=param, code="missing_parameter")
     of_type = _OF_TYPE.match(reason)
     if of_type and of_type[1] in _MEDIA and place.endswith(".type"):
-        place = place.removesuffix(".type")
-        return HttpError(
-            400,
-            f"{place} is of type {of_type[1]!r}; models here read text",
-            param=place,
-            code="unsupported_parameter",
-        )
+        return not_read(place.removesuffix(".type"), of_type[1], "models here read text and images")
     if len(reason) > _LONGEST_REASON:
         reason = f"{reason[:_LONGEST_REASON]}..."
     return HttpError(
@@ -106,6 +100,17 @@ def _explained(text: str, kind: Any, within: str = "") -> HttpError:
         f"{place or 'the body'}: {reason[:1].lower()}{reason[1:]}",
         param=place or None,
         code="invalid_type",
+    )
+
+
+def not_read(place: str, kind: str, reads: str) -> HttpError:
+    """Return the error for a part of a prompt, of a type that the model doesn't read. `reads`: what
+    it does."""
+    return HttpError(
+        400,
+        f"{place} is of type {kind!r}; {reads}",
+        param=place,
+        code="unsupported_parameter",
     )
 
 

@@ -9,11 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from dovetail.errors import RequestError
-from dovetail.serving import ChatOptions
+from dovetail.serving import ChatOptions, image_of_base64, image_of_text
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol import advisory
 from dovetail_server.protocol.advisory import LEFT_OUT, Advisory
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
+from dovetail_server.protocol.images import image_not_read, image_part, text_part
 from dovetail_server.protocol.openai_common import Conversation, GenerationFields, sampling_params
 from dovetail_server.protocol.reasoning import AskedReasoning, Effort
 from dovetail_server.protocol.structured import (
@@ -96,16 +97,49 @@ class ToolReference(_Block, tag="tool_reference"):
         return self.tool_name
 
 
-class ResultImage(_Block, tag="image"):
-    """An image in a tool's result. The model reads that there is one: without that, each later
-    request of the conversation would be refused for what the tool returned."""
+class _Source(Struct, forbid_unknown_fields=True, tag_field="type"):
+    """The content of an image."""
 
-    source: dict[str, Any]
+
+class Base64Source(_Source, tag="base64"):
+    """The image's file. Its format is read from its content."""
+
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class UrlSource(_Source, tag="url"):
+    """A URL of a host that `media.hosts` names, or a `data:` URL."""
+
+    url: str
+
+
+class FileSource(_Source, tag="file"):
+    """A file of Anthropic's Files API, which isn't served."""
+
+    file_id: str
+
+
+class ImageBlock(_Block, tag="image"):
+    """An image. If the model reads none, one in a tool's result is replaced by `text`: without
+    that, each later request of the conversation would be refused for what the tool returned."""
+
+    source: Base64Source | UrlSource | FileSource
     cache_control: CacheControl | None = None
+    transformations: dict[str, Any] | None = None  # without effect: see `advisory`
 
     @property
     def text(self) -> str:
         return LEFT_OUT.format("an image")
+
+    def part(self, place: str) -> dict[str, Any]:
+        """Return it as a part of OpenAI's chat format. Raises `RequestError`."""
+        match self.source:
+            case Base64Source(data=data):
+                return image_part(image_of_base64(data, place))
+            case UrlSource(url=url):
+                return image_part(image_of_text(url, place))
+        raise RequestError(f"{place}.source: files aren't stored here: send the image as base64")
 
 
 class ResultDocument(_Block, tag="document"):
@@ -126,7 +160,7 @@ class ToolResultBlock(_Block, tag="tool_result"):
     """The result of a tool call. With `is_error` the model sees it prefixed with `Error: `."""
 
     tool_use_id: str
-    content: str | list[ResultText | ToolReference | ResultImage | ResultDocument] = ""
+    content: str | list[ResultText | ToolReference | ImageBlock | ResultDocument] = ""
     is_error: bool | None = None
     cache_control: CacheControl | None = None
     toolset_name: None = None
@@ -136,7 +170,7 @@ class InputMessage(Struct, forbid_unknown_fields=True):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
+    content: str | list[TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
 
 
 class Tool(Struct, forbid_unknown_fields=True):
@@ -284,9 +318,13 @@ class MessagesRequest(MessagesFields, forbid_unknown_fields=True, kw_only=True):
 
     max_tokens: int
 
-    def to_conversation(self) -> Conversation:
-        """Return the request in canonical form. Raises `HttpError` for unsupported parameters,
-        `RequestError` for invalid ones."""
+    def drop_images(self) -> None:
+        """Release the messages, which aren't read once there is a prompt."""
+        self.messages = []
+
+    def to_conversation(self, *, images: bool) -> Conversation:
+        """Return the request in canonical form. `images`: the model reads them. Raises `HttpError`
+        for unsupported parameters, `RequestError` for invalid ones."""
         choice = self.tool_choice or ToolChoice("auto")
         if choice.type == "tool" and choice.name is None:
             raise HttpError(
@@ -306,9 +344,8 @@ class MessagesRequest(MessagesFields, forbid_unknown_fields=True, kw_only=True):
         params = sampling_params(self, max_tokens=self.max_tokens, stop=self.stop_sequences)
         tools = self.function_tools()
         demand = read_demand(self, form, tools, demanded, _NAMES)
-        return Conversation(
-            chat_messages(self), self.chat_options(tools), params, demand, self.reasoning
-        )
+        messages = chat_messages(self, images=images)
+        return Conversation(messages, self.chat_options(tools), params, demand, self.reasoning)
 
 
 class CountTokensRequest(MessagesFields, forbid_unknown_fields=True, kw_only=True):
@@ -333,15 +370,16 @@ ONLY = (
 # --- conversations --------------------------------------------------------------------------------
 
 
-def chat_messages(body: MessagesFields) -> list[dict[str, Any]]:
+def chat_messages(body: MessagesFields, *, images: bool = False) -> list[dict[str, Any]]:
     """Convert the messages to OpenAI's chat format. One message may become several, since each tool
-    result is a message of its own."""
+    result is a message of its own. `images`: the model reads them. Raises `HttpError` and
+    `RequestError` naming the wrong block."""
     messages: list[dict[str, Any]] = []
     if body.system:
         system = (
             body.system
             if isinstance(body.system, str)
-            else [{"type": "text", "text": block.text} for block in body.system]
+            else [text_part(block.text) for block in body.system]
         )
         messages.append({"role": "system", "content": system})
     for index, message in enumerate(body.messages):
@@ -351,7 +389,7 @@ def chat_messages(body: MessagesFields) -> list[dict[str, Any]]:
         elif message.role == "assistant":
             messages.append(_assistant(message.content, place))
         else:
-            messages.extend(_others(message.role, message.content, place))
+            messages.extend(_others(message.role, message.content, place, images=images))
     return messages
 
 
@@ -360,11 +398,12 @@ def _assistant(blocks: list[Any], place: str) -> dict[str, Any]:
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
-    if any(isinstance(block, ToolResultBlock) for block in blocks):
-        raise RequestError(
-            f"{place}: an assistant's message has no blocks of type 'tool_result'; they belong to "
-            f"the user's next message"
-        )
+    for kind, name in ((ToolResultBlock, "tool_result"), (ImageBlock, "image")):
+        if any(isinstance(block, kind) for block in blocks):
+            raise RequestError(
+                f"{place}: an assistant's message has no blocks of type {name!r}; they belong to "
+                f"the user's next message"
+            )
     if texts or not calls:
         message["content"] = "".join(texts)
     if thoughts:
@@ -381,36 +420,56 @@ def _assistant(blocks: list[Any], place: str) -> dict[str, Any]:
     return message
 
 
-def _others(role: str, blocks: list[Any], place: str) -> list[dict[str, Any]]:
-    """Convert a user or system message: each tool result becomes a message, and so does the text
+def _others(role: str, blocks: list[Any], place: str, *, images: bool) -> list[dict[str, Any]]:
+    """Convert a user or system message: each tool result becomes a message, and so do the blocks
     between them."""
     messages: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
+        at = f"{place}[{index}]"
         if isinstance(block, ToolResultBlock) and role == "user":
-            content = (
-                block.content
-                if isinstance(block.content, str)
-                else "\n".join(part.text for part in block.content)
-            )
             messages.append(
                 {
                     "role": "tool",
                     "tool_call_id": block.tool_use_id,
-                    "content": f"Error: {content}" if block.is_error else content,
+                    "content": _result(block, f"{at}.content", images=images),
                 }
             )
-        elif not isinstance(block, TextBlock):
-            raise RequestError(
-                f"{place}[{index}]: blocks of this type aren't allowed in a message of role "
-                f"{role!r}"
-            )
-        elif messages and messages[-1]["role"] == role:
-            messages[-1]["content"].append({"type": "text", "text": block.text})
+            continue
+        part = _part(role, block, at, images=images)
+        if messages and messages[-1]["role"] == role:
+            messages[-1]["content"].append(part)
         else:
-            messages.append({"role": role, "content": [{"type": "text", "text": block.text}]})
+            messages.append({"role": role, "content": [part]})
     if not messages:
         raise RequestError(f"{place} must have at least one block, got an empty list")
     return messages
+
+
+def _part(role: str, block: Any, place: str, *, images: bool) -> dict[str, Any]:
+    """Convert a block of a user or system message."""
+    if isinstance(block, TextBlock):
+        return text_part(block.text)
+    if isinstance(block, ImageBlock) and role == "user":
+        if not images:
+            raise image_not_read(place, "image")
+        return block.part(place)
+    raise RequestError(f"{place}: blocks of this type aren't allowed in a message of role {role!r}")
+
+
+def _result(block: ToolResultBlock, place: str, *, images: bool) -> str | list[dict[str, Any]]:
+    """Convert the content of a tool's result: a text, unless the model reads images and there are
+    some."""
+    head = "Error: " if block.is_error else ""
+    if isinstance(block.content, str):
+        return head + block.content
+    if not images or not any(isinstance(part, ImageBlock) for part in block.content):
+        return head + "\n".join(part.text for part in block.content)
+    parts = [text_part(head)] if head else []
+    for index, part in enumerate(block.content):
+        parts.append(
+            part.part(f"{place}[{index}]") if isinstance(part, ImageBlock) else text_part(part.text)
+        )
+    return parts
 
 
 # --- answers --------------------------------------------------------------------------------------

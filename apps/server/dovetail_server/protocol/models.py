@@ -22,10 +22,12 @@ class ServedModel(NamedTuple):
     parent: str | None  # the model that an adapter belongs to
     created: int
     max_model_len: int
+    reads_images: bool = False
 
 
 def openai_model(model: ServedModel) -> dict[str, Any]:
-    """Return a model in OpenAI's shape, with vLLM's additions."""
+    """Return a model in OpenAI's shape, with additions of vLLM and OpenRouter (`architecture`)."""
+    inputs = ["text", "image"] if model.reads_images else ["text"]
     return {
         "id": model.id,
         "object": "model",
@@ -34,6 +36,7 @@ def openai_model(model: ServedModel) -> dict[str, Any]:
         "root": model.root,
         "parent": model.parent,
         "max_model_len": model.max_model_len,
+        "architecture": {"input_modalities": inputs, "output_modalities": ["text"]},
     }
 
 

@@ -10,8 +10,10 @@ import msgspec
 from msgspec import Struct
 
 from dovetail.errors import RequestError, shown
+from dovetail.serving import image_of_text
 from dovetail_server.protocol.advisory import LEFT_OUT
 from dovetail_server.protocol.decoding import converted
+from dovetail_server.protocol.images import image_not_read, image_part, text_part
 from dovetail_server.protocol.response_tools import Callee, ResponseTools
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -29,17 +31,26 @@ class InputText(_Content, tag="input_text"):
     prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
-class ResultImage(_Content, tag="input_image"):
-    """An image in a tool's result. The model reads that there is one: without that, each later
-    request of the conversation would be refused for what the tool returned."""
+class InputImage(_Content, tag="input_image"):
+    """An image: a `data:` URL, or a URL of a host that `media.hosts` names. If the model reads
+    none, one in a tool's result is replaced by `text`: without that, each later request of the
+    conversation would be refused for what the tool returned."""
 
     image_url: str | None = None
     file_id: str | None = None
-    detail: str | None = None
+    detail: Literal["low", "high", "auto", "original"] | None = None
+    # no-op: the prefix cache always keeps prompts
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
     @property
     def text(self) -> str:
         return LEFT_OUT.format("an image")
+
+    def part(self, place: str) -> dict[str, Any]:
+        """Return it as a part of OpenAI's chat format. Raises `RequestError`."""
+        if self.image_url is None:
+            raise RequestError(f"{place}.image_url: it is required; files aren't read")
+        return image_part(image_of_text(self.image_url, place))
 
 
 class ResultFile(_Content, tag="input_file"):
@@ -64,6 +75,9 @@ class OutputText(_Content, tag="output_text"):
     logprobs: list[dict[str, Any]] | None = None
 
 
+_Part = InputText | OutputText | InputImage | ResultFile
+
+
 class ReasoningText(_Content, tag="reasoning_text"):
     """Reasoning of an earlier answer."""
 
@@ -86,7 +100,7 @@ class MessageItem(_Item, kw_only=True):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | OutputText]
+    content: str | list[InputText | OutputText | InputImage]
     phase: Literal["commentary", "final_answer"] | None = None
 
 
@@ -107,7 +121,7 @@ class FunctionCallOutputItem(_Item, kw_only=True):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputText | ResultImage | ResultFile]
+    output: str | list[InputText | InputImage | ResultFile]
     name: str | None = None
     namespace: str | None = None
     caller: dict[str, Any] | None = None
@@ -130,7 +144,7 @@ class CustomCallOutputItem(_Item, kw_only=True):
 
     type: Literal["custom_tool_call_output"]
     call_id: str
-    output: str | list[InputText | ResultImage | ResultFile]
+    output: str | list[InputText | InputImage | ResultFile]
     name: str | None = None
     namespace: str | None = None
     caller: dict[str, Any] | None = None
@@ -242,14 +256,25 @@ def _read_item(item: dict[str, Any], place: str) -> Item:
     return converted(item, ITEMS[kind], place)
 
 
-def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
+def chat_messages(
+    instructions: str | None, items: Sequence[Item], *, images: bool = False
+) -> list[dict[str, Any]]:
     """Convert the items to OpenAI's chat format. Consecutive reasoning, text and calls of the
-    assistant become one message."""
+    assistant become one message. `images`: the model reads them. Raises `HttpError` and
+    `RequestError` naming the wrong part."""
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
-    for item in items:
-        _ADDERS[type(item)](messages, item)
+    for index, item in enumerate(items):
+        if isinstance(item, MessageItem):
+            _add_message(messages, item, f"input[{index}].content", images=images)
+        elif isinstance(item, FunctionCallOutputItem | CustomCallOutputItem):
+            output = (
+                _content(item.output, f"input[{index}].output") if images else _text(item.output)
+            )
+            _add_result(messages, item.call_id, output)
+        else:
+            _ADDERS[type(item)](messages, item)
     for message in messages:
         if message["role"] != "assistant":
             continue
@@ -260,11 +285,24 @@ def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[
     return messages
 
 
-def _add_message(messages: list[dict[str, Any]], item: MessageItem) -> None:
+def _add_message(
+    messages: list[dict[str, Any]], item: MessageItem, place: str, *, images: bool
+) -> None:
+    if not images or item.role == "assistant":
+        _refuse_images(item, place)
     if item.role == "assistant":
         _add_text(_assistant_message(messages), _text(item.content))
     else:
-        messages.append({"role": item.role, "content": _text(item.content)})
+        messages.append({"role": item.role, "content": _content(item.content, place)})
+
+
+def _refuse_images(item: MessageItem, place: str) -> None:
+    for index, part in enumerate(item.content):
+        if isinstance(part, InputImage):
+            at = f"{place}[{index}]"
+            if item.role == "assistant":
+                raise RequestError(f"{at}: an assistant's message has no images")
+            raise image_not_read(at, "input_image")
 
 
 def _add_reasoning(messages: list[dict[str, Any]], item: ReasoningItem) -> None:
@@ -296,12 +334,6 @@ def _add_search_call(messages: list[dict[str, Any]], item: ToolSearchCallItem) -
     _add_call(messages, item.call_id or "", callee, item.arguments)
 
 
-def _add_output(
-    messages: list[dict[str, Any]], item: FunctionCallOutputItem | CustomCallOutputItem
-) -> None:
-    _add_result(messages, item.call_id, _text(item.output))
-
-
 def _add_shell_output(messages: list[dict[str, Any]], item: LocalShellOutputItem) -> None:
     _add_result(messages, item.call_id or item.id or "", item.output)
 
@@ -312,12 +344,9 @@ def _add_search_output(messages: list[dict[str, Any]], item: ToolSearchOutputIte
 
 
 _ADDERS: Mapping[type, Callable[[list[dict[str, Any]], Any], None]] = {
-    MessageItem: _add_message,
     ReasoningItem: _add_reasoning,
     FunctionCallItem: _add_function_call,
-    FunctionCallOutputItem: _add_output,
     CustomCallItem: _add_custom_call,
-    CustomCallOutputItem: _add_output,
     LocalShellCallItem: _add_shell_call,
     LocalShellOutputItem: _add_shell_output,
     ToolSearchCallItem: _add_search_call,
@@ -334,8 +363,8 @@ def _add_call(messages: list[dict[str, Any]], call_id: str, callee: Callee, argu
     _assistant_message(messages).setdefault("tool_calls", []).append(call)
 
 
-def _add_result(messages: list[dict[str, Any]], call_id: str, text: str) -> None:
-    messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+def _add_result(messages: list[dict[str, Any]], call_id: str, content: Any) -> None:
+    messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
 
 def _assistant_message(messages: list[dict[str, Any]], *, new: bool = False) -> dict[str, Any]:
@@ -355,5 +384,15 @@ def _add_text(message: dict[str, Any], text: str) -> None:
     texts.append(text)
 
 
-def _text(content: str | Sequence[InputText | OutputText | ResultImage | ResultFile]) -> str:
+def _content(content: str | Sequence[_Part], place: str) -> str | list[dict[str, Any]]:
+    """Convert a content: a text, unless it has images. Raises `RequestError`."""
+    if isinstance(content, str) or not any(isinstance(part, InputImage) for part in content):
+        return _text(content)
+    return [
+        part.part(f"{place}[{index}]") if isinstance(part, InputImage) else text_part(part.text)
+        for index, part in enumerate(content)
+    ]
+
+
+def _text(content: str | Sequence[_Part]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -129,9 +129,9 @@ class ResponsesRequest(GenerationFields, forbid_unknown_fields=True, kw_only=Tru
             )
         check_stream_options(self)
 
-    def to_conversation(self) -> Conversation:
-        """Return the request in canonical form. Raises `HttpError` for unsupported parameters,
-        `RequestError` for invalid ones."""
+    def to_conversation(self, *, images: bool) -> Conversation:
+        """Return the request in canonical form. `images`: the model reads them. Raises `HttpError`
+        for unsupported parameters, `RequestError` for invalid ones."""
         self.check_supported()
         items = read_items(self.input)
         known = self.known_tools(items).functions
@@ -155,16 +155,22 @@ class ResponsesRequest(GenerationFields, forbid_unknown_fields=True, kw_only=Tru
         reasoning = asked_effort(
             "reasoning.effort", None if self.reasoning is None else self.reasoning.effort
         )
-        return Conversation(
-            chat_messages(self.instructions, items), options, params, demand, reasoning
-        )
+        messages = chat_messages(self.instructions, items, images=images)
+        return Conversation(messages, options, params, demand, reasoning)
+
+    def drop_images(self) -> None:
+        """Release the items that aren't read once there is a prompt: all but those with tools."""
+        if not isinstance(self.input, str):
+            items = self.input
+            kept = [item for item in items if ITEMS.get(item.get("type", "")) in _WITH_TOOLS]
+            self.input = kept or ""
 
     def known_tools(self, items: Sequence[Item] | None = None) -> ResponseTools:
         """Return the tools that the model may call. `items`: the input's, if they have been read.
         Raises `HttpError` and `RequestError`."""
         found = []
         for index, item in enumerate(read_items(self.input) if items is None else items):
-            if isinstance(item, ToolSearchOutputItem | AdditionalToolsItem):
+            if isinstance(item, _WITH_TOOLS):
                 found += [
                     (f"input[{index}].tools[{place}]", tool)
                     for place, tool in enumerate(item.tools)
@@ -177,6 +183,7 @@ class ResponsesRequest(GenerationFields, forbid_unknown_fields=True, kw_only=Tru
         return (self.top_logprobs or 0) if _LOGPROBS in (self.include or ()) else None
 
 
+_WITH_TOOLS = (ToolSearchOutputItem, AdditionalToolsItem)
 _LOGPROBS = "message.output_text.logprobs"
 _NOTHING_STORED = "nothing is stored between requests: send the whole conversation in input"
 ONLY = (

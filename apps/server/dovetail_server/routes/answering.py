@@ -12,13 +12,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct
 
-from dovetail.errors import RequestError
 from dovetail.request.outputs import CompletionOutput, RequestOutput
 from dovetail.request.sampling_params import SamplingParams, changed_unchecked
 from dovetail.request.structured import Structured
 from dovetail.serving import (
     ChatOptions,
-    ImagePrompt,
+    MediaPrompt,
     TokenizedText,
     check_template_chars,
     cuts,
@@ -36,6 +35,7 @@ from dovetail_server.parsers.registry import (
 from dovetail_server.protocol.answer_parts import AnswerParts, PartWriter
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.decoding import unsupported
+from dovetail_server.protocol.images import image_chars
 from dovetail_server.protocol.messages import MessagesRequest
 from dovetail_server.protocol.openai_common import TokenCounts, engine_fields, logprobs_json
 from dovetail_server.protocol.reasoning import EFFORT, AskedReasoning
@@ -53,7 +53,7 @@ class PreparedChat(Generic[B]):
     exchange: Exchange
     body: B
     model: str  # the name to return
-    prompt: TokenizedText
+    prompts: list[TokenizedText | MediaPrompt]  # one, until it is submitted
     params: SamplingParams
     parsers: list[AnswerParser | None]  # one per sample; None: all text is content
     single: bool  # further tool calls than the first are dropped
@@ -69,7 +69,7 @@ class PreparedChat(Generic[B]):
             answer_id,
             self.params,
             engine_fields(self.body, self.exchange.engine),
-            [(self.prompt, listener)],
+            [(self.prompts.pop(), listener)],
         )
 
 
@@ -77,10 +77,15 @@ async def prepare_chat(exchange: Exchange, kind: type[B]) -> PreparedChat[B]:
     """Read a chat request, render and tokenize its conversation, and resolve its constraints.
     Raises `HttpError` and `RequestError`."""
     body, model = await exchange.generation_body(kind)
-    messages, options, params, demand, asked = await exchange.beside(body.to_conversation)
+    messages, options, params, demand, asked = await exchange.beside(
+        partial(body.to_conversation, images=exchange.reads_images)
+    )
     exchange.check_samples(1, params.n)
     options = steered(exchange, options, asked)
     prompt = await rendered(exchange, messages, options, cut=cuts(params))
+    del messages
+    if isinstance(prompt, MediaPrompt):
+        body.drop_images()
     limit = limited(exchange, body, asked, options, prompt)
     rule, single = (
         (demand.rule, False)
@@ -99,9 +104,9 @@ async def prepare_chat(exchange: Exchange, kind: type[B]) -> PreparedChat[B]:
     chosen = exchange.server.parsing.parsers(options.chat_template)
     if needs_special_tokens(chosen, options.tools):
         params = changed_unchecked(params, skip_special_tokens=False)
-    parsers = [parser_for(chosen, prompt.text, options.tools) for _ in range(params.n)]
+    parsers = [parser_for(chosen, prompt.text or "", options.tools) for _ in range(params.n)]
     only_calls = demand.calls is not None and demand.calls.required
-    return PreparedChat(exchange, body, model, prompt, params, parsers, single, only_calls)
+    return PreparedChat(exchange, body, model, [prompt], params, parsers, single, only_calls)
 
 
 async def rendered(
@@ -110,14 +115,18 @@ async def rendered(
     options: ChatOptions,
     *,
     cut: bool = False,
-) -> TokenizedText:
+) -> TokenizedText | MediaPrompt:
     """Admit a conversation, and return its prompt. `cut`: the request's parameters truncate it.
     Raises what `Exchange.prepared` does, and `RequestError`."""
-    render = partial(exchange.engine.chat.prompt, messages, options, cut=cut)
-    prompt = await exchange.prepared(render, given_template=options.chat_template is not None)
-    if isinstance(prompt, ImagePrompt):
-        raise RequestError("images aren't served over HTTP yet")
-    return prompt
+    chars = 0
+    if exchange.reads_images:
+        chars = await exchange.beside(partial(image_chars, messages))
+    return await exchange.prompt_of(
+        partial(exchange.engine.chat.prompt, messages, options, cut=cut),
+        chars,
+        given_template=options.chat_template is not None,
+        cut=cut,
+    )
 
 
 def steered(exchange: Exchange, options: ChatOptions, asked: AskedReasoning) -> ChatOptions:
@@ -137,7 +146,7 @@ def limited(
     body: Any,
     asked: AskedReasoning,
     options: ChatOptions,
-    prompt: TokenizedText,
+    prompt: TokenizedText | MediaPrompt,
 ) -> int | None:
     """Return the most tokens of reasoning, None for no limit. Fields of the body that have no
     effect on this model are ignored. Raises what `Exchange.ignore` raises."""
@@ -231,8 +240,8 @@ def constrained_chat(
     rule: Structured | None,
     limit: int | None,
     options: ChatOptions,
-    prompt: TokenizedText,
-) -> tuple[SamplingParams, TokenizedText]:
+    prompt: TokenizedText | MediaPrompt,
+) -> tuple[SamplingParams, TokenizedText | MediaPrompt]:
     """Return the parameters with the rule of a chat answer, demanded by `param`, and its prompt.
     Reasoning stays unconstrained, up to `limit` tokens of it: the rule begins after it. If the
     prompt leaves it open whether the model reasons first, the mark that begins reasoning is
@@ -248,10 +257,13 @@ def constrained_chat(
             if rule is None
             else dataclasses.replace(rule, after=end, after_tokens=limit)
         )
-        if not opens_reasoning(prompt.text, marks):
+        text = prompt.text or ""
+        if not opens_reasoning(text, marks):
             begun = f"{begin}\n"
             ids = exchange.engine.tokenizer.encode(begun, special_tokens=False)
-            prompt = TokenizedText(prompt.text + begun, [*prompt.token_ids, *ids])
+            prompt = dataclasses.replace(
+                prompt, text=text + begun, token_ids=[*prompt.token_ids, *ids]
+            )
     return exchange.constrained(params, param, rule), prompt
 
 
@@ -298,15 +310,18 @@ def _ends_at_line_break(exchange: Exchange, params: SamplingParams) -> bool:
     return spell is not None and any(b"\n" in spell(token) for token in ends)
 
 
-def _reasons_first(exchange: Exchange, options: ChatOptions, prompt: TokenizedText) -> bool:
+def _reasons_first(
+    exchange: Exchange, options: ChatOptions, prompt: TokenizedText | MediaPrompt
+) -> bool:
     """Return True if the answer begins with reasoning: the prompt has opened it; or the template
     could disable it, and wasn't asked to; or the server's settings name a reasoning parser."""
     parsing = exchange.server.parsing
     marks = parsing.parsers(options.chat_template).marks
     if marks is None or options.continue_final_message:
         return False
-    if opens_reasoning(prompt.text, marks) or prompt.text.rstrip().endswith(marks[1].rstrip()):
-        return opens_reasoning(prompt.text, marks)
+    text = prompt.text or ""
+    if opens_reasoning(text, marks) or text.rstrip().endswith(marks[1].rstrip()):
+        return opens_reasoning(text, marks)
     variables = dict(options.chat_template_kwargs or {})
     if (
         False in (variables.get("enable_thinking"), variables.get("thinking"))

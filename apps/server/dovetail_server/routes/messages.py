@@ -37,7 +37,7 @@ async def count_tokens(exchange: Exchange) -> None:
     """Count the tokens of a conversation as the model would read it."""
     body, _ = await exchange.generation_body(CountTokensRequest)
     options = await exchange.beside(lambda: body.chat_options(body.function_tools()))
-    conversation = await exchange.beside(partial(chat_messages, body))
+    conversation = await exchange.beside(partial(chat_messages, body, images=exchange.reads_images))
     prompt = await rendered(exchange, conversation, steered(exchange, options, body.reasoning))
     await exchange.reply(msgspec.json.encode(TokenCount(len(prompt.token_ids))))
 

@@ -115,6 +115,7 @@ def _served(exchange: Exchange, name: str) -> ServedModel:
         parent=None if adapter is None else exchange.server.models[0],
         created=exchange.server.started_at,
         max_model_len=info.intake.max_model_len,
+        reads_images=exchange.reads_images,
     )
 
 

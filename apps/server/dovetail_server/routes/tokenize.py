@@ -12,6 +12,7 @@ from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
 from dovetail_server.exchange import Endpoint, Exchange
 from dovetail_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from dovetail_server.routes.answering import rendered
 
 
 async def tokenize(exchange: Exchange) -> None:
@@ -20,30 +21,10 @@ async def tokenize(exchange: Exchange) -> None:
     exchange.server.model_named(body.model, adapters=True)
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "prompt: give either a prompt or messages", param="prompt")
-    if body.messages is not None:
-        exchange.renamed = {"prompt": "messages"}
-    await exchange.reply(
-        await exchange.prepared(
-            partial(_answer, exchange.engine, body), given_template=body.chat_template is not None
-        )
-    )
-
-
-def _answer(engine: ServedEngine, body: TokenizeRequest) -> dict[str, Any]:
-    ids = _token_ids(engine, body)
-    answer = {"count": len(ids), "max_model_len": engine.info.intake.max_model_len, "tokens": ids}
-    if body.return_token_strs:
-        answer["token_strs"] = engine.tokenizer.token_strings(ids)
-    return answer
-
-
-def _token_ids(engine: ServedEngine, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
-        text = body.prompt or ""
-        check_prompt_chars(
-            len(text), engine.info.intake.limits, engine.info.intake.max_model_len, engine.tokenizer
-        )
-        return engine.tokenizer.encode(text, body.add_special_tokens)
+        await exchange.reply(await exchange.prepared(partial(_of_text, exchange.engine, body)))
+        return
+    exchange.renamed = {"prompt": "messages"}
     options = ChatOptions(
         tools=body.tools,
         chat_template=body.chat_template,
@@ -51,7 +32,22 @@ def _token_ids(engine: ServedEngine, body: TokenizeRequest) -> list[int]:
         continue_final_message=body.continue_final_message,
         add_generation_prompt=body.add_generation_prompt,
     )
-    return list(engine.chat.prompt(body.messages, options).token_ids)
+    ids = list((await rendered(exchange, body.messages, options)).token_ids)
+    await exchange.reply(await exchange.beside(partial(_answer, exchange.engine, body, ids)))
+
+
+def _answer(engine: ServedEngine, body: TokenizeRequest, ids: list[int]) -> dict[str, Any]:
+    answer = {"count": len(ids), "max_model_len": engine.info.intake.max_model_len, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = engine.tokenizer.token_strings(ids)
+    return answer
+
+
+def _of_text(engine: ServedEngine, body: TokenizeRequest) -> dict[str, Any]:
+    text = body.prompt or ""
+    intake = engine.info.intake
+    check_prompt_chars(len(text), intake.limits, intake.max_model_len, engine.tokenizer)
+    return _answer(engine, body, engine.tokenizer.encode(text, body.add_special_tokens))
 
 
 async def detokenize(exchange: Exchange) -> None:

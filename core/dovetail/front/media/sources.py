@@ -146,6 +146,8 @@ def image_of_part(part: Mapping[str, Any], place: str, *, local: bool) -> ImageS
     if not isinstance(name, str) or name not in IMAGE_PARTS:
         return None
     value = part.get(IMAGE_PARTS[name])
+    if isinstance(value, ImageSource):  # as other APIs' parts are converted
+        return value
     if isinstance(value, Mapping):  # {"url": …, "detail": …}, as OpenAI's API has it
         _check_detail(value.get("detail"), place)
         value = value.get("url")
