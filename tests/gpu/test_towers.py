@@ -7,8 +7,9 @@ import torch
 
 from dovetail_executors.runtime.towers import find_tower
 from tests.gpu.device import on_a_gpu
-from tests.media.checkpoints import NAMES, checkpoint
-from tests.media.test_towers import SIZES, expected_of, item_of, tensors_of
+from tests.media.checkpoints import NAMES, checkpoint, picture
+from tests.media.oracle import rows_of, tensors_of
+from tests.media.test_towers import SIZES, item_of
 
 pytestmark = on_a_gpu
 
@@ -26,8 +27,8 @@ def test_rows_are_those_of_the_whole_model(
     assert plan is not None
     tower = plan.build(dtype, torch.device("cuda"))
     for size in SIZES:
-        tensors = tensors_of(directory, size)
-        expected = expected_of(directory, tensors)
+        tensors = tensors_of(directory, picture(*size))
+        expected = rows_of(directory, tensors)
         rows = tower.encode(item_of(tensors, expected.shape[1]))
         assert rows.dtype == dtype
         error = (rows.float().cpu() - expected).abs().max() / expected.abs().max()

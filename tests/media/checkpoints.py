@@ -157,6 +157,8 @@ class Kind:
     vision: Mapping[str, Any] = field(default_factory=dict)
     top: Mapping[str, Any] = field(default_factory=dict)
     more_tokens: tuple[str, ...] = ()  # without a name
+    # arguments that its processor gives the image processor
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 _QWEN: dict[str, Any] = {
@@ -209,6 +211,7 @@ _KINDS = {
         processor_class="PixtralProcessor",
         preprocessor=_PIXTRAL,
         processor=_OF_PIXTRAL,
+        settings={"patch_size": 2 * PATCH},
         text={"model_type": "mistral", "sliding_window": None},
         vision=PIXTRAL,
         top={"spatial_merge_size": 2},
@@ -411,6 +414,12 @@ _TEMPLATE = """\
 def written(name: str) -> str:
     """Return an image of a prompt for the type, as its users write it."""
     return _KINDS[name].written
+
+
+def settings_of(directory: Path) -> Mapping[str, Any]:
+    """Return the arguments that a checkpoint's processor gives its image processor."""
+    model_type = json.loads((directory / "config.json").read_text())["model_type"]
+    return _KINDS[model_type].settings
 
 
 @cache

@@ -11,44 +11,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoImageProcessor
 
 from dovetail.errors import DovetailError, ModelLoadError
 from dovetail.request.media import MediaItem
 from dovetail_executors.runtime.towers import Tower, find_tower
-from tests.media.checkpoints import HIDDEN, NAMES, checkpoint, picture, reference
+from tests.media.checkpoints import NAMES, checkpoint, picture
+from tests.media.oracle import rows_of, tensors_of
 
 CPU = torch.device("cpu")
 SIZES = ((28, 28), (33, 50), (91, 17), (40, 64))  # (width, height)
-COUNTED = ("num_crops", "num_patches", "num_soft_tokens_per_image")  # that no vision model takes
 
 
 def tower_of(directory: Path, dtype: torch.dtype = torch.float32) -> Tower:
     plan = find_tower(directory)
     assert plan is not None
     return plan.build(dtype, CPU)
-
-
-def tensors_of(directory: Path, size: tuple[int, int]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return what the checkpoint's image processor makes of a picture."""
-    processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
-    outputs = processor(picture(*size, seed=sum(size)), return_tensors="np")
-    return {name: np.asarray(value) for name, value in outputs.items() if name not in COUNTED}
-
-
-@torch.no_grad()
-def expected_of(directory: Path, tensors: Mapping[str, Any]) -> torch.Tensor:
-    """Return rows [levels, rows, hidden] of transformers' whole model."""
-    inputs = {name: torch.as_tensor(value) for name, value in tensors.items()}
-    found = reference(directory).model.get_image_features(**inputs, return_dict=True)
-    levels = [found.pooler_output, *getattr(found, "deepstack_features", ())]
-    return torch.stack(
-        [torch.cat([part.reshape(-1, HIDDEN) for part in level]) for level in levels]
-    )
 
 
 def item_of(tensors: Mapping[str, Any], rows: int) -> MediaItem:
@@ -60,8 +40,8 @@ def test_rows_are_those_of_the_whole_model(name: str) -> None:
     directory = checkpoint(name)
     tower = tower_of(directory)
     for size in SIZES:
-        tensors = tensors_of(directory, size)
-        expected = expected_of(directory, tensors)
+        tensors = tensors_of(directory, picture(*size))
+        expected = rows_of(directory, tensors)
         rows = tower.encode(item_of(tensors, expected.shape[1]))
         assert rows.shape == expected.shape
         assert rows.shape[0] == tower.plan.levels
@@ -154,16 +134,16 @@ def test_names_of_other_releases_give_the_same_rows(tmp_path: Path, name: str, k
     tensors["mtp.norm.weight"] = torch.zeros(1)
     assert tensors.keys() != weights(directory).keys()
     store(directory, tensors)
-    inputs = tensors_of(directory, (40, 30))
-    expected = expected_of(checkpoint(name), inputs)
+    inputs = tensors_of(directory, picture(40, 30))
+    expected = rows_of(checkpoint(name), inputs)
     rows = tower_of(directory).encode(item_of(inputs, expected.shape[1]))
     assert torch.equal(rows, expected)
 
 
 def test_rows_have_the_dtype_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
     directory = checkpoint("qwen3_vl")
-    tensors = tensors_of(directory, (33, 50))
-    expected = expected_of(directory, tensors)
+    tensors = tensors_of(directory, picture(33, 50))
+    expected = rows_of(directory, tensors)
     item = item_of(tensors, expected.shape[1])
     rows = tower_of(directory, torch.bfloat16).encode(item)
     assert rows.dtype == torch.bfloat16
@@ -172,8 +152,8 @@ def test_rows_have_the_dtype_of_the_model(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_random_weights_need_no_file_and_follow_the_seed(copied: Path) -> None:
-    tensors = tensors_of(copied, (33, 50))
-    expected = expected_of(checkpoint(copied.name), tensors)
+    tensors = tensors_of(copied, picture(33, 50))
+    expected = rows_of(checkpoint(copied.name), tensors)
     (copied / "model.safetensors").unlink()
     plan = find_tower(copied, dummy=True)
     assert plan is not None
@@ -233,8 +213,8 @@ def test_a_text_model_has_no_tower(tmp_path: Path, caplog: pytest.LogCaptureFixt
 def test_an_item_of_other_tensors_or_rows_is_refused() -> None:
     directory = checkpoint("qwen2_vl")
     tower = tower_of(directory)
-    tensors = tensors_of(directory, (32, 32))
-    count = expected_of(directory, tensors).shape[1]
+    tensors = tensors_of(directory, picture(32, 32))
+    count = rows_of(directory, tensors).shape[1]
     with pytest.raises(DovetailError, match=f"{count + 1} rows"):
         tower.encode(item_of(tensors, count + 1))
     cut = {**tensors, "pixel_values": tensors["pixel_values"][:-1]}
