@@ -168,7 +168,7 @@ def test_the_tokens_are_those_of_the_whole_model(
     model = saved(tmp_path, name)
     with caplog.at_level(logging.INFO, "dovetail"):
         assert served(tmp_path) == [greedy(model, prompt) for prompt in PROMPTS]
-    assert "only the text model" in caplog.text
+    assert "the language model of" in caplog.text
 
 
 def test_published_experts_of_qwen3_vl_are_transposed(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def text_of(config: Any, model_dir: str | Path) -> Any:
     text.architectures = [name]
     # applies to the shared head
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
-    log.info("%s: only the text model of %s is served, as %s", model_dir, config.model_type, name)
+    log.info("%s: the language model of %s is served as %s", model_dir, config.model_type, name)
     return text
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -117,7 +118,6 @@ class Tower:
         """Return an item of noise, the largest of a few sizes that has at most `most_rows` rows;
         None if all have more. Raises `ModelLoadError` if the checkpoint's image processor can't be
         used."""
-        import numpy as np
         from PIL import Image
         from transformers import AutoImageProcessor
 
@@ -158,7 +158,7 @@ class Tower:
 
     def _placed(self, name: str, array: Any) -> torch.Tensor:
         """Return a tensor of an item on the device, numbers in the model's dtype."""
-        tensor = torch.as_tensor(array)
+        tensor = torch.from_numpy(np.require(array, requirements="W"))
         if name in _ON_HOST:
             return tensor
         dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
