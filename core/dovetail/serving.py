@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from dovetail.front.vllm_structured import structured_of_vllm
     from dovetail.registry.registry import AUTO, Registry
     from dovetail.registry.resolved import ResolvedComponent
-    from dovetail.registry.route_making import NotServing, make_routes
+    from dovetail.registry.route_making import NotServing, make_routes, paths_of
     from dovetail.registry.selection import PluginSelection
 
 _HOMES = {
@@ -147,6 +147,7 @@ _HOMES = {
     "load_config": "cli.settings",
     "make_params": "cli.prompts",
     "make_routes": "registry.route_making",
+    "paths_of": "registry.route_making",
     "paired": "front.pooling",
     "parse_json": "cli.prompts",
     "parse_yaml": "base.yaml_source",
@@ -240,6 +241,7 @@ __all__ = [
     "load_config",
     "make_params",
     "make_routes",
+    "paths_of",
     "paired",
     "parse_json",
     "parse_yaml",

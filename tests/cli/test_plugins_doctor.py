@@ -31,6 +31,13 @@ ROUTES = (
     "    return [RoutesSpec('x', {!r})]\n"
 )
 
+MOUNTED = """
+from starlette.responses import JSONResponse
+from starlette.routing import Mount, Route
+
+def make(context):
+    return [Mount("/same", routes=[Route("/{{{0}}}", lambda request: JSONResponse(1))])]
+"""
 TAKEN = """
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -169,6 +176,11 @@ def install_bad_metadata(site: Site) -> None:
         entry_points={"one": "one", "other": "other"},
     )
     for name in "ab":
+        (site.path / f"mounted_{name}.py").write_text(MOUNTED.format(name))
+        site.install(
+            f"dovetail-same-path-{name}",
+            modules={f"path_{name}": ROUTES.format(f"mounted_{name}:make")},
+        )
         site.install(
             f"dovetail-name-collision-{name}",
             modules={f"arch_{name}": components(MODEL.format(name))},
@@ -216,6 +228,13 @@ def test_a_plugin_with_one_thing_wrong_has_one_finding(diagnosis: Diagnosis) -> 
     for distribution in alone:
         others = problems_of(diagnosis, distribution) - shared
         assert len(others) <= 1, f"{distribution}: {others}"
+
+
+def test_routes_of_two_packages_at_one_path_are_found(diagnosis: Diagnosis) -> None:
+    for name, other in ("ab", "ba"):
+        told = [finding.what for finding in of(diagnosis, f"dovetail-same-path-{name}")]
+        path = f"path 'GET /same/{{}}' is offered by dovetail-same-path-{other}"
+        assert any(path in one for one in told)
 
 
 def test_a_good_plugin_has_nothing_said_of_it(diagnosis: Diagnosis) -> None:

@@ -28,7 +28,7 @@ def {hook}():
 
 class Routes(RouteSuite):
     name = "mine"
-    examples = (RouteExample(path="/mine?most=3", body={"text": "Once.", "options": {}}),)
+    examples = (RouteExample(path="/mine?most=3", body={"text": "Once.", "options": {"most": 5}}),)
 
 
 class Command(CommandSuite):
@@ -62,7 +62,10 @@ HEAD = """
 import asyncio
 import itertools
 import threading
+import time
+from time import sleep
 KEPT = []
+ANSWERS = {}
 NUMBERS = itertools.count()
 TEXT = None
 LOCK = asyncio.Semaphore(3)
@@ -112,6 +115,15 @@ STREAM = """
                 yield part
         from starlette.responses import StreamingResponse
         return StreamingResponse(texts())
+"""
+PARTIAL = """
+        parts = []
+        try:
+            async for output in context.generate(text, SamplingParams()):
+                parts.append(output.outputs[0].text)
+        except Exception:
+            pass
+        return JSONResponse({"text": "".join(parts)})
 """
 LAST = """
         async for output in context.generate(text, SamplingParams()):
@@ -196,6 +208,36 @@ MISTAKES = [  # sort, right, wrong, the check that finds it
         "global TEXT\n        TEXT = text\n        await asyncio.sleep(0)\n        "
         + ANSWER.replace("(text", "(TEXT"),
         "do_not_mix",
+    ),
+    (
+        "route",
+        RETURN,
+        "global TEXT\n        TEXT = answer.outputs[0].text\n        await asyncio.sleep(0)\n"
+        '        return JSONResponse({"text": TEXT})',
+        "do_not_mix",
+    ),
+    (
+        "route",
+        ANSWER,
+        f"{ANSWER}\n        known = ANSWERS.setdefault(text[:5], answer)\n        answer = known",
+        "do_not_mix",
+    ),
+    (
+        "route",
+        ANSWER,
+        "most = ANSWERS['most'] = body.get('options', {}).get('most', 9)\n"
+        "        await asyncio.sleep(0)\n        "
+        + ANSWER.replace("max_tokens=9", "max_tokens=ANSWERS['most']"),
+        "do_not_mix",
+    ),
+    ("route", ANSWER, f"{ANSWER}\n        time.sleep(0.01)", "do_not_block"),
+    ("route", ANSWER, f"{ANSWER}\n        sleep(0.01)", "do_not_block"),
+    ("route", ANSWER, PARTIAL, "within_an_answer"),
+    (
+        "route",
+        ANSWER,
+        f"{ANSWER}\n        KEPT.append(1)\n        if len(KEPT) > 200: raise ValueError",
+        "stay_as_they_are",
     ),
     ("route", RETURN, STREAM.format(make="asyncio.create_task(pump())"), "client_has_gone"),
     ("route", RETURN, LAST, "has_all_words"),

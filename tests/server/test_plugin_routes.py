@@ -32,7 +32,7 @@ from dovetail.api import RoutesSpec, hookimpl
 
 @hookimpl
 def dovetail_routes():
-    names = ("haiku", "taken", "broken", "odd", "wrap", "thin", "leaves", "deep", "reads")
+    names = ("haiku", "taken", "below", "second", "broken", "odd", "wrap", "thin", "leaves", "deep", "reads")
     return [RoutesSpec(name=name, target=f"haiku_routes:{name}") for name in names]
 """
 ROUTES = """
@@ -70,6 +70,12 @@ def haiku(context):
 
 def taken(context):
     return [Route("/health", lambda request: JSONResponse(1))]
+
+def below(context):
+    return [Mount("/v1", routes=[Route("/models", lambda request: JSONResponse(1))])]
+
+def second(context):
+    return [Mount("/haiku-more", routes=[Route("/late", lambda request: JSONResponse(1))])]
 
 def broken(context):
     return [Route("/x", context.tokenizer)]
@@ -324,6 +330,7 @@ async def test_middleware_surrounds_the_servers_routes(fake: Callable[..., FakeE
     ("name", "error", "told"),
     [
         ("taken", ConfigError, "the server answers /health itself"),
+        ("below", ConfigError, "the server answers /v1/models itself"),
         (
             "broken",
             PluginError,
@@ -339,6 +346,12 @@ async def test_what_cannot_be_added_is_refused_by_name(
     with pytest.raises(error) as raised:
         create_app(fake(), offering(name))
     assert told in str(raised.value)
+
+
+@pytest.mark.usefixtures("haiku")
+async def test_a_path_of_two_plugins_is_refused(fake: Callable[..., FakeEngine]) -> None:
+    with pytest.raises(ConfigError, match=r"routes 'haiku' .* answers /haiku-more/late too"):
+        create_app(fake(), offering("haiku", "second"))
 
 
 @pytest.mark.usefixtures("haiku")

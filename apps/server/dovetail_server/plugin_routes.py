@@ -14,7 +14,7 @@ from typing import Any, Unpack, cast
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.routing import BaseRoute, Match, Route
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dovetail.api.routes import ChatPromptOptions, RequestOptions, RoutePrompt
@@ -32,6 +32,7 @@ from dovetail.serving import (
     cuts,
     excess_of,
     make_routes,
+    paths_of,
 )
 from dovetail_server.admission import BoundedReceive, HeldBody, body_too_large
 from dovetail_server.errors import HttpError, http_error
@@ -167,17 +168,28 @@ class PluginRoutes:
     def of(cls, names: Sequence[str], taken: frozenset[str], registry: Registry) -> PluginRoutes:
         """Make the routes of these names. `taken`: paths of the server itself. `registry`: that of
         the plugins that the engine's config admits. Raises `PluginError` that names what fails, and
-        `ConfigError` for a path that is taken."""
+        `ConfigError` for a path that the server or another plugin has."""
         added = cls()
+        owners = dict.fromkeys([("", path) for path in taken], "the server")
         for offer in map(registry.routes_named, names):
             for one in make_routes(offer, added.context):
                 if isinstance(one, Middleware):
                     added.middleware.append(Middleware(GuardedMiddleware, one, str(offer)))
-                elif isinstance(one, Route) and one.path in taken:
-                    raise ConfigError(f"{offer}: the server answers {one.path} itself")
                 else:
+                    _claim(one, str(offer), owners)
                     added.routes.append(GuardedRoute(one, str(offer)))
         return added
+
+
+def _claim(route: BaseRoute, owner: str, owners: dict[tuple[str, str], str]) -> None:
+    """Enter a plugin's route, and those in a `Mount`, among the owners of methods ("" for any) and
+    paths. Raises `ConfigError` for what another owner has."""
+    for method, path in paths_of(route):
+        other = owners.get(("", path)) or owners.setdefault((method, path), owner)
+        if other == "the server":
+            raise ConfigError(f"{owner}: the server answers {path} itself")
+        if other != owner:
+            raise ConfigError(f"{owner}: {other} answers {path} too, and comes first")
 
 
 class _Answer:

@@ -3,7 +3,7 @@ by the server, and by the doctor, which needs no engine."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dovetail.api.targets import package_of
@@ -94,9 +94,22 @@ def make_routes(offer: ResolvedRoutes, context: RouteContext) -> list[BaseRoute 
 def check_paths(offer: ResolvedRoutes, made: Sequence[BaseRoute | Middleware]) -> None:
     """Raise `PluginError` if one of a plugin's routes has a path that the server answers itself,
     so that the server would refuse it."""
-    taken = [path for one in made if (path := getattr(one, "path", None)) in SERVER_PATHS]
+    taken = [path for one in made for _, path in paths_of(one) if path in SERVER_PATHS]
     if taken:
         raise PluginError(f"{offer}: the server answers {taken[0]} itself: choose another path")
+
+
+def paths_of(made: BaseRoute | Middleware, before: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the method ("" for any) and the path of a route, and of all routes that a `Mount`
+    has."""
+    path = before + getattr(made, "path", "")
+    below = getattr(made, "routes", None)
+    if below:
+        for one in below:
+            yield from paths_of(one, path)
+    elif path:
+        for method in sorted(getattr(made, "methods", None) or {""}):
+            yield method, path
 
 
 class NotServing:

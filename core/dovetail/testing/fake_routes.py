@@ -44,7 +44,9 @@ class FakePrompt:
 class FakeRouteContext:
     """`RouteContext` that answers `text`, a token for each byte; each token of text and prompt has
     the log-probability `LOGPROB` if it is asked for, and no other token has one. `refusal`: an
-    error that every request gets instead. `prompts`: the prompts so far. `streamed`: number of
+    error that every request gets instead; after `words_before` words of its answer if that is set.
+    `echoes`: answer the text of the prompt instead of `text`. `prompts` and `params`: those of the
+    requests so far. `streamed`: number of
     those that `generate` got. `refused`: number of refusals. `running`: number of requests that
     have neither ended nor been aborted."""
 
@@ -55,6 +57,9 @@ class FakeRouteContext:
     running: int = 0
     streamed: int = 0
     refused: int = 0
+    echoes: bool = False
+    words_before: int | None = None
+    params: list[SamplingParams] = field(default_factory=list)
 
     @property
     def tokenizer(self) -> FakeTokenizer:
@@ -79,10 +84,13 @@ class FakeRouteContext:
     ) -> AsyncGenerator[RequestOutput, None]:
         self._check(prompt, params, options)
         self.prompts.append(prompt)
+        self.params.append(params)
         self.running += 1
         try:
-            words = re.findall(r"\s*\S+", self.text)
+            words = re.findall(r"\s*\S+", self._text(prompt))
             for number, word in enumerate(words):
+                if number == self.words_before:
+                    self._refuse()
                 for _ in range(2):  # other tasks run, and also wait, between two tokens
                     await asyncio.sleep(0)
                 yield self._output(prompt, params, word, number + 1 == len(words))
@@ -97,7 +105,7 @@ class FakeRouteContext:
     ) -> RequestOutput:
         async for _ in self._outputs(prompt, params, options):
             pass
-        return self._output(prompt, params, self.text, True)
+        return self._output(prompt, params, self._text(prompt), True)
 
     async def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatPromptOptions]
@@ -139,7 +147,15 @@ class FakeRouteContext:
             raise RequestError("the prompt must be text or a list of token ids")
         if not len(ids):
             raise RequestError("the prompt is empty: it needs at least one token")
-        self._refuse()
+        if self.words_before is None:
+            self._refuse()
+
+    def _text(self, prompt: str | Sequence[int] | RoutePrompt) -> str:
+        """Return the text of the answer to a prompt."""
+        if not self.echoes:
+            return self.text
+        ids: Any = getattr(prompt, "token_ids", prompt)
+        return ids if isinstance(ids, str) else self.tokenizer.decode(ids)
 
     def _output(
         self,

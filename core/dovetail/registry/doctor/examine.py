@@ -226,6 +226,14 @@ def _collision(
         yield Finding(origin, "offered-twice", f"{told}, of the same distribution", "offer it once")
         return
     built_in = any(other.built_in for other in others)
+    if what == "path":
+        yield Finding(
+            origin,
+            "name-collision",
+            f"{told}; the server refuses to serve both",
+            "choose another path, or name the routes of only one with --route",
+        )
+        return
     used = (
         "the built-in is used unless the other is named in full"
         if built_in

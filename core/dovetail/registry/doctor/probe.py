@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +36,7 @@ from dovetail.registry.resolved import (
     ResolvedRouter,
     ResolvedRoutes,
 )
-from dovetail.registry.route_making import NotServing, check_paths, make_routes
+from dovetail.registry.route_making import NotServing, check_paths, make_routes, paths_of
 
 # whether to import only the declarations, or also all that is declared
 Level = Literal["declare", "use"]
@@ -251,7 +252,9 @@ def _of_what_it_offers(plugin: LoadedPlugin, write: Callable[..., None]) -> Iter
             module=routes.target.partition(":")[0],
         )
         resolved = ResolvedRoutes(routes, plugin.origin)
-        yield from _attempts(f"routes {routes.name!r}", [partial(_try_routes, resolved)])
+        paths = set[tuple[str, str]]()
+        yield from _attempts(f"routes {routes.name!r}", [partial(_try_routes, resolved, paths)])
+        write(offers=[("path", " ".join(path), routes.name) for path in sorted(paths)])
     yield from _of_classes(plugin, write)
     for model in plugin.models:
         if not _has_model(model.package, model.path):
@@ -262,8 +265,14 @@ def _of_what_it_offers(plugin: LoadedPlugin, write: Callable[..., None]) -> Iter
             )
 
 
-def _try_routes(offer: ResolvedRoutes) -> None:
-    check_paths(offer, make_routes(offer, NotServing()))
+def _try_routes(offer: ResolvedRoutes, paths: set[tuple[str, str]]) -> None:
+    """Make routes, and add their methods and paths, in which the names of parameters don't
+    count."""
+    made = make_routes(offer, NotServing())
+    paths |= {
+        (method, re.sub(r"{[^}]*}", "{}", path)) for one in made for method, path in paths_of(one)
+    }
+    check_paths(offer, made)
 
 
 def _of_classes(plugin: LoadedPlugin, write: Callable[..., None]) -> Iterator[Problem]:

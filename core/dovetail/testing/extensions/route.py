@@ -18,16 +18,18 @@ from urllib.parse import unquote
 
 from dovetail.api.routes import RouteContext
 from dovetail.end_reason import EndReason
-from dovetail.errors import DovetailError, EngineDeadError, RequestError, describe
+from dovetail.errors import DovetailError, EngineDeadError, RequestError, describe, shown
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedRoutes
 from dovetail.registry.route_making import NotServing, make_routes
+from dovetail.testing.blocking import heard_blocking_calls
 from dovetail.testing.checks import fail, require
 from dovetail.testing.extensions.base import ExtensionSuite
 from dovetail.testing.extensions.route_requests import (
     RouteExample,
+    mark_of,
+    variations,
     with_odd_values,
-    with_other_texts,
 )
 from dovetail.testing.fake_routes import FakeRouteContext
 
@@ -45,6 +47,7 @@ REFUSALS: tuple[tuple[DovetailError, range], ...] = (
 )
 WORDS = "one two three four"
 LONG = "word " * 2_000
+OFTEN = 300  # requests, more than any small count of a handler's
 REFUSED = 20  # requests, before one that is answered
 ODD_JSON = (b"{}", b"[]", b"null", b"1", b'"text"')
 
@@ -188,20 +191,87 @@ class RouteSuite(ExtensionSuite):
             require(found.status == example.status, _told(example, found))
 
     def test_requests_with_other_texts_do_not_mix(self) -> None:
-        """Requests at the same time asked the engine for other prompts than one after the other:
-        handlers share a variable, such as one of the module."""
+        """Requests at the same time asked the engine for other prompts, or with other parameters,
+        than each by itself, or an answer has the text of another request: handlers share a
+        variable, such as one of the module, or keep answers by a part of a request."""
         for example in self.examples:
-            several = [with_other_texts(example, number) for number in range(AT_ONCE)]
-            alone = FakeRouteContext()
-            for one in several:
-                self._ask(alone, one, one.encoded())
-            together = FakeRouteContext()
-            asyncio.run(self._ask_all(self._app(together), several))
-            expected, found = (sorted(map(_prompt, each.prompts)) for each in (alone, together))
+            for several in variations(example, AT_ONCE):
+                self._require_unmixed(several)
+
+    def _require_unmixed(self, several: Sequence[RouteExample]) -> None:
+        """Require that requests don't mix at the same time, nor one after the other."""
+        told = f"{several[0].method} {several[0].path}"
+        alone = FakeRouteContext(echoes=True)
+        for one in several:
+            if self._ask(alone, one, one.encoded()).status != one.status:
+                return  # a text that may only be what it is
+        together = FakeRouteContext(echoes=True)
+        app = self._app(together)
+        for _ in range(2):
+            together.prompts.clear()
+            together.params.clear()
+            answers = asyncio.run(self._ask_all(app, several))
+            expected, found = (_asked(each) for each in (alone, together))
             require(
                 expected == found,
-                f"{example.method} {example.path}: at the same time the prompts are {found}, one "
-                f"after the other {expected}",
+                f"{told}: at the same time the prompts and parameters are {shown(found)}, one "
+                f"after the other {shown(expected)}",
+            )
+            for number, answer in enumerate(answers):
+                foreign = [
+                    mark_of(other)
+                    for other in range(len(several))
+                    if other != number and mark_of(other).encode() in answer.body
+                ]
+                require(
+                    not foreign,
+                    f"{told}: the answer to the request with {mark_of(number)!r} has {foreign} of "
+                    f"others: {shown(answer.body)}",
+                )
+
+    def test_handlers_do_not_block_the_event_loop(self) -> None:
+        """A handler, or middleware, slept, started a process, used the network or waited for
+        input in the event loop, where all other requests wait for it. Use `asyncio.sleep`, an
+        asynchronous client, or `run_in_threadpool`."""
+        for example in self.examples:
+            app = self._app(FakeRouteContext())
+            asyncio.run(_answer(app, example, example.encoded()))  # what is imported first
+            with heard_blocking_calls() as heard:
+                asyncio.run(_answer(app, example, example.encoded()))
+            require(
+                not heard, f"{example.method} {example.path} calls {', '.join(sorted(set(heard)))}"
+            )
+
+    def test_an_error_within_an_answer_is_told(self) -> None:
+        """The engine died after the first words, and the answer is a success, as if it were
+        whole. Let `DovetailError` through, in a stream too, or write it there."""
+        for example in self.examples:
+            context = FakeRouteContext(WORDS, refusal=EngineDeadError("dead"), words_before=2)
+            found = self._ask(context, example, example.encoded())
+            in_stream = found.is_streamed and b"dead" in found.body
+            require(
+                not context.refused or found.error is not None or found.status >= 400 or in_stream,
+                f"{_told(example, found)}, though the engine died meanwhile: {shown(found.body)}",
+            )
+
+    def test_answers_stay_as_they_are(self) -> None:
+        """After hundreds of requests, or clients that have left, an example was answered
+        otherwise: something is used up, or never released."""
+        for example in self.examples:
+            asyncio.run(self._require_as_first(example))
+
+    async def _require_as_first(self, example: RouteExample) -> None:
+        context = FakeRouteContext(LONG)
+        app = self._app(context)
+        first = await _answer(app, example, example.encoded())
+        for _ in range(REFUSED):
+            await _answer(app, example, example.encoded(), is_leaving=True)
+        context.text = "Hello."
+        for _ in range(OFTEN):
+            found = await _answer(app, example, example.encoded())
+            require(
+                found.status == first.status,
+                f"{_told(example, found)}; at first it was {first.status}",
             )
 
     def test_middleware_passes_on_what_is_not_its_own(self) -> None:
@@ -347,8 +417,10 @@ class InnerError(Exception):
     """Raised within middleware."""
 
 
-def _prompt(prompt: Any) -> str:
-    return str(getattr(prompt, "text", prompt))
+def _asked(context: FakeRouteContext) -> list[str]:
+    """Return the prompts and parameters of a context's requests, in an order of their own."""
+    pairs = zip(context.prompts, context.params, strict=True)
+    return sorted(f"{getattr(prompt, 'text', prompt)} {params}" for prompt, params in pairs)
 
 
 def _status_of(error: Exception, body: bytes) -> int:

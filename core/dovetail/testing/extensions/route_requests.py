@@ -40,9 +40,38 @@ def with_odd_values(example: RouteExample) -> Iterator[RouteExample]:
         yield replace(example, path=path)
 
 
-def with_other_texts(example: RouteExample, number: int) -> RouteExample:
-    """Return the example with other texts in its body."""
-    return replace(example, body=_numbered(example.body, number))
+def mark_of(number: int) -> str:
+    """Return a word that no other number's texts have."""
+    return f"mark{number}x"
+
+
+def variations(example: RouteExample, most: int) -> Iterator[list[RouteExample]]:
+    """Yield examples that differ in the texts of their bodies, `most` of them: in all texts, and
+    in each; each has its own mark, and all have one length, or each its own. And examples that
+    differ in a number."""
+    places = _places(example.body)[:MOST_PLACES]
+    texts = [place for place in places if type(_at(example.body, place)) is str]
+    numbers = [place for place in places if type(_at(example.body, place)) in (int, float)]
+    for changed in ([texts] if len(texts) > 1 else []) + [[place] for place in texts + numbers]:
+        for longer in (0, 1):
+            yield [_varied(example, changed, number, number * longer) for number in range(most)]
+
+
+def _varied(
+    example: RouteExample, places: Sequence[tuple[Any, ...]], number: int, words: int
+) -> RouteExample:
+    body = example.body
+    for place in places:
+        value = _at(body, place)
+        text = f"{value} {mark_of(number)}{words * ' more'}"
+        body = _changed(body, place, text if isinstance(value, str) else value + number)
+    return replace(example, body=body)
+
+
+def _at(body: Any, place: Sequence[Any]) -> Any:
+    for key in place:
+        body = body[key]
+    return body
 
 
 def _places(body: Any) -> list[tuple[Any, ...]]:
@@ -68,16 +97,6 @@ def _changed(body: Any, place: Sequence[Any], value: Any, *, is_dropped: bool = 
     else:
         copied[key] = value
     return copied
-
-
-def _numbered(body: Any, number: int) -> Any:
-    if isinstance(body, str):
-        return f"{body} {number}"
-    if isinstance(body, dict):
-        return {key: _numbered(value, number) for key, value in body.items()}
-    if isinstance(body, list):
-        return [_numbered(value, number) for value in body]
-    return body
 
 
 def _odd_paths(path: str) -> Iterator[str]:

@@ -9,31 +9,20 @@ import json
 import pickle
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Self
 
 from dovetail.api.scheduler import Scheduler, SchedulerContext
 from dovetail.testing.binding import Binding
+from dovetail.testing.blocking import heard_blocking_calls
 from dovetail.testing.processes import run_python
 from dovetail.testing.suites.scheduler_loads import crowd, drafted, pressed
 from dovetail.testing.suites.scheduler_world import World
 
 HASH_SEEDS = ("1", "2", "3")  # of other processes
 CLOCKS = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns")
-# audit events of Python, see the standard library's "Audit events table"
-BLOCKING = (
-    "builtins.input",
-    "os.posix_spawn",
-    "os.system",
-    "socket.connect",
-    "socket.getaddrinfo",
-    "subprocess.Popen",
-    "time.sleep",
-)
 _ELSEWHERE = "from dovetail.testing.suites.scheduler_replay import _answer; _answer()"
 
 
@@ -74,47 +63,10 @@ def plans_elsewhere(*suites: Binding, hash_seed: str) -> list[list[str]]:
 
 def blocking_calls(make: Callable[[SchedulerContext], Scheduler]) -> list[str]:
     """Return the names of the blocking calls that this thread makes while a crowd is served."""
-    _listen()
     scenario = crowd(scarce=True)
-    _heard.names = []
-    real_sleep = time.sleep
-    time.sleep = _sleep_after_telling(real_sleep)  # type: ignore[assignment]
-    try:
+    with heard_blocking_calls() as heard:
         World(make, scenario.shape).play(scenario.acts)
-        return sorted(set(_heard.names))
-    finally:
-        time.sleep = real_sleep
-        _heard.names = None
-
-
-def _sleep_after_telling(real_sleep: Callable[[float], None]) -> Callable[[float], None]:
-    """Return a `time.sleep` that raises its audit event, as Python 3.13 does."""
-
-    def sleep(seconds: float) -> None:
-        _hear("time.sleep", seconds)
-        real_sleep(seconds)
-
-    return sleep
-
-
-class _Heard(threading.local):
-    """This thread's list of blocking calls by name; None while no check listens."""
-
-    names: list[str] | None = None
-
-
-_heard = _Heard()
-
-
-@cache
-def _listen() -> None:
-    """Add the hook, which can't be removed, once."""
-    sys.addaudithook(_hear)
-
-
-def _hear(event: str, arguments: object) -> None:
-    if event in BLOCKING and _heard.names is not None:
-        _heard.names.append(event)
+    return sorted(set(heard))
 
 
 class _JumpingDate(datetime.datetime):
