@@ -40,6 +40,9 @@ class HeadInputs:
     positions: torch.Tensor  # [tokens] int64
     # [tokens, hidden_size] of each position: of `fuse`, or what `forward` returned
     states: torch.Tensor
+    # [3, tokens] int64, of a target whose rotary positions have three axes, and which may read
+    # images: the positions to rotate by, if the head's have three axes, too; None: `positions`
+    axes: torch.Tensor | None = None
 
 
 class DraftHead(Protocol):

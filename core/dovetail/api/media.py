@@ -48,6 +48,12 @@ class MediaPlace:
     start: int  # index of its first placeholder
     grid: tuple[int, int, int]  # (time, height, width) in rows
 
+    @property
+    def stop(self) -> int:
+        """Index after its last placeholder."""
+        time, height, width = self.grid
+        return self.start + time * height * width
+
 
 @dataclass(frozen=True, slots=True)
 class MediaCapacity:

@@ -243,7 +243,7 @@ class Eagle3Head(nn.Module):
 
     def store(self, inputs: HeadInputs) -> None:
         embedded = self.embed(inputs.token_ids)
-        rotation = self.rotary(inputs.positions)
+        rotation = self.rotary(inputs.positions, inputs.axes)
         if not self.blocks:
             self.first.store(embedded, inputs.states, rotation)
             return
@@ -254,7 +254,7 @@ class Eagle3Head(nn.Module):
         last.attention.store(residual, last.input_norm, rotation)
 
     def forward(self, inputs: HeadInputs) -> torch.Tensor:
-        rotation = self.rotary(inputs.positions)
+        rotation = self.rotary(inputs.positions, inputs.axes)
         embedded = self.embed(inputs.token_ids)
         residual: Residual = self.first(embedded, inputs.states, rotation)
         for block in self.blocks:

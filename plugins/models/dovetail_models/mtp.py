@@ -147,7 +147,7 @@ class MtpHead(nn.Module):
     def _projected(self, inputs: HeadInputs) -> tuple[Residual, Rotation]:
         embedded = self.embedding_norm(self.embed(inputs.token_ids))
         x = torch.cat((embedded, self.state_norm(inputs.states)), dim=1)
-        return Residual(self.projection(x)), self.rotary(inputs.positions)
+        return Residual(self.projection(x)), self.rotary(inputs.positions, inputs.axes)
 
     def weights(self) -> Iterator[WeightRule]:
         names = self.names

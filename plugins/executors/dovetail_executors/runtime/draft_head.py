@@ -40,6 +40,7 @@ from dovetail_executors.runtime.features import FeaturePlan, Loaded, Proposer
 from dovetail_executors.runtime.graphs import NO_LINES, Builder, Graphs, StepParts
 from dovetail_executors.runtime.kv_scales import CacheScales
 from dovetail_executors.runtime.loading import ModelPlan, load_into
+from dovetail_executors.runtime.media_positions import POSITION_OFFSET, model_positions
 from dovetail_executors.runtime.model_io import GraphKey, ModelOutputs, TappedStates
 from dovetail_executors.runtime.sampling import Sampling, last_tokens, put_drafts, settled
 from dovetail_executors.runtime.step import Step
@@ -193,6 +194,7 @@ class RunningHead(Proposer):
         self._backend = backend
         self._sampling = sampling
         self._rows = sampling.rows
+        self._offsets = sampling.rows.columns.get(POSITION_OFFSET)
         self.work = HeadWork(self)
         rows = sampling.rows
         # by row: what its next draft is made of
@@ -220,10 +222,10 @@ class RunningHead(Proposer):
         """Enqueue the storing of K and V of a step's tokens, and keep each row's state of its last
         known token but one. Rows have grown by what was sampled, and the step's plan of attention
         is still valid."""
-        token_indices, positions, states, count = tapped
+        token_indices, positions, states, count, axes = tapped
         states = self.model.fuse(states)
         after = self._tokens_after(token_indices)
-        self.model.store(HeadInputs(token_ids=after, positions=positions, states=states))
+        self.model.store(HeadInputs(token_ids=after, positions=positions, states=states, axes=axes))
         rows = token_indices[:count] // self._rows.row_width
         states = states[:count]
         is_last = positions[:count] + 2 == self._rows.num_tokens[rows]
@@ -255,7 +257,12 @@ class RunningHead(Proposer):
         [n] int64."""
         after = self._tokens_after(lines.rows * self._rows.row_width + positions)
         known = self._states.index_select(0, lines.rows)
-        states = self.model(HeadInputs(token_ids=after, positions=positions, states=known))
+        axes = None
+        if self._offsets is not None:
+            axes = model_positions(positions, self._offsets, lines.rows).expand(3, -1)
+        states = self.model(
+            HeadInputs(token_ids=after, positions=positions, states=known, axes=axes)
+        )
         self._states[lines.rows] = states
         drafts = sample(self.model.logits(states), lines)
         put_drafts(self._rows, lines, positions + 1, drafts, self._sampling.vocab_size)

@@ -134,7 +134,8 @@ def moved(spec: LayerSpec, by: int) -> LayerSpec:
 
 
 class DraftWork(DeviceWork):
-    """Stores the draft model's K and V of a step's tokens, in steps with prefills."""
+    """Stores the draft model's K and V of a step's tokens, in steps with prefills. To the draft
+    model, placeholders of images are text."""
 
     parts = frozenset({"mixed"})
 
@@ -142,7 +143,7 @@ class DraftWork(DeviceWork):
         self._model = model
 
     def after_model(self, tokens: StepTokens, outputs: ModelOutputs) -> None:
-        self._model(tokens.inputs)
+        self._model(replace(tokens.inputs, rows=None, is_row=None, axes=None))
 
 
 class DraftSteps(Builder):

@@ -77,6 +77,7 @@ class TappedStates(NamedTuple):
     positions: torch.Tensor  # [tokens] int64
     states: torch.Tensor  # [tokens, taps * hidden]
     num_tokens: int | None = None  # without padding; None: padding is of the row `max_rows`
+    axes: torch.Tensor | None = None  # see `dovetail.api.draft_head.HeadInputs`
 
 
 class ModelOutputs(NamedTuple):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
 from dovetail.api.model import ModelInputs
 from dovetail_executors.runtime.device_work import DeviceWork
+from dovetail_executors.runtime.media_positions import POSITION_OFFSET, model_positions
 from dovetail_executors.runtime.model_io import GraphKey, ModelOutputs, StepTokens, TappedStates
 from dovetail_executors.runtime.row_state import RowState
 
@@ -20,6 +22,7 @@ class StepModel:
     def __init__(self, model: Any, works: Sequence[DeviceWork], rows: RowState) -> None:
         """`model`: a `CausalLM`. One of `works` at most has taps."""
         self.model, self.works, self._rows = model, tuple(works), rows
+        self._offsets = rows.columns.get(POSITION_OFFSET)
         self.axes = tuple(dict.fromkeys(work.axis for work in works if work.axis is not None))
         self._taps = next((work.taps for work in works if work.taps), ())
 
@@ -36,10 +39,17 @@ class StepModel:
 
     def _outputs(self, tokens: StepTokens) -> ModelOutputs:
         inputs = tokens.inputs
+        axes = inputs.axes
+        if self._offsets is not None and axes is None:
+            positions = model_positions(inputs.positions, self._offsets, tokens.rows)
+            inputs = replace(inputs, positions=positions)
+            axes = positions.expand(3, -1)
         if not self._taps:
             return ModelOutputs(self.model(inputs))
         hidden, states = self.model.forward_tapped(inputs, self._taps)
-        return ModelOutputs(hidden, TappedStates(tokens.token_indices, inputs.positions, states))
+        indices = tokens.token_indices
+        tapped = TappedStates(indices, tokens.inputs.positions, states, axes=axes)
+        return ModelOutputs(hidden, tapped)
 
     def logits(
         self, hidden: torch.Tensor, rows: torch.Tensor, works: Sequence[DeviceWork] = ()
