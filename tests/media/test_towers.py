@@ -221,3 +221,15 @@ def test_an_item_of_other_tensors_or_rows_is_refused() -> None:
     with pytest.raises(DovetailError, match="can't be encoded"):
         tower.encode(item_of(cut, count))
     tower.encode(item_of(tensors, count))
+
+
+@pytest.mark.slow("prepares pictures of 4,096 x 4,096 pixels")
+@pytest.mark.parametrize("name", ["mistral3", "qwen3_vl", "gemma4"])
+def test_the_largest_item_can_be_encoded_and_has_no_more_rows_than_asked_for(name: str) -> None:
+    tower = tower_of(checkpoint(name))
+    rows = rows_of(checkpoint(name), tensors_of(checkpoint(name), picture(33, 50))).shape[1]
+    item = tower.largest(1000)
+    assert item is not None
+    assert rows <= item.rows <= 1000
+    assert tower.encode(item).isfinite().all()
+    assert tower.largest(0) is None

@@ -25,6 +25,7 @@ from dovetail.api.json_files import read_json_object
 from dovetail.api.media_types import MediaType, media_type_of
 from dovetail.errors import DovetailError, ModelLoadError
 from dovetail.nn.model_files import first_lines, read_config
+from dovetail.nn.transfer import to_device
 from dovetail.nn.weights import (
     COMPUTED,
     PLAIN,
@@ -158,11 +159,11 @@ class Tower:
 
     def _placed(self, name: str, array: Any) -> torch.Tensor:
         """Return a tensor of an item on the device, numbers in the model's dtype."""
-        tensor = torch.from_numpy(np.require(array, requirements="W"))
+        own = np.require(array, requirements="W")  # torch has no tensors that can't be written
         if name in _ON_HOST:
-            return tensor
-        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(self._device, dtype)
+            return torch.from_numpy(own)
+        tensor = to_device(own, self._device)
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
 def find_tower(model_dir: str | Path, *, dummy: bool = False) -> TowerPlan | None:
