@@ -821,3 +821,49 @@ class KeepsGrammarsByStrippedText(LLGuidance):
         if key not in self.kept:
             self.kept[key] = super().compile(spec)
         return self.kept[key]
+
+
+@mutant(caught_by="grammar.mask")
+class AllowsIdsBeyondTheVocabulary(SetsBitsBeyondTheVocabulary):
+    """As another check sees it."""
+
+
+class Keeps(LLGuidance):
+    """Keeps compiled grammars, by a key that is too short."""
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        kept: dict[Any, Grammar] = self.__dict__.setdefault("kept", {})
+        key = self.key(spec)
+        if key not in kept:
+            kept[key] = super().compile(spec)
+        return kept[key]
+
+    def key(self, spec: GrammarSpec) -> Any:
+        raise NotImplementedError
+
+
+@mutant(caught_by="grammar.same_text")
+class KeepsByTheBeginning(Keeps):
+    def key(self, spec: GrammarSpec) -> Any:
+        return spec.kind, spec.text[:48]
+
+
+@mutant(caught_by="grammar.same_text", soon=True)
+class KeepsByBothEnds(Keeps):
+    def key(self, spec: GrammarSpec) -> Any:
+        return spec.kind, len(spec.text), spec.text[:24], spec.text[-24:]
+
+
+@mutant(caught_by="grammar.same_text")
+class KeepsByItsLetters(Keeps):
+    def key(self, spec: GrammarSpec) -> Any:
+        return spec.kind, "".join(sorted(spec.text))
+
+
+@mutant(caught_by="grammar.same_text")
+class KeepsUntilItIsFull(Keeps):
+    """Gives what it made last when it has made many."""
+
+    def key(self, spec: GrammarSpec) -> Any:
+        known = self.__dict__.setdefault("known", {})
+        return known.setdefault((spec.kind, spec.text), min(len(known), 256))

@@ -28,9 +28,10 @@ from dovetail.api.grammar import (
     Matcher,
     SpecKind,
 )
-from dovetail.errors import DovetailError, RequestError
+from dovetail.errors import DovetailError, RequestError, shown
 from dovetail.testing.checks import Absent, check, fail, require
 from dovetail.testing.suite import Suite
+from dovetail.testing.suites import odd_texts
 from dovetail.testing.suites.grammar_oracle import (
     ALIKE,
     BROKEN,
@@ -57,6 +58,7 @@ from dovetail.testing.suites.grammar_oracle import (
 if TYPE_CHECKING:
     from dovetail.api.grammar import UInt32
 
+OFTEN = 300  # specs that a backend compiles
 STATES = 60  # states per case whose masks are compared
 STEPS = 12  # tokens per random answer
 ANSWERS = 20  # random answers per schema
@@ -396,8 +398,9 @@ class GrammarSuite(Suite):
     @check("grammar.same_text", since="1.0")
     def test_a_text_of_another_kind_is_another_spec(self) -> None:
         """Two specs with the same text, one of them a regular expression, or two regular
-        expressions that differ in case or white space, have the same first mask: cache compiled
-        grammars by kind and text."""
+        expressions that differ in case or white space, have the same first mask; or of two choices
+        or schemas that differ in one character, or come after hundreds of others, one allows the
+        other's text: cache compiled grammars by kind and whole text."""
         backend = self._backend_of(CONTEXT)
         for specs in ALIKE:
             if all(self.declares(spec.kind) and self._compiles(spec) for spec in specs):
@@ -405,6 +408,31 @@ class GrammarSuite(Suite):
                 require(
                     one != other,
                     f"{specs[0]} and, compiled later, {specs[1]} have the same first mask",
+                )
+        numbered = tuple(f"{'-' * 40}{number:04}" for number in range(OFTEN))
+        for kind, written in SPECS_OF_A_TEXT.items():
+            if self.declares(kind):
+                for texts in (*odd_texts.ALIKE, numbered):
+                    self._require_apart([GrammarSpec(kind, written(text)) for text in texts], texts)
+
+    def _require_apart(self, specs: Sequence[GrammarSpec], texts: Sequence[str]) -> None:
+        """Require that each of these specs, of one text each, allows it and not the others'."""
+        backend = self._backend_of(BYTES)
+        try:
+            grammars = [backend.compile(spec) for spec in specs]
+        except RequestError:
+            return
+        says = [
+            text if spec.kind == "choice" else _in_json(text)
+            for spec, text in zip(specs, texts, strict=True)
+        ]
+        for at, grammar in enumerate(grammars):
+            # of many, those that come next, and the first
+            for other in {at, (at + 1) % len(says), 0}:
+                require(
+                    _writes(grammar, says[other]) == (other == at),
+                    f"{shown(specs[at])}, compiled with {len(specs) - 1} others, "
+                    f"{'forbids' if other == at else 'allows'} {shown(says[other])}",
                 )
 
     @check("grammar.failed", since="1.0")
@@ -566,14 +594,14 @@ class GrammarSuite(Suite):
         for kind in SPEC_KINDS:
             declared = self.declares(kind)
             for text in BROKEN.get(kind, ()) if declared else (TRIVIAL[kind],):
-                shown = f"{kind} {text[:60]!r}"
+                told = f"{kind} {text[:60]!r}"
                 try:
                     self._backend.compile(GrammarSpec(kind, text))
                 except RequestError as error:
-                    require(str(error).strip(), f"{shown} is refused without a reason")
+                    require(str(error).strip(), f"{told} is refused without a reason")
                 else:
                     fail(
-                        f"{shown} is compiled, though it "
+                        f"{told} is compiled, though it "
                         f"{'is wrong' if declared else 'is of a kind that the backend does not declare'}"
                     )
 
@@ -877,6 +905,24 @@ class GrammarSuite(Suite):
         return text, False
 
 
+def _in_json(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+# a vocabulary of all bytes
+BYTES = GrammarContext([*(bytes([byte]) for byte in range(256)), b"<end>"], frozenset([256]), 257)
+SPECS_OF_A_TEXT: dict[SpecKind, Callable[[str], str]] = {
+    "choice": lambda text: json.dumps([text]),
+    "json_schema": lambda text: json.dumps({"const": text}),
+}
+
+
+def _writes(grammar: Grammar, text: str) -> bool:
+    """Return True if a grammar over `BYTES` allows a text, and its end."""
+    matcher = grammar.begin()
+    return all(map(matcher.accept, text.encode())) and matcher.accept(256)
+
+
 def _empty(context: GrammarContext) -> UInt32:
     return np.zeros(-(-context.vocab_size // 32), dtype=np.uint32)
 
@@ -904,12 +950,15 @@ def _walks_again(grammar: Grammar, ready: Barrier, walk: tuple[list[int], list[A
 
 
 def _allowed(matcher: Matcher, context: GrammarContext = CONTEXT) -> set[int]:
-    """Return the ids whose bits are 1."""
-    return _ids(_mask(matcher, context))
+    """Return the ids whose bits are 1. Raises `CheckFailed` for ids beyond the vocabulary."""
+    return _ids(_mask(matcher, context), context)
 
 
-def _ids(words: UInt32) -> set[int]:
-    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+def _ids(words: UInt32, context: GrammarContext = CONTEXT) -> set[int]:
+    bits = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+    beyond = [bit for bit in bits if bit >= context.vocab_size]
+    require(not beyond, f"with a vocabulary of {context.vocab_size}, the bits {beyond} are 1")
+    return set(bits)
 
 
 def _difference(found: set[int], wanted: set[int]) -> str:
