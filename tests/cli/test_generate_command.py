@@ -24,6 +24,7 @@ class Echo:
     first, one letter per step."""
 
     made: Any = None
+    images = None
 
     def __init__(self, config: Any) -> None:
         self.config, self.requests, self.closed = (

@@ -3,6 +3,7 @@ in a terminal."""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import pty
@@ -20,6 +21,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dovetail.cli.app import app
+from tests.media.checkpoints import checkpoint, picture
 
 DEADLINE_S = 60.0
 
@@ -41,6 +43,8 @@ class Parrot(BaseHTTPRequestHandler):
         self.bodies.append(body)
         self.keys.append(self.headers["Authorization"])
         said = body["messages"][-1]["content"]
+        if isinstance(said, list):
+            said = said[-1]["text"]
         if said == "refuse":
             self._send(
                 400,
@@ -104,6 +108,53 @@ def parrot() -> Iterator[tuple[str, type[Parrot]]]:
 
 def chat(*arguments: str, said: str = "") -> Result:
     return CliRunner().invoke(app, ["chat", *arguments], input=said)
+
+
+def test_images_are_sent_with_the_next_message(
+    parrot: tuple[str, type[Parrot]], tmp_path: Path
+) -> None:
+    url, server = parrot
+    names = [str(tmp_path / name) for name in ("a.png", "b.jpeg", "c")]
+    for name in names:
+        Path(name).write_bytes(name.encode())
+    said = f"one\ntwo\n/image {names[1]}\n/image {names[2]}\n/image {tmp_path}/none\nthree\n"
+    result = chat(url, "--image", names[0], said=said)
+    assert result.exit_code == 0
+    assert "none: No such file" in result.stderr
+    contents = [message["content"] for message in server.bodies[-1]["messages"][::2]]
+
+    def image(name: str, kind: str) -> dict[str, Any]:
+        data = base64.b64encode(name.encode()).decode()
+        return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+
+    assert contents == [
+        [image(names[0], "image/png"), {"type": "text", "text": "one"}],
+        "two",
+        [
+            image(names[1], "image/jpeg"),
+            image(names[2], "application/octet-stream"),
+            {"type": "text", "text": "three"},
+        ],
+    ]
+    missing = chat(url, "--image", f"{tmp_path}/none")
+    assert missing.exit_code == 2
+    assert "none: No such file" in missing.stderr
+
+
+@pytest.mark.slow("makes a checkpoint, and loads it")
+def test_a_local_model_reads_images(tmp_path: Path) -> None:
+    picture(30, 20).save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_text("no image")
+    directory = str(checkpoint("mistral3"))
+    options = ["--temperature", "0", "--max-tokens", "4", "--image", f"{tmp_path}/a.png"]
+    result = chat(directory, *options, said="one\n")
+    assert result.exit_code == 0, result.stderr
+    refused = chat(directory, *options[:4], "--image", f"{tmp_path}/b.png", said="one\n")
+    assert refused.exit_code == 1
+    assert "messages[0].content[0]" in refused.stderr
+    demo = chat("demo", *options, said="one\n")
+    assert demo.exit_code == 1
+    assert "takes no images" in demo.stderr
 
 
 def test_a_server_gets_the_whole_conversation(parrot: tuple[str, type[Parrot]]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import mimetypes
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import Annotated, Any
 
@@ -17,11 +19,13 @@ from dovetail.serving import Settings, load_config, read_text
 from dovetail_server.chat_partners import LocalModel, Partner, ServerError, ServerModel
 
 PROMPT = "> "
+MAX_IMAGE = 2**25  # bytes of a file; engines and servers have limits of their own
 UNPRINTABLE = {
     code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"
 }  # could contain terminal escape sequences
 HELP = """/reset         start a new conversation
 /system TEXT   set the system prompt from now on; without TEXT, remove it
+/image FILE    send an image with the next message
 /quit          quit, like Ctrl-D
 Ctrl-C stops an answer. To send a message that begins with /, type //."""
 
@@ -51,13 +55,18 @@ def chat(
     model: Annotated[
         str | None, typer.Option(help="The model, if the server has several. Default: the first.")
     ] = None,
+    image: Annotated[
+        list[str],
+        typer.Option(metavar="FILE", help="Send an image with the first message. May be repeated."),
+    ] = [],  # noqa: B006
     settings: Settings = [],  # noqa: B006 typer makes a list of its own
 ) -> None:
     """Talk to a model."""
+    images = [image_part(name) for name in image]
     params = {"temperature": temperature, "max_tokens": max_tokens}
     template = read_text(chat_template, "--chat-template") if chat_template is not None else None
     with closing(_partner(source, params, template, api_key, model, settings)) as partner:
-        good = ChatSession(partner, system).run()
+        good = ChatSession(partner, system, images).run()
     if not good:
         raise typer.Exit(1)
 
@@ -83,14 +92,33 @@ def _partner(
     return LocalModel(load_config(source, settings), params, template)
 
 
+def image_part(name: str) -> dict[str, Any]:
+    """Return the image in a file as a part of a message. Raises `ConfigError`."""
+    try:
+        with open(name, "rb") as file:
+            data = file.read(MAX_IMAGE + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"image {name}: {reason}") from None
+    if len(data) > MAX_IMAGE:
+        raise ConfigError(f"image {name}: it has more than {MAX_IMAGE} bytes")
+    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+    url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 class ChatSession:
     """A conversation in the terminal. Through pipes, each line of stdin is a message, and only
     answers are printed."""
 
-    def __init__(self, partner: Partner, system: str | None) -> None:
+    def __init__(
+        self, partner: Partner, system: str | None, images: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """`images`: parts of the first message."""
         self._partner = partner
         self._system = system
-        self._messages: list[dict[str, str]] = []
+        self._images = list(images)
+        self._messages: list[dict[str, Any]] = []
         self._typed = sys.stdin is not None and sys.stdin.isatty()
         self._out, self._notes = _console(False), _console(True)
 
@@ -134,19 +162,32 @@ class ChatSession:
         elif name == "/system":
             self._system = rest.strip() or None
             self._note("system prompt set" if self._system else "system prompt removed")
+        elif name == "/image":
+            self._attach(rest.strip())
         elif name == "/help":
             self._note(HELP)
         else:
             self._note(
-                f"unknown command {name}; commands are /reset, /system, /quit and /help; to send a "
-                f"message that begins with /, type //"
+                f"unknown command {name}; commands are /reset, /system, /image, /quit and /help; "
+                f"to send a message that begins with /, type //"
             )
         return True
 
+    def _attach(self, name: str) -> None:
+        """Send an image with the next message."""
+        try:
+            self._images.append(image_part(name))
+        except ConfigError as error:
+            self._notes.print(f"error: {error}", style="red")
+        else:
+            self._note(f"{name} is sent with the next message")
+
     def _say(self, text: str) -> bool:
         """Send a message, and print the answer as it arrives. Returns False on failure; the message
-        is then discarded."""
-        self._messages.append({"role": "user", "content": text})
+        and its images are then discarded."""
+        content = [*self._images, {"type": "text", "text": text}] if self._images else text
+        self._images = []
+        self._messages.append({"role": "user", "content": content})
         before = [{"role": "system", "content": self._system}] if self._system else []
         answer = ""
         reason = None

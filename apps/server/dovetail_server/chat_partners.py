@@ -20,7 +20,7 @@ TIMEOUT_S = 600.0  # without data from the server
 MAX_LINE = 2**24  # bytes of one line of a response
 MAX_ERROR = 2**16  # bytes of an error response
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]  # in OpenAI's chat format
 HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 
 
@@ -70,10 +70,12 @@ class LocalModel:
                 f"try `dovetail generate {config.model} TEXT`, or provide a template: "
                 f"--chat-template FILE"
             )
+        engine = self._llm.engine
         self._chat = ChatFrontEnd(
-            self._llm.engine.tokenizer,
-            self._llm.engine.config.limits,
-            self._llm.engine.capacity.max_model_len,
+            engine.tokenizer,
+            engine.config.limits,
+            engine.capacity.max_model_len,
+            images=engine.images,
         )
 
     def answer(self, messages: Messages) -> Generator[Piece]:

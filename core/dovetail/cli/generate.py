@@ -95,6 +95,14 @@ def generate(
             "--chat", help="The prompt is a user's message, for the model's chat template."
         ),
     ] = False,
+    image: Annotated[
+        list[str],
+        typer.Option(
+            metavar="FILE",
+            help="An image: with --chat before the text, otherwise in the place of a placeholder "
+            "in it. May be repeated.",
+        ),
+    ] = [],  # noqa: B006
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object for each finished request.")
     ] = False,
@@ -107,12 +115,7 @@ def generate(
     ] = None,
 ) -> None:
     """Complete a prompt, or a file of prompts."""
-    from dovetail.cli.prompts import as_chat
-
-    if (prompt is None) == (prompts_file is None):
-        raise ConfigError("give one prompt, or --prompts-file")
-    if plain and prompts_file is None:
-        raise ConfigError("--plain says how to read a --prompts-file, and there is none")
+    _check_source(prompt, prompts_file, plain=plain, has_images=bool(image))
     params: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -134,8 +137,8 @@ def generate(
         if prompt is not None
         else _file_of_prompts(str(prompts_file), plain, params)
     )
-    if chat:
-        prompts = [as_chat(prompt) for prompt in prompts]
+    if chat or image:
+        prompts = [_with_images(one, image, chat=chat) for one in prompts]
     config = load_config(source, settings)
     if trace_out is not None:
         config = _traced(config, trace_out)
@@ -151,6 +154,30 @@ def generate(
         finished = _stream(engine, prompts[0]) if stream else _run(engine, prompts, as_json)
     if not finished:
         raise typer.Exit(1)
+
+
+def _check_source(
+    prompt: str | None, prompts_file: str | None, *, plain: bool, has_images: bool
+) -> None:
+    """Raise `ConfigError` unless there is one prompt, or a file that the options fit."""
+    if (prompt is None) == (prompts_file is None):
+        raise ConfigError("give one prompt, or --prompts-file")
+    if plain and prompts_file is None:
+        raise ConfigError("--plain says how to read a --prompts-file, and there is none")
+    if has_images and prompts_file is not None:
+        raise ConfigError(
+            "--image is for one prompt: in a --prompts-file, messages have images of their own"
+        )
+
+
+def _with_images(prompt: Prompt, images: list[str], *, chat: bool) -> Prompt:
+    """Return the prompt with images in files, as a conversation if `chat`."""
+    from dovetail.cli.prompts import as_chat
+
+    if chat:
+        return as_chat(prompt, images)
+    data = {"prompt": prompt.prompt, "multi_modal_data": {"image": images}}
+    return prompt._replace(prompt=data)
 
 
 def _traced(config: EngineConfig, path: Path) -> EngineConfig:
@@ -244,7 +271,13 @@ def _with_chats_rendered(engine: LLMEngine, prompts: list[Prompt]) -> list[Promp
 
     rendered = []
     with closing(
-        ChatFrontEnd(engine.tokenizer, engine.config.limits, engine.capacity.max_model_len)
+        ChatFrontEnd(
+            engine.tokenizer,
+            engine.config.limits,
+            engine.capacity.max_model_len,
+            images=engine.images,
+            local=True,
+        )
     ) as chat:
         for prompt in prompts:
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -80,9 +80,9 @@ def read_plain(lines: Iterable[str], name: str, defaults: Mapping[str, Any]) -> 
     return prompts
 
 
-def as_chat(prompt: Prompt) -> Prompt:
-    """Return the prompt with its text as a user's message; messages stay as they are. Raises
-    `RequestError` for token ids."""
+def as_chat(prompt: Prompt, images: Sequence[str] = ()) -> Prompt:
+    """Return the prompt with its text as a user's message, after images in these files; messages
+    stay as they are. Raises `RequestError` for token ids."""
     if prompt.messages is not None:
         return prompt
     if not isinstance(prompt.prompt, str):
@@ -90,7 +90,11 @@ def as_chat(prompt: Prompt) -> Prompt:
             f"request {shown(prompt.id)}: --chat makes a message of a text, and this prompt is "
             f"token ids"
         )
-    return prompt._replace(prompt="", messages=[{"role": "user", "content": prompt.prompt}])
+    content: Any = prompt.prompt
+    if images:
+        parts = [{"type": "image", "image": name} for name in images]
+        content = [*parts, {"type": "text", "text": content}]
+    return prompt._replace(prompt="", messages=[{"role": "user", "content": content}])
 
 
 def _read_line(line: str, default_id: str, defaults: Mapping[str, Any]) -> Prompt:
