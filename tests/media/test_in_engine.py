@@ -18,7 +18,16 @@ from tests.media.checkpoints import checkpoint, picture, written
 from tests.media.oracle import Prompt, tensors_of
 from tests.support import FULL
 
-SERVED = ("llava", "mistral3", "internvl", "smolvlm", "llava_onevision")
+SERVED = (
+    "idefics3",
+    "internvl",
+    "lighton_ocr",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "mistral3",
+    "smolvlm",
+)
 NEW = 6
 CASES = 60 if FULL else 1
 SIZES = ((28, 28), (33, 50), (91, 17), (40, 64))
@@ -102,3 +111,23 @@ def test_a_placeholder_that_is_typed_is_text(name: str) -> None:
     with engine(directory) as llm:
         [output] = llm.chat([{"role": "user", "content": parts}], params, use_tqdm=False)
     check(directory, output, [image], typed=1)
+
+
+@pytest.mark.parametrize("name", ["llava", "mistral3"])
+@pytest.mark.slow("makes an engine, and transformers' whole model")
+def test_a_picture_is_found_in_the_prefix_cache_and_another_is_not(name: str) -> None:
+    """Another one hits the text before it."""
+    directory = checkpoint(name)
+    images = [picture(40, 30, seed) for seed in (0, 0, 1, 0)]
+    text = "b" * 40 + written(name) + "c" * 40
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    cached = []
+    with engine(directory) as llm:
+        for image in images:
+            prompt: Any = {"prompt": text, "multi_modal_data": {"image": image}}
+            [output] = llm.generate(prompt, params, use_tqdm=False)
+            check(directory, output, [image])
+            cached.append(output.num_cached_tokens)
+    assert cached[0] == 0
+    assert cached[1] == cached[3] > len(text) - len(written(name))
+    assert 0 < cached[2] <= 40
