@@ -15,6 +15,11 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from dovetail.config.limits import Limits
+from dovetail.front.media.facts import MediaFacts
+from dovetail.front.media.processes import ImageProcesses
+from dovetail.front.media.prompts import ImagePrompts
+from dovetail.front.media.worker import answer_of
 from dovetail.front.tokenizer import TransformersTokenizer
 
 VISION = {"model_type": "clip_vision_model", "patch_size": 4, "image_size": 16}
@@ -235,4 +240,28 @@ def whole_processor(name: str) -> Any:
     wanted = {name: None for name in parts if name in made.get_attributes()}
     return made(
         image_processor=image_processor, tokenizer=tokenizer_of(kind), **wanted, **kind.options
+    )
+
+
+class InThisProcess(ImageProcesses):
+    """Does what the processes do, in this one, which takes no time to start."""
+
+    def ask(self, request: Mapping[str, Any], place: str) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(json.dumps(answer_of(json.loads(json.dumps(request)))))
+        return answer
+
+
+def image_prompts(
+    name: str, directory: Path, limits: Limits | None = None, **facts: Any
+) -> ImagePrompts:
+    """What prepares images for a checkpoint of a type, which is written to `directory`."""
+    config = write(directory, name)
+    tokenizer = own_tokenizer(name)
+    given = {"cache_rows": 10_000, "step_tokens": 10_000} | facts
+    limits = limits or Limits()
+    return ImagePrompts(
+        MediaFacts(model_dir=str(directory), config=config, **given),
+        limits,
+        lambda: tokenizer,
+        InThisProcess(str(directory), limits),
     )

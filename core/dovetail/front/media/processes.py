@@ -6,6 +6,7 @@ seconds, or before by `prepare`.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -91,7 +92,13 @@ class ImageProcesses:
                 "memory_bytes": limits.max_image_memory,
                 "cpu_s": limits.max_image_s,
             }
-            answer = self._ask(request, source.place)
+            answer = self.ask(request, source.place)
+            if "unusable" in answer:
+                raise UnsupportedError(
+                    f"the checkpoint's image processor can't be used: {answer['unusable']}"
+                )
+            if "refused" in answer:
+                raise RequestError(f"{source.place}: {answer['refused']}")
             return PreparedImage(
                 bytes.fromhex(answer["digest"]),
                 tuple(answer["size"]),
@@ -102,8 +109,8 @@ class ImageProcesses:
         """End the processes; another image starts new ones."""
         self._processes.close()
 
-    def _ask(self, request: Mapping[str, Any], place: str) -> dict[str, Any]:
-        import json
+    def ask(self, request: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """Return a worker's answer. Raises `RequestError` if it ends."""
 
         limits = self._limits
         with self._processes.one() as process:
@@ -112,12 +119,6 @@ class ImageProcesses:
                 answer: dict[str, Any] = process.ask(line, limits.max_image_s, _OVERTIME_S)
             except WorkerEndedError as ended:
                 raise RequestError(f"{place}: {_why_ended(ended.reason, limits)}") from None
-        if "unusable" in answer:
-            raise UnsupportedError(
-                f"{place}: the checkpoint's image processor can't be used: {answer['unusable']}"
-            )
-        if "refused" in answer:
-            raise RequestError(f"{place}: {answer['refused']}")
         return answer
 
 

@@ -66,13 +66,18 @@ class ImagePrompts:
     """
 
     def __init__(
-        self, facts: MediaFacts, limits: Limits, tokenizer: Callable[[], Tokenizer]
+        self,
+        facts: MediaFacts,
+        limits: Limits,
+        tokenizer: Callable[[], Tokenizer],
+        processes: ImageProcesses | None = None,
     ) -> None:
-        """`tokenizer` loads it when first called."""
+        """`tokenizer` loads it when first called. `processes` takes the place of its own, for
+        tests."""
         self.facts = facts
         self._limits = limits
         self._tokenizer = tokenizer
-        self._processes = ImageProcesses(facts.model_dir, limits)
+        self._processes = processes or ImageProcesses(facts.model_dir, limits)
         self._tokens_of = lru_cache(maxsize=256)(self._encoded)
 
     @cached_property

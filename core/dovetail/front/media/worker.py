@@ -14,7 +14,8 @@ import json
 import os
 import sys
 import warnings
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,9 +41,14 @@ class RefusedError(Exception):
     """Why an image isn't prepared, as a clause that follows the image's name."""
 
 
-def decoded(data: bytes, max_pixels: int) -> Image.Image:
-    """Return the image of a file, as RGB; of several the first. Raises `RefusedError`: the size is
-    checked before anything is decoded."""
+Size = tuple[int, int]  # width and height in pixels
+
+
+def decoded(
+    data: bytes, max_pixels: int, check: Callable[[Size], None] = lambda size: None
+) -> Image.Image:
+    """Return the image of a file, as RGB; of several the first. `check` may raise `RefusedError`
+    for its size before anything is decoded. Raises `RefusedError`."""
     if not data.startswith(_BEGINNINGS) and not (data[:4] == b"RIFF" and data[8:12] == b"WEBP"):
         raise RefusedError(f"it must be one of {', '.join(FORMATS)}, by its content")
     Image.MAX_IMAGE_PIXELS = max_pixels
@@ -51,8 +57,9 @@ def decoded(data: bytes, max_pixels: int) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(data), formats=FORMATS)
-            check_size(image.size, max_pixels)
             size = image.size
+            check_size(size, max_pixels)
+            check(size)
             image.load()
             if image.size != size:
                 raise RefusedError("its size isn't that of its header")
@@ -68,7 +75,7 @@ def decoded(data: bytes, max_pixels: int) -> Image.Image:
         raise RefusedError(f"its file is damaged: {reason}") from None
 
 
-def check_size(size: tuple[int, int], max_pixels: int) -> None:
+def check_size(size: Size, max_pixels: int) -> None:
     """Raise `RefusedError` for an image that is too large, too small or too long."""
     width, height = size
     if width < 1 or height < 1:
@@ -100,16 +107,18 @@ def _own_bytes() -> int:
 
 
 def check_patches(
-    processor: Any, image: Image.Image, arguments: dict[str, Any], most: int | None
+    size: Size, *, processor: Any, arguments: dict[str, Any], most: int | None
 ) -> None:
     """Raise `RefusedError` if an image of this size becomes more than `most` patches, where the
     processor tells."""
     count = getattr(processor, "get_number_of_image_patches", None)
     if most is None or count is None:
         return
-    patches = count(image.height, image.width, dict(arguments))
+    patches = count(size[1], size[0], dict(arguments))
     if isinstance(patches, int | np.integer) and patches > most:
-        raise RefusedError("rows")
+        raise RefusedError(
+            f"it becomes {patches:,} patches, of which at most {most:,} fit (media.cache_rows)"
+        )
 
 
 def prepared(
@@ -130,7 +139,9 @@ def prepared(
     }
 
 
-def _answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer_of(request: dict[str, Any]) -> dict[str, Any]:
+    """Prepare an image, and write its tensors to a file. Return what they are, or why there are
+    none."""
     try:
         processor = _processor(request["model_dir"])
     except MemoryError:
@@ -138,17 +149,24 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         reason = " ".join(str(error).split())[:_LONGEST_REASON]
         return {"unusable": f"{type(error).__name__}: {reason}"}
-    bound_process(_own_bytes() + request["memory_bytes"], request["cpu_s"])
     try:
         with open(request["file"], "rb") as file:
             data = file.read()
+        arguments = request["arguments"]
+        check = partial(
+            check_patches,
+            processor=processor,
+            arguments=arguments,
+            most=request["max_patches"],
+        )
         if request["size"] is None:
-            image = decoded(data, request["max_pixels"])
+            image = decoded(data, request["max_pixels"], check)
         else:
+            check_size(request["size"], request["max_pixels"])
+            check(request["size"])
             image = Image.frombytes("RGB", tuple(request["size"]), data)
         del data
-        check_patches(processor, image, request["arguments"], request["max_patches"])
-        outputs = prepared(processor, image, request["arguments"])
+        outputs = prepared(processor, image, arguments)
     except RefusedError as refused:
         return {"refused": str(refused)}
     return {
@@ -183,8 +201,10 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     not to be trusted. `null` only asks whether this process is there."""
     for line in requests:
         request = json.loads(line)
+        if request is not None:
+            bound_process(_own_bytes() + request["memory_bytes"], request["cpu_s"])
         try:
-            answer = json.dumps([] if request is None else _answer(request)).encode()
+            answer = json.dumps([] if request is None else answer_of(request)).encode()
         except MemoryError:
             answers.write(OUT_OF_MEMORY)
             return

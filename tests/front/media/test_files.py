@@ -1,0 +1,137 @@
+"""Files of images: what is refused, and what is read of the others."""
+
+from __future__ import annotations
+
+import io
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dovetail.config.limits import Limits
+from dovetail.errors import RequestError
+from dovetail.front.media.processes import ImageProcesses
+from dovetail.front.media.sources import ImageSource, SourceKind
+from dovetail.front.media.worker import RefusedError, decoded
+from tests.front.media import files
+from tests.front.media.checkpoints import write
+
+PIXELS = Limits().max_image_pixels
+SOURCE = ImageSource(SourceKind.BYTES, b"", "image 0")
+
+
+def pixels(data: bytes) -> np.ndarray:
+    return np.asarray(decoded(data, PIXELS))
+
+
+@pytest.mark.parametrize("name", files.HOSTILE)
+def test_hostile_files_are_refused(name: str) -> None:
+    with pytest.raises(RefusedError):
+        decoded(files.HOSTILE[name], PIXELS)
+
+
+def test_the_size_is_checked_before_anything_is_decoded() -> None:
+    data = files.file_of(Image.new("L", (3000, 3000)))
+    checked = []
+    with pytest.raises(RefusedError, match="at most 8,999,999 pixels"):
+        decoded(data, 8_999_999, checked.append)
+    assert not checked
+    truncated = data[:60]
+
+    def refuse(size: tuple[int, int]) -> None:
+        raise RefusedError(f"size {size}")
+
+    with pytest.raises(RefusedError, match="size"):
+        decoded(truncated, PIXELS, refuse)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
+def test_of_an_animation_the_first_picture_is_read(kind: str) -> None:
+    data = files.animated(kind)
+    first = files.picture().convert("P").convert("RGB") if kind == "GIF" else files.picture()
+    got = pixels(data)
+    assert got.shape == (17, 23, 3)
+    if kind != "GIF":  # which has fewer colours
+        np.testing.assert_array_equal(got, np.asarray(first))
+
+
+def test_modes_become_rgb() -> None:
+    grey = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    plain = np.repeat(grey[..., None], 3, axis=2)
+    np.testing.assert_array_equal(pixels(files.file_of(Image.fromarray(grey))), plain)
+    deep = Image.fromarray(grey.astype(np.uint16) * 257)
+    np.testing.assert_array_equal(pixels(files.file_of(deep)), plain)
+    palette = Image.fromarray(grey).convert("P")
+    np.testing.assert_array_equal(pixels(files.file_of(palette)), plain)
+    bits = Image.fromarray(grey > 99)
+    expected = np.where(plain > 99, 255, 0)
+    np.testing.assert_array_equal(pixels(files.file_of(bits)), expected)
+
+
+def test_cmyk_is_converted() -> None:
+    data = files.file_of(files.picture().convert("CMYK"), "JPEG", quality=100)
+    expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    np.testing.assert_array_equal(pixels(data), expected)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA"])
+def test_what_is_transparent_is_white(mode: str) -> None:
+    image = Image.new("RGBA", (2, 1), (255, 0, 0, 0))
+    image.putpixel((0, 0), (9, 9, 9, 255))
+    data = files.file_of(image.convert(mode) if mode != "PA" else image.quantize())
+    np.testing.assert_array_equal(pixels(data), [[[9] * 3, [255] * 3]])
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_turns_and_mirrors(orientation: int) -> None:
+    image = files.picture()
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    upright = np.asarray(image)
+    mirrored = orientation in (2, 4, 5, 7)
+    turns = {1: 0, 2: 0, 3: 2, 4: 2, 5: 1, 6: 3, 7: 3, 8: 1}[orientation]
+    expected = np.rot90(upright[:, ::-1] if mirrored else upright, turns)
+    for kind, options in (("PNG", {}), ("WEBP", {"lossless": True})):
+        data = files.file_of(image, kind, exif=exif, **options)
+        np.testing.assert_array_equal(pixels(data), expected)
+
+
+def test_metadata_is_dropped() -> None:
+    np.testing.assert_array_equal(pixels(files.with_metadata(3)), np.asarray(files.picture()))
+
+
+def test_what_follows_an_image_in_its_file_is_not_read() -> None:
+    for data in (files.GOOD + files.HOSTILE["zip"], files.GOOD + files.HOSTILE["html"]):
+        np.testing.assert_array_equal(pixels(data), np.asarray(files.picture()))
+
+
+@pytest.mark.slow("starts a process, and sends it all hostile files")
+def test_hostile_files_end_nothing_and_take_no_memory_here(tmp_path: Path) -> None:
+    write(tmp_path, "llava")
+    processes = ImageProcesses(str(tmp_path), Limits())
+    for _ in range(2):
+        for name, data in files.HOSTILE.items():
+            with pytest.raises(RequestError, match=r"^image 0: it"):
+                processes.image(SOURCE, data, {})
+            assert name
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss == before
+    assert processes.image(SOURCE, files.GOOD, {}).size == (23, 17)
+    processes.close()
+
+
+@pytest.mark.slow("starts processes, one of which takes its whole time")
+def test_a_process_that_grows_or_is_late_ends_alone(tmp_path: Path) -> None:
+    write(tmp_path, "llava")
+    large = files.file_of(Image.new("RGB", (7000, 7000)))
+    small = ImageProcesses(str(tmp_path), Limits(max_image_memory=2**29))
+    with pytest.raises(RequestError, match=r"bytes of memory .*limits\.max_image_memory"):
+        small.image(SOURCE, large, {})
+    assert small.image(SOURCE, files.GOOD, {}).size == (23, 17)
+    small.close()
+    hurried = ImageProcesses(str(tmp_path), Limits(max_image_s=0.3))
+    with pytest.raises(RequestError, match=r"takes longer than 0\.3 s .*limits\.max_image_s"):
+        hurried.image(SOURCE, files.scans(3000), {})
+    hurried.close()
