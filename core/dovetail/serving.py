@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from dovetail.front.token_texts import speller, texts_of_prompt, unwritten
     from dovetail.front.tokenizer import TokenizedText, Tokenizer
     from dovetail.front.vllm_args import ARGUMENTS, is_given, translated
-    from dovetail.front.vllm_groups import TEXT_ONLY, Group
+    from dovetail.front.vllm_groups import IMAGES, Group
     from dovetail.front.vllm_structured import structured_of_vllm
     from dovetail.registry.registry import AUTO, Registry
     from dovetail.registry.resolved import ResolvedComponent
@@ -115,7 +115,7 @@ _HOMES = {
     "RequiredSource": "cli.settings",
     "ResolvedComponent": "registry.resolved",
     "Settings": "cli.settings",
-    "TEXT_ONLY": "front.vllm_groups",
+    "IMAGES": "front.vllm_groups",
     "TokenWatcher": "engine.finish",
     "TokenizedText": "front.tokenizer",
     "Tokenizer": "front.tokenizer",
@@ -209,7 +209,7 @@ __all__ = [
     "RequiredSource",
     "ResolvedComponent",
     "Settings",
-    "TEXT_ONLY",
+    "IMAGES",
     "TokenWatcher",
     "TokenizedText",
     "Tokenizer",

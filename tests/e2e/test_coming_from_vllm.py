@@ -87,6 +87,22 @@ KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
         ("xxhash", {"kv_cache.hash": "xxh3"}),
     ],
     "max_logprobs": [(20, {"limits.max_logprobs": 20}), (None, {})],
+    "limit_mm_per_prompt": [
+        ({"image": 4}, {"limits.max_images": 4}),
+        ({"image": 0, "video": 0, "audio": 0}, {"limits.max_images": 0}),
+        ({}, {}),
+        (None, {}),
+    ],
+    "mm_processor_kwargs": [
+        ({"max_pixels": 10_000}, {"media.processor": {"max_pixels": 10_000}}),
+        ({}, {}),
+        (None, {}),
+    ],
+    "allowed_media_domains": [
+        (["images.example.com"], {"media.hosts": ["images.example.com"]}),
+        (None, {}),
+    ],
+    "language_model_only": [(True, {"media.images": False}), (False, {})],
     "enforce_eager": [(True, {"cuda_graphs": False}), (False, {"cuda_graphs": True})],
     "async_scheduling": [(True, {"overlap": True}), (False, {"overlap": False}), (None, {})],
     "scheduling_policy": [

@@ -388,7 +388,7 @@ REFUSED: dict[str, tuple[str, str]] = {  # a program, what is said
         "from vllm.model_executor.model_loader import ShardedStateLoader",
         "weight formats are plugins",
     ),
-    "vision_language": ("from vllm.assets.image import ImageAsset", "only text models"),
+    "vision_language": ("from vllm.assets.image import ImageAsset", "pass images of Pillow"),
 }
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.serving import TEXT_ONLY, Group, among, parse_yaml
+from dovetail.serving import IMAGES, Group, among, parse_yaml
 
 _PROXY = "use a proxy to verify and renew certificates"
 _REPLICAS = "use `dovetail cluster up`, which starts replicas and replaces failed ones"
@@ -141,7 +141,7 @@ GROUPS = (
     Group(_PLUGIN, {"--middleware": [], "--tool-parser-plugin": ""}),
     Group("tools are run by the client", {"--tool-server": None}),
     Group("set strict in each tool", {"--tool-strict-level": None}),
-    Group(TEXT_ONLY, {"--trust-request-mm-kwargs": False}),
+    Group(IMAGES, {"--trust-request-mm-kwargs": False}),
     Group("no pages of documentation are served", {"--enable-offline-docs": False}),
     Group(
         _PROXY,

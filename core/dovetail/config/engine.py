@@ -297,6 +297,10 @@ class Media(BaseModel):
     """Hosts from which images may be fetched by URL (https, or http). Empty: images come in the
     request only. Private addresses are never fetched."""
 
+    processor: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the checkpoint's image processor, such as `{max_pixels: 1000000}`; which ones
+    there are depends on the type of the model."""
+
 
 class EngineConfig(BaseModel):
     """Settings of an engine: the keys and defaults of `engine.yaml`. Frozen; unknown keys are
@@ -735,7 +739,7 @@ def _open(value: Any, where: Where) -> Any:
         return {"name": value.name, **value.options}
     if where.path == ("model",) and isinstance(value, str | ModelChoice):
         return {"path": value} if isinstance(value, str) else value.model_dump(exclude_none=True)
-    if isinstance(value, Limits | Pooling | PluginSelection | Adapters):
+    if isinstance(value, Limits | Media | Pooling | PluginSelection | Adapters):
         return value.model_dump(exclude_unset=True)
     if where.path == ("adapters",) and value is None:
         return {}

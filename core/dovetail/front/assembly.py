@@ -48,6 +48,7 @@ from dovetail.front.component_values import ComponentValues
 from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.intake_facts import IntakeFacts
 from dovetail.front.media.facts import MediaFacts
+from dovetail.front.media.layouts import check_options
 from dovetail.front.media.processes import check_pillow
 from dovetail.front.pooling import PoolingFacts
 from dovetail.registry.models import resolve_model
@@ -282,16 +283,20 @@ def _pooling_facts(
 
 def _media_facts(config: EngineConfig, capacity: Capacity, model_dir: Path) -> MediaFacts | None:
     """Return how the model reads images, if the executor computes them. Raises
-    `MissingExtraError` without what decodes them."""
+    `MissingExtraError` without what decodes them, and `ConfigError` for options that its image
+    processor hasn't."""
     if capacity.media is None:
         return None
     check_pillow()
+    model = read_json_object(model_dir / "config.json")
+    check_options(config.media.processor, model)
     return MediaFacts(
         model_dir=str(model_dir),
-        config=read_json_object(model_dir / "config.json"),
+        config=model,
         cache_rows=capacity.media.cache_rows,
         step_tokens=config.max_num_batched_tokens,
         hosts=config.media.hosts,
+        options=config.media.processor,
     )
 
 

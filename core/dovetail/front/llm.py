@@ -26,7 +26,7 @@ from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine
 from dovetail.front.outputs import EngineOutput
 from dovetail.front.pooling import ScorePlan, paired
-from dovetail.front.prompts import Prompt, cuts
+from dovetail.front.prompts import Prompt, cuts, with_images
 from dovetail.front.vllm_args import translated
 from dovetail.front.vllm_calls import check_call
 from dovetail.front.vllm_methods import SaysWhatIsMissing
@@ -85,11 +85,17 @@ class LLM(SaysWhatIsMissing):
         predicted_tokens: int | Sequence[int | None] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
+        multi_modal_data: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Complete one prompt or a list, each text or token ids, with one `SamplingParams` for all
         or one for each. So are `extra`, `predicted_tokens`, `lora_request` and `priority`, which
         `LLMEngine.add_request` describes. `use_tqdm`: show a progress bar, or what makes one.
+
+        `multi_modal_data`: the images of each prompt, `{"image": …}` with one or a list: each an
+        image of Pillow, a path, the bytes of a file, or a `data:` URL. `mm_processor_kwargs`: of
+        the checkpoint's image processor. A prompt that is a mapping may have both itself.
 
         Returns an output for each prompt, in the order of the prompts, whatever the `output_kind`.
         Raises `RequestError` if any is invalid, before anything is computed, and `EngineDeadError`
@@ -99,6 +105,8 @@ class LLM(SaysWhatIsMissing):
         if others:
             check_call("generate", others)
         prompts = _as_list(prompts)
+        if multi_modal_data is not None or mm_processor_kwargs:
+            prompts = _with_images(prompts, multi_modal_data, mm_processor_kwargs)
         params = _sampling_of_each(sampling_params, len(prompts), OutputKind.FINAL)
         fields = _fields_of_each(
             len(prompts),
@@ -148,11 +156,13 @@ class LLM(SaysWhatIsMissing):
         extra: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
         predicted_tokens: int | Sequence[int | None] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, with the model's chat template or the given
         one. The other options are those of `dovetail.front.chat.ChatOptions` and of `generate`.
-        Raises `RequestError` if there is no template, it rejects a conversation, or an option is
+        Parts of a message may be images: of type "image", with what `generate` takes, "image_url"
+        or "image_pil". Raises `RequestError` if there is no template, it rejects a conversation, or an option is
         invalid."""
         if others:
             check_call("chat", others)
@@ -175,6 +185,7 @@ class LLM(SaysWhatIsMissing):
             extra=extra,
             predicted_tokens=predicted_tokens,
             lora_request=lora_request,
+            mm_processor_kwargs=mm_processor_kwargs,
         )
 
     def beam_search(
@@ -550,6 +561,18 @@ def _as_list(prompts: Any) -> list[Prompt]:
         )
     prompts = list(prompts)
     return [prompts] if prompts and is_integer(prompts[0]) else prompts
+
+
+def _with_images(
+    prompts: Sequence[Prompt], data: Any, options: Mapping[str, Any] | None
+) -> list[Prompt]:
+    """Return prompts with their images, and with options of the image processor. Raises
+    `RequestError`."""
+    images = _fields_of_each(len(prompts), multi_modal_data=data)
+    return [
+        with_images(prompt, one.get("multi_modal_data"), options or {})
+        for prompt, one in zip(prompts, images, strict=True)
+    ]
 
 
 @contextmanager

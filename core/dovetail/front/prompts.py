@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dovetail.base.checks import BINARY, is_integer
@@ -94,12 +94,36 @@ def _without_images(prompt: Mapping[str, Any], *, allowed: bool) -> Mapping[str,
     return {key: value for key, value in prompt.items() if key not in (_DATA, _OPTIONS)}
 
 
+def with_images(prompt: Prompt, data: Any, options: Mapping[str, Any]) -> Prompt:
+    """Return a prompt with the images of `multi_modal_data` and with options of the image
+    processor, if it has images. Raises `RequestError`."""
+    _check_options(options)
+    if isinstance(prompt, ImagePrompt):
+        return replace(prompt, options={**prompt.options, **options})
+    if data is None and not images_in(prompt):
+        return prompt
+    given = prompt if isinstance(prompt, Mapping) else {}
+    if not given:
+        given = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    if data is not None and given.get(_DATA):
+        raise RequestError(f"{_DATA}: the prompt and the call both have some")
+    own = given.get(_OPTIONS) or {}
+    _check_options(own)
+    return {**given, _DATA: given.get(_DATA) or data, _OPTIONS: {**own, **options}}
+
+
+def _check_options(options: Any) -> None:
+    if not isinstance(options, Mapping):
+        raise RequestError(f"{_OPTIONS} must be a mapping, got {shown(options)}")
+
+
 def as_image_prompt(
     prompt: Mapping[str, Any], token_ids: Sequence[Any], images: ImagePrompts
 ) -> ImagePrompt:
     """Return a mapping with images, of which `token_ids` are the tokens. Raises `RequestError`."""
     text = prompt.get("prompt")
     options = prompt.get(_OPTIONS) or {}
+    _check_options(options)
     return images.unprepared(text, token_ids, images_of_data(prompt[_DATA]), options)
 
 

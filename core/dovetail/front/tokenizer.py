@@ -50,7 +50,7 @@ TOKENIZER_CONFIG = FileKeys(
             ("max_length", "stride", "truncation_strategy"), NoEffect("of calls in transformers")
         ),
         "pad_token_type_id": NoEffect("nothing is padded"),
-        "processor_class": NoEffect("images, video and audio aren't served"),
+        "processor_class": NoEffect("images are prepared without the whole processor"),
         "response_schema": NoEffect("the server's parsers read answers"),
         **dict.fromkeys(("name_or_path", "tokenizer_file", "special_tokens_map_file"), _NAMES),
     },
@@ -62,7 +62,7 @@ CHAT_TEMPLATE = FileKeys(
 )
 PROCESSORS = FileKeys(
     "preprocessor_config.json",
-    {"*": NoEffect("images, video and audio aren't served")},
+    {"*": Used("by transformers' image processor, for models that read images")},
 )
 _JSON_FILES = (
     "tokenizer.json",

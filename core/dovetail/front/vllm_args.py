@@ -15,11 +15,11 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from dovetail.base.checks import among, as_number, did_you_mean
+from dovetail.base.checks import among, as_number, did_you_mean, is_integer
 from dovetail.base.roadmap import planned
 from dovetail.config.engine import EngineConfig
 from dovetail.errors import ConfigError, shown
-from dovetail.front.vllm_groups import GROUPS, MACHINES, OLDER, TEXT_ONLY, Group
+from dovetail.front.vllm_groups import GROUPS, MACHINES, OLDER, Group
 from dovetail.front.vllm_speculation import speculation_of
 
 logger = logging.getLogger("dovetail")
@@ -265,6 +265,17 @@ def _ranks(name: str) -> Argument:
         (0, "many"),
         1,
     )
+
+
+def _image_limit(value: Any) -> Mapping[str, Any] | None:
+    if value is None or value == {}:
+        return {}
+    if not isinstance(value, Mapping) or any(value.get(kind) for kind in ("audio", "video")):
+        return None
+    images = value.get("image")
+    if images is None or not value.keys() <= {"image", "audio", "video"}:
+        return None
+    return {"limits.max_images": images} if is_integer(images) else None
 
 
 def _same_key(
@@ -757,8 +768,41 @@ _ROWS = (
         advice="set it in SamplingParams",
         rejected={"top_k": 5},
     ),
-    _fixed("limit_mm_per_prompt", None, {}, why=TEXT_ONLY, advice=TEXT_ONLY, rejected={"image": 1}),
-    _fixed("mm_processor_kwargs", None, {}, why=TEXT_ONLY, advice=TEXT_ONLY, rejected={"size": 1}),
+    Argument(
+        "limit_mm_per_prompt",
+        "limits.max_images",
+        _image_limit,
+        "the number of `image`; audio and video may only be 0",
+        f"must be {{'image': number}}; of audio and video: {planned('Audio and video')}",
+        ({"image": 4}, {"image": 2, "video": 0}, {}, None),
+        ({"video": 1}, {"image": "many"}, 3),
+    ),
+    Argument(
+        "mm_processor_kwargs",
+        "media.processor",
+        lambda value: {"media.processor": value} if value else {},
+        "arguments of the checkpoint's image processor",
+        "",
+        ({"max_pixels": 1_000_000}, {}, None),
+        (),
+    ),
+    Argument(
+        "allowed_media_domains",
+        "media.hosts",
+        lambda value: {"media.hosts": value} if value else {},
+        "hosts from which images may be fetched",
+        "",
+        (["images.example.com"], [], None),
+        (),
+    ),
+    _renamed(
+        "language_model_only",
+        "media.images",
+        {True: False, False: None},
+        "must be True or False",
+        "no",
+        False,
+    ),
     _fixed(
         "task",
         "auto",

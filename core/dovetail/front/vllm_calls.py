@@ -12,7 +12,7 @@ from typing import Any
 
 from dovetail.errors import RequestError, shown
 from dovetail.front.vllm_args import SOFT_PROMPTS
-from dovetail.front.vllm_groups import MACHINES, TEXT_ONLY
+from dovetail.front.vllm_groups import MACHINES
 from dovetail.front.vllm_only import VllmOnly
 from dovetail.request.pooling import PoolingParams
 from dovetail.request.sampling_params import BEAM_SEARCH, SamplingParams
@@ -21,6 +21,7 @@ _OBSERVERS = "write an observer plugin, and add its name to observers"
 _TOKENIZED = (
     "set truncate_prompt_tokens in the request's parameters; for other options pass token ids"
 )
+_IN_PROMPT = "only requests that generate take images, in the prompt: see docs/images.md"
 
 CALL_TABLE: Mapping[str, VllmOnly] = {
     "prompt_adapter_request": VllmOnly(SOFT_PROMPTS),
@@ -30,8 +31,8 @@ CALL_TABLE: Mapping[str, VllmOnly] = {
     "chat_template_content_format": VllmOnly(
         "it is detected from the template: leave it out", ("auto",)
     ),
-    "mm_processor_kwargs": VllmOnly(TEXT_ONLY, ({},)),
-    "multi_modal_data": VllmOnly(TEXT_ONLY, ({},)),
+    "mm_processor_kwargs": VllmOnly(_IN_PROMPT, ({},)),
+    "multi_modal_data": VllmOnly(_IN_PROMPT, ({},)),
     "trace_headers": VllmOnly("pass them to LLMEngine.add_request", ({},)),
     "data_parallel_rank": VllmOnly(MACHINES),
     "prompt_text": VllmOnly("pass the text or its token ids as the prompt"),

@@ -13,7 +13,7 @@ from typing import Any
 from dovetail.base.roadmap import planned
 
 MACHINES = planned("Several machines")
-TEXT_ONLY = "only text models are supported"
+IMAGES = "images are read without it: see docs/images.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +219,9 @@ GROUPS = (
         advisory=True,
     ),
     Group(
-        TEXT_ONLY,
+        IMAGES,
         {
             "allowed_local_media_path": "",
-            "allowed_media_domains": None,
             **_off("enable_mm_embeds", "mm_encoder_only", "enable_tower_connector_lora"),
             "default_mm_loras": None,
             "io_processor_plugin": None,
@@ -230,9 +229,9 @@ GROUPS = (
         },
     ),
     Group(
-        TEXT_ONLY,
+        IMAGES,
         {
-            **_off("language_model_only", "interleave_mm_strings", "skip_mm_profiling"),
+            **_off("interleave_mm_strings", "skip_mm_profiling"),
             "media_io_kwargs": {},
             "mm_processor_cache_gb": 4,
             "mm_processor_cache_type": "lru",

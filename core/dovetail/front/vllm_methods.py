@@ -32,7 +32,10 @@ METHOD_TABLE = {  # method or attribute -> alternative
         ),
         "weights are loaded once: close the engine, and create one with the new checkpoint",
     ),
-    **dict.fromkeys(("reset_mm_cache", "reset_encoder_cache"), "only text models are supported"),
+    **dict.fromkeys(
+        ("reset_mm_cache", "reset_encoder_cache"),
+        "the rows of an image are known by its pixels: leave it out",
+    ),
     **dict.fromkeys(
         ("enqueue", "wait_for_completion"),
         "`generate` takes a list of prompts; `stream` yields outputs as they are generated",

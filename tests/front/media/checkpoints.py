@@ -255,6 +255,7 @@ def image_prompts(
     name: str, directory: Path, limits: Limits | None = None, **facts: Any
 ) -> ImagePrompts:
     """What prepares images for a checkpoint of a type, which is written to `directory`."""
+    directory.mkdir(exist_ok=True)
     config = write(directory, name)
     tokenizer = own_tokenizer(name)
     given = {"cache_rows": 10_000, "step_tokens": 10_000} | facts

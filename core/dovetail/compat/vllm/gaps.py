@@ -10,7 +10,6 @@ from typing import Any
 
 from dovetail.base.checks import did_you_mean
 from dovetail.front.vllm_args import SOFT_PROMPTS
-from dovetail.front.vllm_groups import TEXT_ONLY
 
 PACKAGE = "dovetail.compat.vllm"
 _PLUGIN = "write a plugin instead: see docs/plugins"
@@ -18,10 +17,11 @@ _OBSERVER = (
     "write an observer plugin, and add its name to observers; LLM.get_metrics() returns "
     "counters and gauges"
 )
+_IMAGES = "pass images of Pillow, paths or bytes: see docs/images.md"
 _CONFIG = "configure the engine by the arguments of LLM()"
 INSTEAD = {  # the beginning of a module or name -> what to do instead
-    "multimodal": TEXT_ONLY,
-    "assets": TEXT_ONLY,
+    "multimodal": _IMAGES,
+    "assets": _IMAGES,
     "PoolerConfig": "leave it out: set the task by encode(…, pooling_task=…), and the method by "
     "LLM(pooling={'method': …})",
     "ProfilerConfig": "observers=['perfetto'] writes a trace",

@@ -7,6 +7,7 @@ processor returns, and from the checkpoint's configs.
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 from dovetail.api.json_files import read_json_object
 from dovetail.api.media_types import MediaType, media_type_of
-from dovetail.errors import ModelLoadError, RequestError, UnsupportedError, shown
+from dovetail.errors import ConfigError, ModelLoadError, RequestError, UnsupportedError, shown
 from dovetail.front.media.processes import PreparedImage
 
 Piece = str | int  # text between placeholders, or a number of placeholders
@@ -26,6 +27,10 @@ _ONLY_COUNTED = (  # outputs of image processors that no vision model takes
     "num_soft_tokens_per_image",
     "rows",
 )
+
+
+# of Qwen2-VL's image processor, where a checkpoint says none
+_PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 
 
 class Layout(ABC):
@@ -41,12 +46,22 @@ class Layout(ABC):
     def with_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the image processor's call. Raises `RequestError` for options
         that this type hasn't."""
-        if wrong := [name for name in options if name not in self.options]:
-            allowed = ", ".join(self.options) or "none"
-            raise RequestError(
-                f"mm_processor_kwargs: {shown(wrong[0])}: the options of this model are {allowed}"
-            )
+        if wrong := self.wrong_option(options):
+            raise RequestError(f"mm_processor_kwargs: {wrong}")
         return {**self.arguments, **options}
+
+    @classmethod
+    def wrong_option(cls, options: Mapping[str, Any]) -> str:
+        """Return what is wrong with options, or an empty text."""
+        for name in options:
+            if name not in cls.options:
+                allowed = ", ".join(cls.options) or "none"
+                return f"{shown(name)}: the options of this model are {allowed}"
+        try:
+            json.dumps(options)
+        except (TypeError, ValueError, RecursionError):
+            return "values must be plain"
+        return ""
 
     @abstractmethod
     def pieces(self, image: PreparedImage) -> Sequence[Piece]:
@@ -102,6 +117,18 @@ class _Grid(Layout):
     """Patches that are merged to rows, as Qwen2-VL and those after it have them."""
 
     options = ("size", "min_pixels", "max_pixels")
+
+    def with_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """As that of all types. `min_pixels` and `max_pixels` become `size`, which newer releases
+        of transformers know alone."""
+        arguments = super().with_options(options)
+        settings = self.files.image_processor
+        size = {**_PIXELS, **(settings.get("size") or {})}
+        for given in (settings, arguments.pop("size", None) or {}, options):
+            for name, side in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+                size[side] = given.get(name) or given.get(side) or size[side]
+                arguments.pop(name, None)
+        return {**arguments, "size": size} if options else arguments
 
     def grid(self, image: PreparedImage) -> tuple[int, int, int]:
         time, height, width = image.outputs["image_grid_thw"][0].tolist()
@@ -312,13 +339,27 @@ def layout_of(model_dir: Path, config: Mapping[str, Any], spelled: Callable[[int
 
     Raises `ModelLoadError`, and `UnsupportedError` for a type whose images aren't served.
     """
+    media_type, layout = _chosen(config)
+    return layout(_Files(model_dir, config, spelled), media_type)
+
+
+def check_options(options: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for options of the engine's config that the image processor hasn't.
+    `config`: the checkpoint's. Raises as `layout_of`."""
+    _, layout = _chosen(config)
+    if wrong := layout.wrong_option(options):
+        raise ConfigError(f"media.processor: {wrong}")
+
+
+def _chosen(config: Mapping[str, Any]) -> tuple[MediaType, type[Layout]]:
     media_type = media_type_of(config)
     if media_type is None or media_type.refused:
         why = "it has no vision model" if media_type is None else media_type.refused
-        raise UnsupportedError(f"{model_dir}: images aren't served: {why}")
-    files = _Files(model_dir, config, spelled)
-    is_pixtral = files.vision.get("model_type") == "pixtral" and media_type.layout == "llava"
-    return _LAYOUTS["lines" if is_pixtral else media_type.layout](files, media_type)
+        raise UnsupportedError(f"images of this model aren't served: {why}")
+    vision = config.get("vision_config")
+    has_lines = isinstance(vision, Mapping) and vision.get("model_type") == "pixtral"
+    is_pixtral = has_lines and media_type.layout == "llava"  # as it is first published
+    return media_type, _LAYOUTS["lines" if is_pixtral else media_type.layout]
 
 
 def _best_canvas(size: Sequence[int], canvases: Sequence[Sequence[int]]) -> Sequence[int]:
