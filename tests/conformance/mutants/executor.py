@@ -1114,6 +1114,135 @@ class IgnoresQuantization(LocalExecutor):
         super().__init__(options, replace(context, config=config))
 
 
+class _WithOtherSettings(LocalExecutor):
+    """Reads only some of its settings."""
+
+    ignored: Mapping[str, Any] = {}
+
+    def __init__(self, options: Any, context: ExecutorContext) -> None:
+        config = replace(context.config, **self.ignored)
+        super().__init__(options, replace(context, config=config))
+
+
+@mutant(caught_by="executor.settings")
+class IgnoresTheLoadFormat(_WithOtherSettings):
+    ignored: Mapping[str, Any] = {"load_format": "auto"}
+
+
+@mutant(caught_by="executor.settings")
+class IgnoresTheDtypeOfStates(_WithOtherSettings):
+    ignored: Mapping[str, Any] = {"state_dtype": "float32"}
+
+
+@mutant(caught_by="executor.settings")
+class TakesUnknownScalesForNone(LocalExecutor):
+    def __init__(self, options: Any, context: ExecutorContext) -> None:
+        scales = context.config.kv_cache_scales
+        scales = scales if scales == "calibrate" else "auto"
+        config = replace(context.config, kv_cache_scales=scales)
+        super().__init__(options, replace(context, config=config))
+
+
+@mutant(caught_by="executor.settings")
+class NamesNoSetting(LocalExecutor):
+    def start(self) -> Capacity:
+        try:
+            return super().start()
+        except DovetailError:
+            raise DovetailError("the configuration isn't supported") from None
+
+
+@mutant(caught_by="executor.settings_used")
+class IgnoresTheSizeOfBlocks(_WithOtherSettings):
+    ignored: Mapping[str, Any] = {"block_size": None}
+
+
+@mutant(caught_by="executor.settings_used")
+class RandomWeightsOfOneSeed(_WithOtherSettings):
+    ignored: Mapping[str, Any] = {"seed": 0}
+
+
+@mutant(caught_by="executor.settings_used")
+class HasTheUsualRank(_WithOtherSettings):
+    ignored: Mapping[str, Any] = {"max_adapter_rank": 16}
+
+
+@mutant(caught_by="executor.seed")
+class SeedsOf32Bits(_OnARealClock):
+    def read(self, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, seed=sampling.seed & 0xFFFF_FFFF)
+
+
+class _ChangesRowsThatReturn(LocalExecutor):
+    """Reads a row whose request has generated tokens in another way."""
+
+    def read(self, row: NewRow) -> NewRow:
+        raise NotImplementedError
+
+    def submit(self, batch: Batch) -> Any:
+        added = (
+            self.read(row) if len(row.token_ids) > row.prompt_len else row for row in batch.added
+        )
+        return super().submit(replace(batch, added=tuple(added)))
+
+
+@mutant(caught_by="executor.processors")
+class LosesTheProcessorsOfRowsThatReturn(_ChangesRowsThatReturn):
+    def read(self, row: NewRow) -> NewRow:
+        return without_processors(row)
+
+
+@mutant(caught_by="executor.returned_rows")
+class TakesAllKnownTokensForThePrompt(_ChangesRowsThatReturn):
+    def read(self, row: NewRow) -> NewRow:
+        return replace(row, prompt_len=len(row.token_ids))
+
+
+@mutant(caught_by="executor.returned_rows")
+class LosesTheRulesOfRowsThatReturn(_ChangesRowsThatReturn):
+    def read(self, row: NewRow) -> NewRow:
+        assert row.sampling is not None
+        return replace(row, sampling=replace(row.sampling, bad_words=()))
+
+
+@mutant(caught_by="executor.drafts_processors")
+class ProcessesNoRowsWithDrafts(LocalExecutor):
+    """Applies no logits processor in a step with drafts."""
+
+    def submit(self, batch: Batch) -> Any:
+        assert self.worker.runner is not None
+        processors: Any = self.worker.runner.sampling.processors
+        if batch.drafts is not None:
+            processors.asked_by = lambda rows: None
+        try:
+            return super().submit(batch)
+        finally:
+            vars(processors).pop("asked_by", None)
+
+
+@mutant(caught_by="executor.long_use")
+class KeepsAllBatches(FakeExecutor):
+    def submit(self, batch: Batch) -> int:
+        self.__dict__.setdefault("log", []).append(batch)
+        return super().submit(batch)
+
+
+@mutant(caught_by="executor.long_use")
+class TakesOtherTokensWithTime(FakeExecutor):
+    """From the sixtieth on."""
+
+    seen = 0
+
+    def submit(self, batch: Batch) -> int:
+        self.seen += len(batch.added)
+        if self.seen > 60:
+            batch = replace(batch, added=tuple(map(self.other, batch.added)))
+        return super().submit(batch)
+
+    def other(self, row: NewRow) -> NewRow:
+        return replace(row, token_ids=np.append(row.token_ids[:-1], 0).astype(np.int32))
+
+
 def without_processors(row: NewRow) -> NewRow:
     if row.sampling is None:
         return row

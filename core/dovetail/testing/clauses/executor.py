@@ -44,7 +44,7 @@ CLAUSES: Marks = {
     "QuantizationRef": TOLD,
     "ExecutorConfig": promised(
         "config/test_config.py::test_every_setting_of_an_executor_is_that_of_the_config",
-        by=("limits", "capacity", "settings"),
+        by=("limits", "capacity", "settings", "settings_used"),
     ),
     "ExecutorConfig.kv_cache_dtype": promised(
         "runtime/test_kv_scales.py::test_the_pool_holds_as_many_more_tokens_as_fp8_is_smaller",
@@ -78,10 +78,10 @@ CLAUSES: Marks = {
         "`virtual_clock`": held("virtual_clock"),
         "`logprobs`": held("logprobs", "prompt_logprobs"),
         "`masks`": held("late", "masks"),
-        "`samples`": held("sampling"),
+        "`samples`": held("sampling", "seed", "returned_rows"),
         "`draft_model`": DRAFT_MODEL,
         "`draft_head`": DRAFT_HEAD,
-        "`logits_processors`": held("processors"),
+        "`logits_processors`": held("processors", "drafts_processors"),
     },
     "RowPooling": held("pooled", "pooled_settings"),
     "RowPooling.of_pair": promised(
@@ -125,8 +125,8 @@ CLAUSES: Marks = {
         "*": held("capacity", "limits"),
     },
     "NewRow": {
-        "Its tokens are sampled by": held("sampling"),
-        "It may have run before": held("ids_stay"),
+        "Its tokens are sampled by": held("sampling", "seed"),
+        "It may have run before": held("ids_stay", "returned_rows", "processors"),
         "in its blocks already": held("cached"),
         "Of a recurrent group": STATES,
         "yields no token": held("pooled", "pooled_beside", "pooled_again"),
@@ -158,9 +158,11 @@ CLAUSES: Marks = {
         "The row yields the tokens": held("drafts"),
         "They become known": held("drafts", "drafts_beside"),
         "K and V of other drafts": held("drafts", "drafts_beside"),
-        "Each token is what": held("drafts", "drafts_sampling"),
+        "Each token is what": held("drafts", "drafts_sampling", "drafts_processors"),
         "A batch with drafts is submitted": TOLD,
-        "carried out in this order": held("row_reuse", "new_blocks", "copies", "cached"),
+        "carried out in this order": held(
+            "row_reuse", "new_blocks", "copies", "cached", "long_use"
+        ),
         "next known token": held("ids_stay", "results"),
         "only read": held("batch_untouched", "ownership"),
         "leading blocks": held("shared_prefix"),

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from itertools import count, islice
 from pathlib import Path
 
 from dovetail.api.executor import Capacity
@@ -43,8 +44,11 @@ from dovetail.testing.suites.footprint import (
     temporary_folder,
     tensor_bytes,
 )
+from dovetail.testing.suites.holding import require_bounded
 
 MUCH = 2**20  # bytes that no executor retains incidentally
+LONG = 40  # requests before an executor's size is taken
+GROWTH = 16 * LONG  # most bytes more that it may keep after the next ones
 NOTICES_S = 3.0  # time limit for reporting a dead worker
 
 
@@ -322,6 +326,26 @@ class ExecutorSuite(
                 require_same(
                     bench, name, expected[name], "while b left its row and came back to it"
                 )
+
+    @check("executor.long_use", since="1.0")
+    def test_long_use(self) -> None:
+        """After many requests one generated other tokens than at first, or the executor kept more
+        than before. Drop what belongs to a row in the step that lists it in `removed`, and what
+        belongs to a step when it is collected."""
+        with self._shared_bench() as bench:
+            prompt = self._prompt(bench, "c")
+            expected = bench.alone("c", prompt, 2, seed=1)
+            numbers = count()
+
+            def serve(times: int) -> None:
+                for number in islice(numbers, times):
+                    bench.alone(f"request {number}", [number % 2, *prompt[:8]], 2, seed=number)
+
+            require_bounded(bench.executor, serve, LONG, GROWTH, "requests that were removed")
+            bench.add("c", prompt, seed=1)
+            bench.prefill("c")
+            bench.decode("c")
+            require_same(bench, "c", expected, f"after {next(numbers)} requests")
 
     @check("executor.limits", since="1.0")
     def test_what_the_config_allows_can_be_used_up(self) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suites.executor_bench import Bench
-from dovetail.testing.suites.executor_sampling import HOT
+from dovetail.testing.suites.executor_sampling import sampling_ways
 from dovetail.testing.suites.executor_subject import (
     LENGTHS,
     MOST_DRAFTS,
@@ -110,14 +109,7 @@ class ExecutorDrafts(ExecutorSubject):
             if not self.declares("samples"):
                 return
             (likely,) = bench.alone("a", self._prompt(bench, "a"), 1)
-            few = {"allowed_token_ids": (likely, 0, 1)}  # so that they come again and again
-            ways: Mapping[str, dict[str, Any]] = {
-                "hot": {"temperature": HOT},
-                "penalised": {"frequency_penalty": 1.5, "presence_penalty": 0.5, **few},
-                "repeated": {"repetition_penalty": 1.5, "temperature": 0.8, **few},
-                "banned": {"bad_words": ((likely, likely), (0, 0), (1, 1), (0, 1, likely)), **few},
-                "stopped": {"min_tokens": 6, "stop_token_ids": (likely,), **few},
-            }
+            ways = sampling_ways(likely)
             expected: dict[str, list[int]] = {}
             for which in (None, "that are all right", "of which every second is right"):
                 for name, fields in ways.items():

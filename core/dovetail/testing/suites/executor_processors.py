@@ -5,22 +5,20 @@ Torch is imported by the executor only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from dovetail.api.clock import WallClock
 from dovetail.api.executor import ComponentRef
 from dovetail.api.logits_processor import LogitsProcessor, ProcessedRow
 from dovetail.testing.checks import check, require
 from dovetail.testing.suites.executor_bench import Bench
 from dovetail.testing.suites.executor_subject import (
     LENGTHS,
+    MOST_DRAFTS,
     ExecutorSubject,
-    context_of,
     require_same,
 )
 
@@ -66,9 +64,9 @@ class ExecutorProcessors(ExecutorSubject):
     @check("executor.processors", since="1.0", capability="logits_processors")
     def test_rows_get_the_processors_that_they_ask_for(self) -> None:
         """A row's `RowSampling.logits_processors` were ignored, or applied to another row, to the
-        next one in its place, or in another order than `ExecutorContext.logits_processors` has.
-        Make them from their refs, tell them the rows that come and go, and let the sampler apply
-        them (`SampleInputs.process`)."""
+        next one in its place, or in another order than `ExecutorContext.logits_processors` has; or
+        lost when the request returned to a row after a preemption. Make them from their refs, tell
+        them the rows that come and go, and let the sampler apply them (`SampleInputs.process`)."""
         with self._processing() as bench:
             alone = bench.alone("a", self._prompt(bench, "a"), STEPS)
             one, two = ((alone[0] + more) % bench.capacity.vocab_size for more in (1, 2))
@@ -82,6 +80,7 @@ class ExecutorProcessors(ExecutorSubject):
                     bench.tokens[name] == [token] * STEPS,
                     f"a row whose processors leave it token {token} generated {bench.tokens[name]}",
                 )
+            self._return(bench, {"b": {FIRST: one}, "c": {FIRST: one, LAST: two}})
             row = bench.requests["b"].row
             bench.remove("a", "b", "c")
             bench.tokens["a"] = []
@@ -89,18 +88,65 @@ class ExecutorProcessors(ExecutorSubject):
             self._run(bench, "a")
             require_same(bench, "a", alone, "in the row of one that asked for logits processors")
 
-    @contextmanager
-    def _processing(self) -> Iterator[Bench]:
-        context = replace(context_of(self.model, WallClock(), None), logits_processors=REFS)
-        executor = self.make(context)
-        try:
-            yield Bench(executor, executor.start())
-        finally:
-            executor.stop()
+    def _return(self, bench: Bench, asked: dict[str, dict[str, int]]) -> None:
+        """Preempt these requests, and require that they get the same processors in other rows."""
+        rows = [bench.requests[name].row for name in asked]
+        tokens = {name: list(bench.requests[name].tokens) for name in asked}
+        bench.remove(*asked)
+        bench.decode("a")
+        for (name, processors), row in zip(asked.items(), rows[::-1], strict=True):
+            self._ask(bench, name, processors, tokens[name], row=row, prompt_len=LENGTHS[name])
+        bench.prefill(*asked)
+        bench.decode(*asked)
+        for name in asked:
+            expected = [tokens[name][-1]] * (STEPS + 2)
+            require(
+                bench.tokens[name] == expected,
+                f"a row whose processors leave it token {expected[0]} generated "
+                f"{bench.tokens[name]}, the last two after a preemption",
+            )
 
-    def _ask(self, bench: Bench, name: str, tokens: dict[str, int]) -> None:
+    @check("executor.drafts_processors", since="1.0", capability="drafts")
+    def test_processors_apply_to_all_lines(self) -> None:
+        """With drafts, a row with a logits processor generated tokens that this forbids, or a row
+        beside it other tokens than without drafts. Processors change the logits of every line."""
+        if not self.declares("logits_processors"):
+            return
+        with self._processing() as bench:
+            count = STEPS + MOST_DRAFTS
+            alone = bench.alone("a", self._prompt(bench, "a"), count, room=count)
+            token = (alone[0] + 1) % bench.capacity.vocab_size
+            self._add(bench, "a", room=2 * count)
+            self._ask(bench, "b", {FIRST: token}, room=2 * count)
+            bench.prefill("a", "b")
+            for drafts in ([token] * MOST_DRAFTS, [token, alone[0], token]):
+                done = len(bench.tokens["a"])
+                bench.check({"b": drafts, "a": alone[done : done + 1]})
+            require_same(bench, "a", alone, "with drafts, beside a row with a logits processor")
+            expected = [token] * (1 + MOST_DRAFTS + 1 + 2)
+            require(
+                bench.tokens["b"] == expected,
+                f"a row whose processor leaves it token {token} generated {bench.tokens['b']} with "
+                f"drafts, expected {expected}",
+            )
+
+    def _processing(self) -> AbstractContextManager[Bench]:
+        """One bench for all checks: of executors that check drafts, one that does."""
+        drafts = MOST_DRAFTS if self.declares("drafts") else 0
+        return self._shared_bench(logits_processors=REFS, max_drafts=drafts)
+
+    def _ask(
+        self,
+        bench: Bench,
+        name: str,
+        tokens: dict[str, int],
+        known: Sequence[int] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Add a request with processors, with its prompt or the `known` tokens."""
         asked: dict[str, Any] = {one: {"token": token} for one, token in tokens.items()}
-        bench.add(name, self._prompt(bench, name), logits_processors=asked)
+        known = self._prompt(bench, name) if known is None else known
+        bench.add(name, known, logits_processors=asked, **fields)
 
     def _run(self, bench: Bench, *names: str) -> None:
         """Compute the prompts, then a token of each in each step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from dovetail.testing.checks import check, require
@@ -10,6 +11,10 @@ from dovetail.testing.suites.executor_subject import ExecutorSubject
 
 HOT = 50.0  # a temperature at which nearly any token may come
 SEEDS = 6
+SEED = 0x5DEECE66D1234567
+BITS = 8  # of a seed that are changed in one step
+RETURNS = (1, 4)  # tokens after which a request is preempted
+COUNT = 6  # tokens that it generates
 
 
 class ExecutorSampling(ExecutorSubject):
@@ -79,6 +84,65 @@ class ExecutorSampling(ExecutorSubject):
                     token != other,
                     f"with {fields}, token {token} was sampled again after it had been generated",
                 )
+
+    @check("executor.seed", since="1.0", capability="samples")
+    def test_all_bits_of_a_seed_count(self) -> None:
+        """Rows whose seeds differ in some of their 64 bits got the same tokens. Pass
+        `RowSampling.seed` on as it is: a seed of 32 bits repeats the answers of others."""
+        with self._shared_bench() as bench:
+            prompt = bench.prompt(9)
+            (token,) = _first(bench, prompt, {"temperature": HOT, "seed": SEED})
+            for low in range(0, 64, BITS):
+                seeds = [SEED ^ 1 << bit for bit in range(low, low + BITS)]
+                hot = [{"temperature": HOT, "seed": seed} for seed in seeds]
+                require(
+                    set(_first(bench, prompt, *hot)) != {token},
+                    f"seeds that differ in one of the bits {low} to {low + BITS - 1} gave the same "
+                    f"token, {token}",
+                )
+
+    @check("executor.returned_rows", since="1.0", capability="samples")
+    def test_a_request_that_returns_is_sampled_as_before(self) -> None:
+        """A request with a temperature, penalties, rules or `min_tokens` was preempted, got a row
+        again with all its tokens, and generated others than without. All of `NewRow.sampling`
+        counts again, and `prompt_len` says where its output began."""
+        with self._shared_bench() as bench:
+            prompt = self._prompt(bench, "a")
+            ways = sampling_ways(bench.alone("a", prompt, 1)[0])
+            for name, fields in ways.items():
+                bench.add(name, prompt, room=COUNT, **fields)
+            bench.prefill(*ways)
+            bench.decode(*ways, steps=COUNT - 1)
+            expected = {name: bench.tokens.pop(name) for name in ways}
+            bench.remove(*ways)
+            for received in RETURNS:
+                for name, fields in [*ways.items()][::-1]:
+                    known = [*prompt, *expected[name][:received]]
+                    bench.add(name, known, prompt_len=len(prompt), **fields)
+                bench.prefill(*ways)
+                bench.decode(*ways, steps=COUNT - 1 - received)
+                for name in ways:
+                    told = f"{expected[name][received:]} came without a preemption"
+                    tokens = bench.tokens.pop(name)
+                    require(
+                        tokens == expected[name][received:],
+                        f"a request {name!r} generated {tokens} after it returned with {received} "
+                        f"tokens; {told}",
+                    )
+                bench.remove(*ways)
+
+
+def sampling_ways(likely: int) -> Mapping[str, dict[str, Any]]:
+    """Return parameters of several kinds, by name. `likely`: a token, which comes again and
+    again."""
+    few = {"allowed_token_ids": (likely, 0, 1)}
+    return {
+        "hot": {"temperature": HOT},
+        "penalised": {"frequency_penalty": 1.5, "presence_penalty": 0.5, **few},
+        "repeated": {"repetition_penalty": 1.5, "temperature": 0.8, **few},
+        "banned": {"bad_words": ((likely, likely), (0, 0), (1, 1), (0, 1, likely)), **few},
+        "stopped": {"min_tokens": 6, "stop_token_ids": (likely,), **few},
+    }
 
 
 def _first(bench: Bench, tokens: list[int], *rows: dict[str, Any]) -> list[int]:

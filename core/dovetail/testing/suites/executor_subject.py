@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dovetail.api.clock import Clock, VirtualClock, WallClock
-from dovetail.api.executor import Executor, ExecutorContext
+from dovetail.api.executor import ComponentRef, Executor, ExecutorContext
 from dovetail.config.engine import EngineConfig
 from dovetail.config.parts import find_parts
 from dovetail.errors import UnsupportedError, describe
@@ -56,9 +56,16 @@ class ExecutorSubject(Suite):
             return capability in _seen(type(self))  # type: ignore[arg-type]  # a class is hashable
         return super().declares(capability)
 
-    def _make(self, model_dir: Path | None = None, **config: Any) -> Executor:
+    def _make(
+        self,
+        model_dir: Path | None = None,
+        *,
+        logits_processors: tuple[ComponentRef, ...] = (),
+        **config: Any,
+    ) -> Executor:
         clock: Clock = VirtualClock() if self.capabilities.virtual_clock else WallClock()
-        executor: Executor = self.make(context_of(self.model, clock, model_dir, **config))
+        context = context_of(self.model, clock, model_dir, **config)
+        executor: Executor = self.make(replace(context, logits_processors=logits_processors))
         return executor
 
     @contextmanager

@@ -4,7 +4,7 @@ once."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from dovetail.api.model import (
     ParallelGroup,
 )
 from dovetail.api.state import StateLayer, StateSpec
-from dovetail.errors import ConfigError, UnsupportedError
+from dovetail.errors import ConfigError, UnsupportedError, shown
 from dovetail.nn.build import RuntimeContext
 from dovetail.nn.format.base import Quantization
 from dovetail.nn.model_files import stored_as
@@ -69,6 +69,7 @@ class ModelPlan:
         in `models` can serve it on these ranks, or none of `quantizations` its weights, and
         `ConfigError` if `config` contradicts the checkpoint or itself.
         """
+        _require_known(config)
         arch, hf_config, made_for = find_architecture(config.model, models)
         quantization = choose_quantization(
             config.quantization, stored_as(config.model), quantizations, config.model
@@ -139,6 +140,22 @@ class ModelPlan:
             f"{self.quantization_name}, {len(self.specs)} attention layers, K and V in "
             f"{self.cache_dtype or self.dtype_name}, {states}up to {self.max_model_len} tokens"
         )
+
+
+_KNOWN: Mapping[str, tuple[str, ...]] = {
+    "load_format": ("auto", "safetensors", "dummy"),
+    "kv_cache_scales": ("auto", "calibrate"),
+    "state_dtype": ("float32", "bfloat16"),
+}
+
+
+def _require_known(config: ExecutorConfig) -> None:
+    """Raise `ConfigError` for a setting that `engine.yaml` can't have."""
+    for name, values in _KNOWN.items():
+        if (value := getattr(config, name)) not in values:
+            raise ConfigError(f"{name}: {shown(value)}: expected {', '.join(values)}")
+    if config.block_size is not None and config.block_size < 1:
+        raise ConfigError(f"block_size: {config.block_size}: expected 1 or more")
 
 
 def _name(dtype: torch.dtype) -> str:
