@@ -278,24 +278,31 @@ class PromptEncoder:
         if encoded and not self._warned:
             self._warn_of_second_bos(encoded)
         ids = dict(zip(texts, encoded, strict=True))
-        return [
-            self._with_images(prompt, ids.get(place))
+        given = {
+            place: self._as_image_prompt(prompt, ids.get(place))
+            for place, prompt in enumerate(prompts)
             if images_in(prompt)
+        }
+        prepared = self._check_images(cut=False).all_prepared([*given.values()]) if given else []
+        with_images = dict(zip(given, prepared, strict=True))
+        return [
+            with_images[place]
+            if place in with_images
             else TokenizedText(texts[place], ids[place])
             if place in texts
             else prompt
             for place, prompt in enumerate(prompts)
         ]
 
-    def _with_images(self, prompt: Prompt, ids: Sequence[int] | None) -> MediaPrompt:
-        """Return a prompt with its images prepared. `ids`: of its text, if it is a mapping with
+    def _as_image_prompt(self, prompt: Prompt, ids: Sequence[int] | None) -> ImagePrompt:
+        """Return a prompt with images, tokenized. `ids`: of its text, if it is a mapping with
         text."""
-        images = self._check_images(cut=False)
         if isinstance(prompt, Mapping):
+            images = self._check_images(cut=False)
             tokens = as_sequence(content_of(prompt, images=True)) if ids is None else ids
             prompt = as_image_prompt(prompt, tokens, images)
         assert isinstance(prompt, ImagePrompt)
-        return images.prepared(prompt)
+        return prompt
 
     def _warn_of_second_bos(self, encoded: Sequence[list[int]]) -> None:
         """Warn once if a text begins with BOS, and the tokenizer has added another."""

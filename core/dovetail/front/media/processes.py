@@ -53,7 +53,8 @@ class ImageProcesses:
     def __init__(self, model_dir: str, limits: Limits) -> None:
         self._model_dir = model_dir
         self._limits = limits
-        self._processes = WorkerProcesses(min(_MOST, os.cpu_count() or 1), _start)
+        self.most = min(_MOST, os.cpu_count() or 1)  # processes
+        self._processes = WorkerProcesses(self.most, _start)
 
     def prepare(self) -> None:
         """Start a process, so that the first image doesn't wait for that."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -141,15 +142,34 @@ class ImagePrompts:
         return ImagePrompt(text, token_ids, images, tuple(range(found)), options)
 
     def prepared(self, prompt: ImagePrompt) -> MediaPrompt:
-        """Fetch, decode and prepare the images of a prompt, and put their tokens in the places of
-        their placeholders.
+        """Return the prompt of `all_prepared`."""
+        return self.all_prepared([prompt])[0]
 
-        Blocks. Raises `RequestError` for what is wrong with an image, and what
-        `ImageProcesses.image` raises.
+    def all_prepared(self, prompts: Sequence[ImagePrompt]) -> list[MediaPrompt]:
+        """Fetch, decode and prepare the images of prompts, as many at once as there are processes,
+        and put their tokens in the places of their placeholders.
+
+        Blocks. Raises `RequestError` for what is wrong with the first image that can't be used, and
+        what `ImageProcesses.image` raises.
         """
-        check_count(prompt.images, self._limits)
-        arguments = self._layout.with_options({**self.facts.options, **prompt.options})
-        images = [self._image(source, arguments) for source in prompt.images]
+        for prompt in prompts:
+            check_count(prompt.images, self._limits)
+        images: list[list[Future[PreparedImage]]] = []
+        with ThreadPoolExecutor(self._processes.most) as threads:
+            try:
+                for prompt in prompts:
+                    settings = {**self.facts.options, **prompt.options}
+                    prepare = partial(self._image, arguments=self._layout.with_options(settings))
+                    images.append([threads.submit(prepare, source) for source in prompt.images])
+                return [
+                    self._with_images(prompt, [one.result() for one in each])
+                    for prompt, each in zip(prompts, images, strict=True)
+                ]
+            except BaseException:
+                threads.shutdown(cancel_futures=True)
+                raise
+
+    def _with_images(self, prompt: ImagePrompt, images: Sequence[PreparedImage]) -> MediaPrompt:
         places = iter(zip(prompt.occurrences, range(len(images)), strict=True))
         occurrence, place = next(places, _NONE)
         ids: list[int] = []
