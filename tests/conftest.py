@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis.strategies import floats, integers, text
 
 from tests.budget import Budget, pytest_terminal_summary  # noqa: F401 (a hook)
@@ -27,6 +27,8 @@ from tests.slow_checks import reason_for
 from tests.support import FULL, PROFILE, examples
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+settings.register_profile("dovetail", deadline=None)  # a loaded machine is no fault
+settings.load_profile("dovetail")
 
 
 # half a minute and more, and late in the alphabet
