@@ -26,7 +26,7 @@ from dovetail_batch import open_job, runner
 from dovetail_batch.engine_process import EngineWorker, start_engine
 from dovetail_batch.job import load_plan
 from dovetail_batch.rows import JobRow
-from dovetail_batch.runner import EngineLink
+from dovetail_batch.runner import EngineLink, SentRows
 from dovetail_batch.shards import ShardStore
 from dovetail_batch.sources import Jsonl
 from tests.batch.jobs import answers, run_job, write_job, write_rows
@@ -39,7 +39,7 @@ class ThreadLink(EngineLink):
     `bench/batch.py` start processes."""
 
     def __init__(self, index: int, source: str | Mapping[str, Any], gpus: str | None) -> None:
-        self.rows, self._window, self._index = 0, 0, index
+        self.sent, self._window, self._index = SentRows(), 0, index
         self.connection, self._theirs = Pipe()
         self._threads = [
             threading.Thread(target=self._receive, daemon=True),

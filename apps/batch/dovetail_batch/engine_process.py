@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
 from multiprocessing.connection import Connection
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from dovetail.serving import ChatFrontEnd, Prompt
 
 _Prepared = tuple[JobRow, "Prompt | RequestError"]
+
+# rows whose images are prepared at a time: each waits for a process
+IMAGE_ROWS = min(8, os.cpu_count() or 1)
+HELD_IMAGE_BYTES = 2**32  # of prepared images of unanswered rows, beyond which no more are prepared
 
 
 def main() -> int:
@@ -87,6 +92,35 @@ def _receive(
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
+class HeldImages:
+    """Bytes of the prepared images of unanswered rows."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._bytes: dict[int, int] = {}  # by the row's number
+        self._total = 0
+        self._changed = threading.Condition()
+
+    def wait_for_room(self) -> None:
+        """Wait until there are fewer than the most."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._total < self._most)
+
+    def add(self, number: int, prompt: Prompt | RequestError) -> None:
+        """Account for the images of a row."""
+        media = getattr(prompt, "media", ())
+        size = sum(array.nbytes for item in media for array in item.tensors.values())
+        with self._changed:
+            self._bytes[number] = size
+            self._total += size
+
+    def release(self, number: int) -> None:
+        """Forget a row, if it had images."""
+        with self._changed:
+            self._total -= self._bytes.pop(number, 0)
+            self._changed.notify_all()
+
+
 class EngineWorker:
     """Computes rows as they arrive. `run` is called once, in the engine's thread."""
 
@@ -104,6 +138,7 @@ class EngineWorker:
         self._prepared: queue.SimpleQueue[list[_Prepared] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[list[Answer] | None] = queue.SimpleQueue()
         self._rows: dict[str, JobRow] = {}  # in the engine, by request id
+        self._images = HeldImages(HELD_IMAGE_BYTES)
         self._more = True
 
     def run(self) -> None:
@@ -129,13 +164,14 @@ class EngineWorker:
             if engine.has_unfinished_requests():
                 outputs = engine.step()
                 engine.core.check_alive()  # otherwise all unfinished rows would count as failed
-                answers += [
-                    answer_of(self._rows.pop(output.request_id), output)
-                    for output in outputs
-                    if output.finished
-                ]
+                answers += [self._answered(output) for output in outputs if output.finished]
             if answers:
                 self._answers.put(answers)
+
+    def _answered(self, output: Any) -> Answer:
+        row = self._rows.pop(output.request_id)
+        self._images.release(row.number)
+        return answer_of(row, output)
 
     def _take_rows(self) -> list[Answer]:
         """Add the prepared rows to the engine, waiting for some if it is idle. Return the answers
@@ -160,14 +196,31 @@ class EngineWorker:
                 self._engine.add_list([(str(row.number), prompt, row.params, row.fields)])
                 self._rows[str(row.number)] = row
             except RequestError as error:
+                self._images.release(row.number)
                 refused.append(failure_of(row.number, row.id, str(error), row.form))
 
     # In the thread that tokenizes
 
     def _prepare_all(self) -> None:
-        while (rows := self._received.get()) is not None:
-            self._prepared.put(self._prepare(rows))
+        with ThreadPoolExecutor(IMAGE_ROWS, "dovetail-batch-images") as threads:
+            while (rows := self._received.get()) is not None:
+                if self._engine.images is None:
+                    self._prepared.put(self._prepare(rows))
+                    continue
+                if texts := [row for row in rows if not row.has_images]:
+                    self._prepared.put(self._prepare(texts))
+                self._prepare_images([row for row in rows if row.has_images], threads)
         self._prepared.put(None)
+
+    def _prepare_images(self, rows: Sequence[JobRow], threads: ThreadPoolExecutor) -> None:
+        """Prepare rows with images, a few at a time, as far as there is room for them."""
+        for start in range(0, len(rows), IMAGE_ROWS):
+            self._images.wait_for_room()
+            some = rows[start : start + IMAGE_ROWS]
+            prepared = list(zip(some, threads.map(self._prompt, some), strict=True))
+            for row, prompt in prepared:
+                self._images.add(row.number, prompt)
+            self._prepared.put(prepared)
 
     def _prepare(self, rows: Sequence[JobRow]) -> list[_Prepared]:
         try:
@@ -195,7 +248,8 @@ class EngineWorker:
     def _prompt(self, row: JobRow) -> Prompt | RequestError:
         try:
             if row.form == "messages":
-                return self._chat.prompt(row.content, cut=cuts(row.params))
+                cut = cuts(row.params)
+                return self._engine.tokenized(self._chat.prompt(row.content, cut=cut), cut=cut)
             if row.form == "prompt":
                 return self._engine.tokenized(self._text(row), cut=cuts(row.params))
             if row.prompt_name is not None:
@@ -212,8 +266,12 @@ class EngineWorker:
     def _chat(self) -> ChatFrontEnd:
         from dovetail.serving import ChatFrontEnd
 
+        engine = self._engine
         return ChatFrontEnd(
-            self._engine.tokenizer, self._engine.config.limits, self._engine.capacity.max_model_len
+            engine.tokenizer,
+            engine.config.limits,
+            engine.capacity.max_model_len,
+            images=engine.images,
         )
 
     # In the thread that sends answers

@@ -35,6 +35,17 @@ class JobRow:
     fields: Mapping[str, Any]  # other arguments of `LLMEngine.add_request`
     # of a prompt stored in the checkpoint, for a text to be embedded
     prompt_name: str | None = None
+    size: int = 0  # characters of its content
+
+    @property
+    def has_images(self) -> bool:
+        """True if its messages may have images."""
+        return self.form == "messages" and any(
+            isinstance(part, Mapping) and part.get("type") != "text"
+            for message in self.content
+            if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+            for part in message["content"]
+        )
 
 
 class RowReader:
@@ -94,14 +105,16 @@ class RowReader:
                     f'pooling must be an object like {{"dimensions": 256}}, got {shown(given)}'
                 )
             pooling, name = self._read_pooling({**self._pooling, **given})
+            content = _content(form, fields[form])
             return JobRow(
                 number,
                 id_of(fields, number),
                 form,
-                _content(form, fields[form]),
+                content,
                 pooling,
                 fields_of(fields),
                 name,
+                _chars(content),
             )
         params = self._params
         if "sampling" in fields:
@@ -114,13 +127,15 @@ class RowReader:
             params = changed_unchecked(
                 params, seed=xxhash.xxh3_64_intdigest(f"{self._seed}:{number}".encode()) >> 1
             )
+        content = _content(form, fields[form])
         return JobRow(
             number,
             id_of(fields, number),
             form,
-            _content(form, fields[form]),
+            content,
             params,
             fields_of(fields),
+            size=_chars(content),
         )
 
     def _read_sampling(self, fields: Mapping[str, Any]) -> SamplingParams:
@@ -175,3 +190,12 @@ def _content(form: Form, value: Any) -> Any:
     if is_deep(value):  # it couldn't be pickled for an engine's process
         raise RequestError(f"{form}: more than {MAX_DEPTH} lists and objects in one another")
     return value
+
+
+def _chars(content: Any) -> int:
+    """Return the number of characters of all texts of a content. Numbers count one each."""
+    if isinstance(content, str):
+        return len(content)
+    if isinstance(content, Mapping):
+        return sum(_chars(one) for one in content.values())
+    return sum(_chars(one) for one in content) if isinstance(content, list) else 1

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import islice
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import Any
@@ -23,11 +22,36 @@ from dovetail_batch.rows import JobRow
 from dovetail_batch.shards import GO_ON, BatchEngineFailed
 
 ROWS_AT_ONCE = 64  # in one message to an engine's process
+CHARS_AT_ONCE = 2**24  # of these rows, unless one row has more
+# characters of rows that are sent to an engine's process and not yet answered, beyond which it gets
+# no more: rows with images are large
+MOST_CHARS = 2**28
 WATCH_S = 0.25
 # queued in an engine's process beyond two full steps, to be computed while the command writes a
 # file
 SPARE_ROWS = 1024
 ENDS_S = 30.0  # how long the process may take to end after its last row
+
+
+class SentRows:
+    """The rows that an engine has, and the characters of all of them."""
+
+    def __init__(self) -> None:
+        self.chars = 0
+        self._sizes: dict[int, int] = {}  # by the row's number
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def add(self, rows: Sequence[JobRow]) -> None:
+        for row in rows:
+            self._sizes[row.number] = row.size
+            self.chars += row.size
+
+    def remove(self, answers: Sequence[Answer]) -> None:
+        """Forget the rows that are answered."""
+        for answer in answers:
+            self.chars -= self._sizes.pop(answer["row"])
 
 
 class EngineLink:
@@ -49,8 +73,8 @@ class EngineLink:
                 env=environment,
             )
         self._send(source)
-        self._window = 0  # upper bound of `rows`; 0 until it is ready
-        self.rows = 0  # sent and not yet answered
+        self._window = 0  # upper bound of the number of sent rows; 0 until it is ready
+        self.sent = SentRows()
         self._ended_in_order = False
         self._given_up: str | None = None  # why it was killed, if it was
 
@@ -61,7 +85,7 @@ class EngineLink:
     @property
     def room(self) -> int:
         """The number of rows to send now."""
-        return self._window - self.rows
+        return 0 if self.sent.chars > MOST_CHARS else self._window - len(self.sent)
 
     def ready(self, max_num_seqs: int) -> None:
         """Note that the engine is ready."""
@@ -69,7 +93,7 @@ class EngineLink:
 
     def send(self, rows: Sequence[JobRow]) -> None:
         """Send rows."""
-        self.rows += len(rows)
+        self.sent.add(rows)
         self._send(rows)
 
     def finish(self) -> None:
@@ -137,7 +161,7 @@ def run(plan: Plan, *, anew: bool = False) -> Summary:
         more = True
         while True:
             more = more and _hand_out(job, links, rows)
-            if not more and not any(link.rows for link in links):
+            if not more and not any(len(link.sent) for link in links):
                 break
             _take_answers(job, links)
         summary = job.end()
@@ -172,7 +196,7 @@ def _hand_out(job: OpenJob, links: Sequence[EngineLink], rows: Iterator[JobRow |
     """Send rows to engines that have room, those with the most room first. Return False when there
     are no more rows."""
     while (link := max(links, key=lambda link: link.room)).room >= ROWS_AT_ONCE:
-        some = list(islice(rows, ROWS_AT_ONCE))
+        some = _next_of(rows)
         if not some:
             return False
         if valid := [row for row in some if isinstance(row, JobRow)]:
@@ -180,6 +204,18 @@ def _hand_out(job: OpenJob, links: Sequence[EngineLink], rows: Iterator[JobRow |
         if invalid := [answer for answer in some if not isinstance(answer, JobRow)]:
             job.store(invalid)
     return True
+
+
+def _next_of(rows: Iterator[JobRow | Answer]) -> list[JobRow | Answer]:
+    """Return the next rows that one message has."""
+    some: list[JobRow | Answer] = []
+    chars = 0
+    while len(some) < ROWS_AT_ONCE and chars < CHARS_AT_ONCE:
+        if (row := next(rows, None)) is None:
+            break
+        some.append(row)
+        chars += row.size if isinstance(row, JobRow) else 0
+    return some
 
 
 def _take_answers(job: OpenJob, links: Sequence[EngineLink]) -> None:
@@ -192,7 +228,7 @@ def _take_answers(job: OpenJob, links: Sequence[EngineLink]) -> None:
         except (EOFError, OSError):
             raise link.ended() from None
         if kind == "answers":
-            link.rows -= len(content)
+            link.sent.remove(content)
             job.store(content)
         elif kind == "ready":
             link.ready(content)
