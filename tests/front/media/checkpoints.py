@@ -45,6 +45,11 @@ class Kind:
     vision: Mapping[str, Any] = field(default_factory=lambda: VISION)
     tokens: Mapping[str, str] = field(default_factory=dict)  # names -> further special tokens
     extra: tuple[str, ...] = ()  # special tokens without a name
+    in_prompt: str = ""  # the token of an image in a prompt, if that isn't `image_token`
+
+    @property
+    def prompt_token(self) -> str:
+        return self.in_prompt or self.image_token
 
 
 _QWEN: dict[str, Any] = {
@@ -154,6 +159,17 @@ KINDS = {
             tokens={"image_break_token": "<|vision_pad|>", "image_end_token": "<|vision_end|>"},
         ),
         Kind(
+            "gemma3",
+            "<image_soft_token>",
+            "Gemma3ImageProcessor",
+            {"size": {"height": 16, "width": 16}},
+            "gemma3.Gemma3Processor",
+            {"image_seq_length": 4},
+            tokens={"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+            config={"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
+            in_prompt="<start_of_image>",
+        ),
+        Kind(
             "gemma4",
             "<|image|>",
             "Gemma4ImageProcessor",
@@ -173,18 +189,20 @@ KINDS = {
 
 
 def tokenizer_of(kind: Kind) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are bytes, and special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    """A tokenizer whose tokens are bytes, two to four newlines, and special tokens."""
+    newline = "\u010a"  # as byte-level tokenizers spell it
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(newline * n for n in (2, 3, 4))]
     vocab = {char: index for index, char in enumerate(alphabet)}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    merges = [(newline, newline), (newline * 2, newline * 2), (newline * 2, newline)]
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     names = {"image_token": kind.image_token, **kind.tokens}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", extra_special_tokens=names
     )
     tokenizer.add_special_tokens({"additional_special_tokens": [*kind.extra]})
-    tokenizer.chat_template = _CHAT.replace("%IMAGE%", kind.image_token)
+    tokenizer.chat_template = _CHAT.replace("%IMAGE%", kind.prompt_token)
     return tokenizer
 
 

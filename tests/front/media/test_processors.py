@@ -37,7 +37,7 @@ def test_tokens_and_tensors_are_those_of_the_whole_processor(name: str, tmp_path
     compared = 0
     for _ in range(20):
         one = picture(rng.randint(1, 90), rng.randint(1, 90), rng.randrange(10**6))
-        text = f"Look:\n{KINDS[name].image_token}\nwhat?"
+        text = f"Look:\n{KINDS[name].prompt_token}\nwhat?"
         try:
             got = prepared(images, name, text, [one])
         except RequestError:
@@ -57,17 +57,23 @@ def test_several_images_have_the_tokens_of_the_whole_processor(name: str, tmp_pa
     images = image_prompts(name, tmp_path)
     whole = whole_processor(name)
     rng = random.Random(name)
-    token = KINDS[name].image_token
+    token = KINDS[name].prompt_token
     for count in (2, 3, 8):
         pictures = [
             picture(rng.randint(9, 90), rng.randint(9, 90), rng.randrange(10**6))
             for _ in range(count)
         ]
-        text = "".join(f"{' and' * rng.randint(0, 2)}{token}" for _ in range(count)) + "\n?"
+        text = (
+            "".join(
+                f"{' and' * rng.randint(0, 2)}{chr(10) * rng.randint(0, 3)}{token}"
+                for _ in range(count)
+            )
+            + "\n\n?"
+        )
         got = prepared(images, name, text, pictures)
         expected = whole(images=pictures, text=[text])["input_ids"][0]
         assert list(got.token_ids) == list(expected)
-        row_id = images.token_id
+        row_id = own_tokenizer(name).encode(KINDS[name].image_token)[0]
         ends = [0]
         for item in got.media:
             assert item.span.start >= ends[-1]
@@ -81,7 +87,7 @@ def test_several_images_have_the_tokens_of_the_whole_processor(name: str, tmp_pa
 @pytest.mark.parametrize("name", [name for name in KINDS if name.startswith("qwen")])
 def test_grids_are_those_of_the_rows(name: str, tmp_path: Path) -> None:
     images = image_prompts(name, tmp_path)
-    [item] = prepared(images, name, KINDS[name].image_token, [picture(30, 60)]).media
+    [item] = prepared(images, name, KINDS[name].prompt_token, [picture(30, 60)]).media
     [[time, height, width]] = item.tensors["image_grid_thw"].tolist()
     assert item.grid == (time, height // 2, width // 2)
     assert item.runs == ((0, time * (height // 2) * (width // 2)),)

@@ -38,6 +38,8 @@ class Layout(ABC):
 
     arguments: Mapping[str, Any] = {}
     options: tuple[str, ...] = ()  # further ones, which change nothing but the number of rows
+    # the pieces begin and end with newlines, which are tokenized with those around the image
+    joins_newlines = False
 
     def __init__(self, files: _Files, media_type: MediaType) -> None:
         self.files = files
@@ -301,6 +303,8 @@ class _Split(Layout):
 
 class _Fixed(Layout):
     """As many rows for each picture, as Gemma 3 has them."""
+
+    joins_newlines = True
 
     def pieces(self, image: PreparedImage) -> Sequence[Piece]:
         files = self.files

@@ -8,13 +8,14 @@ elsewhere in the prompt is text.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dovetail.api.media_types import MediaType, media_type_of
 from dovetail.config.limits import Limits
@@ -27,7 +28,14 @@ from dovetail.front.media.sources import ImageSource, SourceKind, check_count
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request.media import MediaItem
 
-_NONE = (-1, -1)  # no occurrence and no place
+_MOST_NEWLINES = 32  # tokens of newlines next to an image that are looked at
+
+
+class _Newlines(NamedTuple):
+    """Newlines next to an image."""
+
+    text: str
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,26 +178,46 @@ class ImagePrompts:
                 raise
 
     def _with_images(self, prompt: ImagePrompt, images: Sequence[PreparedImage]) -> MediaPrompt:
-        places = iter(zip(prompt.occurrences, range(len(images)), strict=True))
-        occurrence, place = next(places, _NONE)
+        occurrences = set(prompt.occurrences)
+        tokens = list(prompt.token_ids)
         ids: list[int] = []
         media: list[MediaItem] = []
-        seen = 0
-        for token in prompt.token_ids:
-            is_image = token == self.token_id and seen == occurrence
-            seen += token == self.token_id
-            if not is_image:
-                ids.append(token)
+        seen = -1
+        place = 0
+        while place < len(tokens):
+            seen += tokens[place] == self.token_id
+            if tokens[place] != self.token_id or seen not in occurrences:
+                ids.append(tokens[place])
+                place += 1
                 continue
-            tokens, runs = self._expanded(self._layout.pieces(images[place]))
-            media.append(self._item(images[place], runs, len(ids), prompt.images[place].place))
-            ids += tokens
-            occurrence, place = next(places, _NONE)
+            place += 1
+            image = images[len(media)]
+            before = self._newlines(reversed(ids))
+            after = self._newlines(tokens[place : place + _MOST_NEWLINES])
+            place += after.tokens
+            del ids[len(ids) - before.tokens :]
+            pieces = [before.text, *self._layout.pieces(image), after.text]
+            expanded, runs = self._expanded(pieces)
+            source = prompt.images[len(media)]
+            media.append(self._item(image, runs, len(ids), source.place))
+            ids += expanded
         if len(media) < len(images):
             raise RequestError(
-                f"the prompt has {self.text!r} {seen} times, which is too few for its images"
+                f"the prompt has {self.text!r} {seen + 1} times, which is too few for its images"
             )
         return MediaPrompt(prompt.text, ids, tuple(media))
+
+    def _newlines(self, tokens: Iterable[int]) -> _Newlines:
+        """Return the newlines with which tokens begin, of types whose images' own join them."""
+        text = ""
+        count = 0
+        for token in islice(tokens, _MOST_NEWLINES) if self._layout.joins_newlines else ():
+            spelled = self._tokenizer().decode([token])
+            if not spelled or spelled.strip("\n"):
+                break
+            text += spelled
+            count += 1
+        return _Newlines(text, count)
 
     def _image(self, source: ImageSource, arguments: Mapping[str, Any]) -> PreparedImage:
         if source.kind is SourceKind.URL:
