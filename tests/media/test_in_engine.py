@@ -19,6 +19,7 @@ from tests.media.oracle import Prompt, tensors_of
 from tests.support import FULL
 
 SERVED = (
+    "glm4v_moe",
     "idefics3",
     "internvl",
     "lighton_ocr",
@@ -26,6 +27,12 @@ SERVED = (
     "llava_next",
     "llava_onevision",
     "mistral3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
     "smolvlm",
 )
 NEW = 6

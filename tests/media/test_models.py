@@ -25,7 +25,7 @@ from tests.media.oracle import Prompt, rows_of, tensors_of
 from tests.models.oracle import arch_of
 from tests.support import FULL
 
-LENGTH = 512  # tokens that our model's table of positions has
+LENGTH = 1024  # tokens that our model's table of positions has
 SIZES = ((28, 28), (33, 50), (91, 17), (40, 64), (9, 9))
 CASES = 60 if FULL else 3
 

@@ -10,7 +10,6 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +19,7 @@ from dovetail.api.media import MediaPlace, MediaRows
 from dovetail.api.model import ModelInputs
 from dovetail_executors.runtime.features import StepFeature, Wanted
 from dovetail_executors.runtime.graphs import decode_builders, mixed_builders
+from dovetail_executors.runtime.media import NO_ROWS, NO_TOKENS
 from dovetail_executors.runtime.media_positions import (
     POSITION_OFFSET,
     AxesOfRows,
@@ -28,6 +28,7 @@ from dovetail_executors.runtime.media_positions import (
     positions_of,
 )
 from dovetail_executors.runtime.recording import LayerSplitter
+from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.step import Step
 from dovetail_executors.runtime.step_inputs import HostInputs
 from tests.runtime.fakes import HIDDEN, Bench, TinyHead, TinyModel
@@ -47,7 +48,6 @@ MODELS = {  # of transformers, by type
     "qwen3_vl": "Qwen3VLModel",
     "qwen3_vl_moe": "Qwen3VLMoeModel",
 }
-NO_TOKENS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -134,18 +134,21 @@ class GivesAxes(StepFeature[MediaRows]):
     """Gives the model the positions of rows with images, as the feature of images does."""
 
     part = MediaRows
+    reads_states = True
 
-    def __init__(self) -> None:
-        self._rows = AxesOfRows()
-        self.asking = self._rows.rows
+    def __init__(self, rows: RowState) -> None:
+        self._rows = rows
+        self._axes = AxesOfRows(rows.max_rows)
+        self.asking = self._axes.rows
 
     def begin(self, step: Step) -> MediaRows | None:
-        self._rows.update(step.batch)
-        return MediaRows((), NO_TOKENS.astype(np.int32), NO_TOKENS.astype(np.int32))
+        self._axes.update(step.batch)
+        rows = step.batch.rows
+        is_needed = self._axes.are_needed(rows, self._rows.computed[rows])
+        return NO_ROWS if is_needed else None
 
-    def wants(self, step: Step, note: MediaRows, host: HostInputs) -> Wanted | None:
-        axes = self._rows.of_step(host)
-        return None if axes is None else Wanted(NO_TOKENS, inputs={"axes": torch.from_numpy(axes)})
+    def wants(self, step: Step, note: MediaRows, host: HostInputs) -> Wanted:
+        return Wanted(NO_TOKENS, inputs={"axes": torch.from_numpy(self._axes.of_step(host))})
 
 
 def generated_alone(prompt: Prompt, count: int) -> list[int]:
@@ -164,7 +167,7 @@ def a_bench(**of_bench: Any) -> Bench:
     """Return a bench whose model has positions on three axes. A draft model hasn't."""
     bench = Bench(columns={POSITION_OFFSET: offsets_of}, **of_bench)
     bench.model.__class__ = ReadsAxes
-    bench.make_runner(GivesAxes())
+    bench.make_runner(GivesAxes(bench.rows))
     return bench
 
 
@@ -174,9 +177,8 @@ def begin(bench: Bench, prompts: Sequence[Prompt], work: dict[int, int]) -> Any:
     batch = bench.batch(
         work, [bench.new(row, prompt.tokens) for row, prompt in enumerate(prompts)], [], []
     )
-    none = NO_TOKENS.astype(np.int32)
     return bench.runner.collect(
-        bench.runner.submit(replace(batch, parts=(MediaRows((), none, none, places),)))
+        bench.runner.submit(replace(batch, parts=(replace(NO_ROWS, added=places),)))
     )
 
 

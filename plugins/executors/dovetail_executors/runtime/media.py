@@ -15,12 +15,14 @@ import numpy as np
 import torch
 
 from dovetail.api.executor import Batch, ExecutorConfig
-from dovetail.api.media import EncodedItem, MediaCapacity, MediaRows
+from dovetail.api.media import EncodedItem, MediaCapacity, MediaPlace, MediaRows
 from dovetail.errors import DovetailError
 from dovetail.nn.transfer import to_device
 from dovetail_executors.runtime.features import FeaturePlan, Loaded, StepFeature, Wanted
 from dovetail_executors.runtime.graphs import Graphs
 from dovetail_executors.runtime.loading import ModelPlan
+from dovetail_executors.runtime.media_positions import POSITION_OFFSET, AxesOfRows, offsets_of
+from dovetail_executors.runtime.row_state import Column, RowState
 from dovetail_executors.runtime.step import Step
 from dovetail_executors.runtime.step_inputs import HostInputs
 from dovetail_executors.runtime.towers import Tower, TowerPlan, find_tower
@@ -28,6 +30,7 @@ from dovetail_executors.runtime.towers import Tower, TowerPlan, find_tower
 log = logging.getLogger("dovetail")
 
 NO_TOKENS = np.zeros(0, np.int64)
+NO_ROWS = MediaRows((), NO_TOKENS.astype(np.int32), NO_TOKENS.astype(np.int32))
 
 
 @dataclass
@@ -39,33 +42,42 @@ class ReadRows:
 
 
 class EncodesMedia(StepFeature[ReadRows]):
-    """Encodes items into the cache, and gives the model the rows of a step's placeholders."""
+    """Encodes items into the cache, and gives the model the rows of a step's placeholders. If the
+    model's positions have three axes, also those of a step with tokens before the end of a row's
+    last image."""
 
     part = MediaRows
-    asking = ()  # batches with placeholders have the part
     reads_states = True  # a step with a note isn't replayed
 
     def __init__(
-        self, tower: Tower, capacity: MediaCapacity, dtype: torch.dtype, device: torch.device
+        self, tower: Tower, capacity: MediaCapacity, dtype: torch.dtype, rows: RowState
     ) -> None:
         """`dtype`: of rows, as the model has it."""
         self._tower = tower
+        self._rows = rows
+        self._axes = AxesOfRows(rows.max_rows) if tower.plan.media_type.axes else None
+        # batches with placeholders have the part
+        self.asking = () if self._axes is None else self._axes.rows
         self._capacity = capacity
         shape = tower.plan.levels, capacity.cache_rows, tower.plan.hidden_size
-        self._cache = torch.zeros(shape, dtype=dtype, device=device)
+        self._cache = torch.zeros(shape, dtype=dtype, device=rows.device)
         self._wrong: dict[int, str] = {}  # slot -> why its item couldn't be encoded
 
     def begin(self, step: Step) -> ReadRows | None:
-        part = step.batch.part(MediaRows)
-        if part is None:
-            return None
+        part = step.batch.part(MediaRows) or NO_ROWS
         for slots in (part.slots, *(one.slots for one in part.encode)):
             if len(slots) and not 0 <= slots.min() <= slots.max() < self._capacity.cache_rows:
                 raise DovetailError(
                     f"step {step.number} uses a slot of images' rows that isn't one of "
                     f"{self._capacity.cache_rows}"
                 )
-        return ReadRows(part) if len(part.tokens) or part.encode else None
+        has_early = self._axes is not None and self._has_early(step.batch, self._axes)
+        return ReadRows(part) if len(part.tokens) or part.encode or has_early else None
+
+    def _has_early(self, batch: Batch, axes: AxesOfRows) -> bool:
+        """Take note of the batch, and return True if the model needs positions on three axes."""
+        axes.update(batch)
+        return axes.are_needed(batch.rows, self._rows.computed[batch.rows])
 
     def before_inputs(self, step: Step, note: ReadRows, graphs: Graphs | None) -> None:
         for one in note.part.encode:
@@ -98,7 +110,10 @@ class EncodesMedia(StepFeature[ReadRows]):
         slots = np.zeros(total, np.int64)
         slots[note.part.tokens] = note.part.slots
         rows = self._cache.index_select(1, to_device(slots, device))
-        return Wanted(NO_TOKENS, inputs={"rows": rows, "is_row": to_device(is_row, device)})
+        inputs = {"rows": rows, "is_row": to_device(is_row, device)}
+        if self._axes is not None:
+            inputs["axes"] = to_device(self._axes.of_step(host), device)
+        return Wanted(NO_TOKENS, inputs=inputs)
 
     def collect(self, step: Step, note: ReadRows, failed: dict[int, str]) -> None:
         failed.update(note.failed)
@@ -109,7 +124,8 @@ class EncodesMedia(StepFeature[ReadRows]):
         if item is not None:
             tokens = np.arange(batch.num_tokens.sum(), dtype=np.int32)
             encoded = EncodedItem(item, np.arange(item.rows, dtype=np.int32))
-            part = MediaRows((encoded,), tokens, np.zeros(len(tokens), np.int32))
+            places = {new.row: (MediaPlace(0, (1, 1, len(new.token_ids))),) for new in batch.added}
+            part = MediaRows((encoded,), tokens, np.zeros(len(tokens), np.int32), places)
             yield replace(batch, parts=(part,))
 
     @property
@@ -128,6 +144,7 @@ class MediaPlan(FeaturePlan):
 
     tower: TowerPlan
     capacity: MediaCapacity
+    columns: Mapping[str, Column] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: ExecutorConfig, plan: ModelPlan) -> MediaPlan | None:
@@ -141,19 +158,21 @@ class MediaPlan(FeaturePlan):
         if lacks := _lacks(tower, plan):
             log.warning("%s: images aren't served, only text: %s", config.model, lacks)
             return None
-        return cls(tower, MediaCapacity(config.media_cache_rows, config.media_step_rows))
+        return cls(
+            tower,
+            MediaCapacity(config.media_cache_rows, config.media_step_rows),
+            {POSITION_OFFSET: offsets_of} if tower.media_type.axes else {},
+        )
 
     def build(self, loaded: Loaded) -> EncodesMedia:
         tower = self.tower.build(loaded.plan.dtype, loaded.device, loaded.config.seed)
-        return EncodesMedia(tower, self.capacity, loaded.plan.dtype, loaded.device)
+        return EncodesMedia(tower, self.capacity, loaded.plan.dtype, loaded.rows)
 
 
 def _lacks(tower: TowerPlan, plan: ModelPlan) -> str:
     """Return why the language model can't use a tower's rows, as a clause, or ""."""
     if not plan.arch.capabilities.media:
         return f"{type(plan.arch).__name__} doesn't read them (ModelCapabilities.media)"
-    if tower.media_type.axes:
-        return "positions on three axes aren't supported"
     if tower.media_type.both_ways != "none":
         return "attention in both directions isn't supported"
     return ""

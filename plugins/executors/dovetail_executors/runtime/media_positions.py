@@ -7,9 +7,7 @@ index plus an offset, which is at most 0. The offset is a column of `RowState`: 
 in steps without `ModelInputs.axes`, among them recorded ones (`model_positions`). Steps that
 compute earlier tokens give the model `axes`, and aren't recorded.
 
-A feature of such a model has a plan with `columns = {POSITION_OFFSET: offsets_of}`. It updates an
-`AxesOfRows` in `begin`, with its `rows` as `asking`, and returns what `of_step` returns as the
-input `axes` in `wants`. Slots of K and V are those of the tokens' indices.
+Slots of K and V are those of the tokens' indices.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from dovetail.api.executor import Batch
 from dovetail.api.media import MediaPlace, MediaRows
 from dovetail_executors.runtime.step_inputs import HostInputs
 
+Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
 POSITION_OFFSET = "position_offset"  # column of `RowState`
@@ -59,34 +58,33 @@ class AxesOfRows:
     """Positions on three axes of the rows of one device. `rows`: those with images; for each, its
     positions [3, end of its last image] and its offset."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_rows: int) -> None:
         self.rows: dict[int, tuple[Int64, int]] = {}
+        self._ends = np.zeros(max_rows, np.int64)  # of their last images; 0 of rows without
 
     def update(self, batch: Batch) -> None:
         """Take note of a batch's rows that come and go."""
         for row in (*batch.removed.tolist(), *(new.row for new in batch.added)):
+            self._ends[row] = 0
             self.rows.pop(row, None)
         part = batch.part(MediaRows)
         for row, places in ({} if part is None else part.added).items():
+            self._ends[row] = places[-1].stop
             self.rows[row] = positions_of(places[-1].stop, places)
 
-    def of_step(self, host: HostInputs) -> Int64 | None:
-        """Return `ModelInputs.axes` [3, tokens] of a step; None if all its tokens come after their
-        rows' images, and `model_positions` is right."""
-        rows = host.rows.tolist()
-        starts = host.query_starts[:-1]
-        firsts = host.positions[starts].tolist()
-        if not any(self._is_early(row, first) for row, first in zip(rows, firsts, strict=True)):
-            return None
+    def are_needed(self, rows: Int32, firsts: Int64) -> bool:
+        """Return True if a step of `rows` [b] from tokens `firsts` [b] on needs
+        `ModelInputs.axes`: some of its tokens don't come after their row's images."""
+        return bool((firsts < self._ends[rows]).any())
+
+    def of_step(self, host: HostInputs) -> Int64:
+        """Return `ModelInputs.axes` [3, tokens] of a step."""
         axes = np.tile(host.positions, (3, 1))
-        for row, start, stop in zip(rows, starts, host.ends, strict=True):
+        starts = host.query_starts[:-1]
+        for row, start, stop in zip(host.rows.tolist(), starts, host.ends, strict=True):
             if row in self.rows:
                 axes[:, start:stop] = self._at(row, host.positions[start:stop])
         return axes
-
-    def _is_early(self, row: int, index: int) -> bool:
-        """Return True if a row's token at `index` isn't after its images."""
-        return row in self.rows and index < self.rows[row][0].shape[1]
 
     def _at(self, row: int, indices: Int64) -> Int64:
         """Return the positions [3, n] of tokens at `indices` [n] of a row with images."""
