@@ -74,6 +74,7 @@ from tests.hostile.generators import (
 )
 from tests.server.answers import parser_named
 from tests.server.fake_engine import FakeEngine
+from tests.server.pictures import APIS, asked, image, seeing
 from tests.server.serving import demo_tokenizer
 from tests.support import FULL
 
@@ -153,13 +154,16 @@ REQUIRED = {
 class Http:
     """An app of a faked engine, called without a socket."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, make: Callable[[], FakeEngine] | None = None) -> None:
+        """`make`: makes the engine."""
         self.runner = asyncio.Runner()
-        self._engine, self._app = self.runner.run(self._made(folder))
+        self._engine, self._app = self.runner.run(self._made(folder, make))
         self._status = 0
 
-    async def _made(self, folder: Path) -> tuple[FakeEngine, Starlette]:
-        engine = FakeEngine(demo_tokenizer(), ("a",))
+    async def _made(
+        self, folder: Path, make: Callable[[], FakeEngine] | None
+    ) -> tuple[FakeEngine, Starlette]:
+        engine = FakeEngine(demo_tokenizer(), ("a",)) if make is None else make()
         (folder / "adapters").mkdir()
         return engine, create_app(
             engine,
@@ -235,7 +239,7 @@ class Http:
         return longest
 
     def close(self) -> None:
-        self._engine.chat.close()
+        self._engine.close()
         self.runner.close()
 
 
@@ -547,6 +551,24 @@ def test_tokenizing_the_largest_prompts_never_holds_the_event_loop(
     """For a model with room for them."""
     body = filled('{"prompt": "#", "max_tokens": 1}', make(LARGEST - 10_000))
     check_held("a prompt", http, "/v1/completions", [body])
+
+
+@pytest.mark.slow("bodies of 32 MB")
+@pytest.mark.parametrize("path", APIS)
+def test_bodies_with_images_never_hold_the_event_loop(path: str, tmp_path: Path) -> None:
+    http = Http(tmp_path, seeing)
+    room = LARGEST - 10_000
+    part = image(path, "QUJD")
+    parts = {
+        "one large image": [image(path, "QUJD" * (Limits().max_image_bytes // 3))],
+        "four images": [image(path, "QUJD" * (room // 16))] * 4,
+        "many images": [part] * min(50_000, room // len(json.dumps(part)) - 1),
+    }
+    for name, given in parts.items():
+        body = json.dumps(asked(path, *given)).encode()
+        assert len(body) <= LARGEST
+        check_held(name, http, path, [body])
+    http.close()
 
 
 @pytest.mark.slow("bodies of 20 MB together")

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -37,7 +38,10 @@ from tests.server.pictures import (
     with_result,
 )
 from tests.server.serving import serving
+from tests.server.test_batches import begun, client_of, ended, jsonl, lines_of, quick_polls
 from tests.server.test_openapi import OF_IMAGES
+
+__all__ = ["quick_polls"]  # a fixture
 
 ROWS = 6  # of `small`: 24 x 16 pixels, 8 x 8 for each row
 
@@ -346,4 +350,25 @@ async def test_a_client_that_leaves_while_its_image_is_prepared_leaves_nothing()
         )
         assert answer.status_code == 200
         assert len(engine.submitted) == 1
+    engine.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.slow("makes a checkpoint and starts the process that prepares images")
+@pytest.mark.usefixtures("quick_polls")
+async def test_batches_have_images_and_wait_for_room(tmp_path: Path) -> None:
+    bodies = [asked(CHAT, image(CHAT, small(seed))) for seed in range(8)]
+    bodies.append(asked(CHAT, image(CHAT, NOISE)))
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": CHAT, "body": body}
+        for number, body in enumerate(bodies)
+    ]
+    engine = seeing("a")
+    async with client_of(engine, tmp_path, max_held_image_bytes=1) as client:
+        batch = await ended(client, (await begun(client, jsonl(*lines))).id)
+        told = await lines_of(client, batch.output_file_id)
+        wrong = await lines_of(client, batch.error_file_id)
+    assert (batch.status, len(told), len(wrong)) == ("completed", 8, 1)
+    assert wrong["8"]["response"]["body"]["error"]["param"] == "messages[0].content[0]"
+    assert len({*(digest for one in engine.submitted for digest in one.digests)}) == 8
     engine.close()
