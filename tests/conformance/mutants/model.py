@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -538,6 +538,35 @@ class TakesAnyRopeForThePlainOne(Qwen3):
             *reasons,
             *(f"{key} isn't implemented" for key in rope if key == "partial_rotary_factor"),
         ]
+
+
+class TakesOneRopeForThePlainOne(Qwen3):
+    taken: ClassVar[str]
+
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        plain = self.plain(config)
+        return super().reasons_against_fields(plain)
+
+    def rope(self, config: Any, index: int) -> Rope:
+        return super().rope(self.plain(config), index)
+
+    def plain(self, config: Any) -> Any:
+        rope = config.rope_parameters
+        if rope["rope_type"] != self.taken:
+            return config
+        changed = deepcopy(config)
+        changed.rope_parameters = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        return changed
+
+
+@mutant(caught_by="model.config_fields")
+class TakesALongRopeForThePlainOne(TakesOneRopeForThePlainOne):
+    taken = "longrope"
+
+
+@mutant(caught_by="model.rope_types", soon=True)
+class TakesAnUnknownRopeForThePlainOne(TakesOneRopeForThePlainOne):
+    taken = "su"
 
 
 @mutant(caught_by="model.rope_types")

@@ -171,6 +171,10 @@ UNHEARD_OF: dict[str, Any] = {  # fields of other models, which transformers sil
 UNHEARD_OF_ROPES: tuple[dict[str, Any], ...] = (  # fields of `rope_parameters`
     {"rope_type": "nobody_knows_this_rope", "factor": 2.0},
     {"rope_type": "axial", "factor": 2.0},
+    {"rope_type": "su", "factor": 2.0},
+    {"rope_type": "mrope", "mrope_section": [1, 1, 2]},
+    {"rope_type": "Default", "factor": 2.0},
+    {"rope_type": "default_2d"},
     {"nobody_knows_this_factor": 2.0},
 )
 
@@ -341,7 +345,7 @@ def changes(architecture: str) -> Iterator[Change]:
         elif field in _WINDOWS:
             yield from (Change(field, {field: window}) for window in _WINDOWS[field])
         elif field == "rope_parameters":
-            yield from _roped(field, value)
+            yield from _roped(field, own)
 
 
 _WINDOWS = {"sliding_window": (3, 1), "local_attention": (8, 2, 1)}
@@ -355,8 +359,25 @@ def _switched(field: str, own: dict[str, Any]) -> Iterator[Change]:
         yield Change(field, {field: not own[field], **others})
 
 
-def _roped(field: str, value: Any) -> Iterator[Change]:
+def _roped(field: str, own: Mapping[str, Any]) -> Iterator[Change]:
+    value = own[field]
     plain = value[KINDS[1]] if has_ropes(value) else value
     yield from (Change("rope_type", {field: with_rope(value, rope)}) for rope in ROPES)
+    if not has_ropes(value):  # transformers can't tell how many factors a kind of layer has
+        yield Change("rope_type", {field: _long_rope(value, own)})
     for key, number in (("rope_theta", 1e8), ("partial_rotary_factor", 0.5)):
         yield Change(key, {field: with_rope(value, {**plain, key: number})})
+
+
+def _long_rope(value: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rope whose frequencies depend on the length, with a factor for each of them."""
+    size = own.get("qk_rope_head_dim") or own.get("head_dim") or TINY["head_dim"]
+    pairs = int(size * value.get("partial_rotary_factor", 1.0)) // 2
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0 + pair / 4 for pair in range(pairs)],
+        "long_factor": [2.0 + pair for pair in range(pairs)],
+    }
