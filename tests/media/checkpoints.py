@@ -1,5 +1,6 @@
-"""Tiny checkpoints of each type of `MEDIA_TYPES` that is served, with random weights, a tokenizer,
-a chat template and the files of a processor; and what transformers makes of them."""
+"""Tiny checkpoints of each type of `MEDIA_TYPES` that is served, and of LLaVA's with Pixtral's
+vision model: random weights, a tokenizer, a chat template and the files of a processor; and what
+transformers makes of them."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+
+from dovetail.api.media_types import MEDIA_TYPES, MediaType
 
 VOCAB_SIZE = 320
 PAD, BOS, EOS = 256, 257, 258  # after the bytes
@@ -157,8 +160,7 @@ class Kind:
     vision: Mapping[str, Any] = field(default_factory=dict)
     top: Mapping[str, Any] = field(default_factory=dict)
     more_tokens: tuple[str, ...] = ()  # without a name
-    # arguments that its processor gives the image processor
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    model_type: str = ""  # empty: its name
 
 
 _QWEN: dict[str, Any] = {
@@ -200,21 +202,25 @@ _SMOL: dict[str, Any] = {
     "processor": {"image_seq_len": 4},
 }
 
+_OF_MISTRAL: dict[str, Any] = {
+    "tokens": {
+        "image_token": "[IMG]",
+        "image_break_token": "[IMG_BREAK]",
+        "image_end_token": "[IMG_END]",
+    },
+    "written": "[IMG]",
+    "processor_class": "PixtralProcessor",
+    "preprocessor": _PIXTRAL,
+    "text": {"model_type": "mistral", "sliding_window": None},
+    "vision": PIXTRAL,
+}
 _KINDS = {
-    "mistral3": Kind(
-        tokens={
-            "image_token": "[IMG]",
-            "image_break_token": "[IMG_BREAK]",
-            "image_end_token": "[IMG_END]",
-        },
-        written="[IMG]",
-        processor_class="PixtralProcessor",
-        preprocessor=_PIXTRAL,
-        processor=_OF_PIXTRAL,
-        settings={"patch_size": 2 * PATCH},
-        text={"model_type": "mistral", "sliding_window": None},
-        vision=PIXTRAL,
-        top={"spatial_merge_size": 2},
+    "mistral3": Kind(**_OF_MISTRAL, processor=_OF_PIXTRAL, top={"spatial_merge_size": 2}),
+    "pixtral": Kind(
+        **_OF_MISTRAL,
+        model_type="llava",
+        processor=_OF_PIXTRAL | {"spatial_merge_size": 1},
+        top={"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
     ),
     "lighton_ocr": Kind(
         tokens={
@@ -416,10 +422,17 @@ def written(name: str) -> str:
     return _KINDS[name].written
 
 
-def settings_of(directory: Path) -> Mapping[str, Any]:
+def media_type(name: str) -> MediaType:
+    """Return the type of a checkpoint's model."""
+    return MEDIA_TYPES[_KINDS[name].model_type or name]
+
+
+def settings_of(directory: Path) -> dict[str, Any]:
     """Return the arguments that a checkpoint's processor gives its image processor."""
-    model_type = json.loads((directory / "config.json").read_text())["model_type"]
-    return _KINDS[model_type].settings
+    processor = json.loads((directory / "processor_config.json").read_text())
+    if processor["processor_class"] != "PixtralProcessor":
+        return {}
+    return {"patch_size": processor["patch_size"] * processor["spatial_merge_size"]}
 
 
 @cache
@@ -458,7 +471,7 @@ def save_checkpoint(directory: Path, name: str, **top: Any) -> None:
 
 
 def _config(name: str, kind: Kind, ids: Mapping[str, int], top: Mapping[str, Any]) -> Any:
-    config = CONFIG_MAPPING[name]
+    config = CONFIG_MAPPING[kind.model_type or name]
     fields: dict[str, Any] = {
         "text_config": {**TEXT, **kind.text},
         "vision_config": dict(kind.vision),

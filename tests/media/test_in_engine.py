@@ -27,6 +27,7 @@ SERVED = (
     "llava_next",
     "llava_onevision",
     "mistral3",
+    "pixtral",
     "qwen2_5_vl",
     "qwen2_vl",
     "qwen3_5",

@@ -14,13 +14,13 @@ import torch
 
 from dovetail.api.json_files import read_json_object
 from dovetail.api.media import MediaPlace
-from dovetail.api.media_types import MEDIA_TYPES, media_type_of
+from dovetail.api.media_types import media_type_of
 from dovetail.api.model import ModelInputs
 from dovetail.nn.model_files import read_config, text_of
 from dovetail.nn.weights import load_weights
 from dovetail.testing.suites.model_bench import Bench, Chunk
 from dovetail_executors.runtime.media_positions import positions_of
-from tests.media.checkpoints import NAMES, PAD, checkpoint, picture
+from tests.media.checkpoints import NAMES, PAD, checkpoint, media_type, picture
 from tests.media.oracle import Prompt, rows_of, tensors_of
 from tests.models.oracle import arch_of
 from tests.support import FULL
@@ -40,7 +40,7 @@ def config_of(directory: Path) -> Any:
 SERVED = tuple(
     name
     for name in NAMES
-    if MEDIA_TYPES[name].both_ways == "none" and name not in ("glm4v", "glm_ocr")
+    if media_type(name).both_ways == "none" and name not in ("glm4v", "glm_ocr")
 )
 
 
