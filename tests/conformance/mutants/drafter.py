@@ -207,6 +207,82 @@ class MarksWhatHasEnded(Lookup):
         request.client = "(ended)"
 
 
+@mutant(caught_by="drafter.client")
+class TellsClientsApartBy8Characters(Lookup):
+    def learned(self, request: Request) -> list[int]:
+        return [] if request.client is None else self.answers.get(request.client[:8], [])
+
+    def on_finished(self, request: Request) -> None:
+        if request.client is not None:
+            self.answers[request.client[:8]] += request.output_token_ids
+
+
+@mutant(caught_by="drafter.client")
+class TellsClientsApartButForCase(Lookup):
+    def learned(self, request: Request) -> list[int]:
+        return [] if request.client is None else self.answers.get(request.client.lower(), [])
+
+    def on_finished(self, request: Request) -> None:
+        if request.client is not None:
+            self.answers[request.client.lower()] += request.output_token_ids
+
+
+@mutant(caught_by="drafter.client")
+class TellsRequestsApartByTheEndOfIds(Lookup):
+    def __init__(self, options: BaseModel, context: DrafterContext) -> None:
+        super().__init__(options, context)
+        self.texts: dict[str, list[int]] = {}
+
+    def text(self, request: Request) -> list[int]:
+        own = [*request.prompt_token_ids, *request.output_token_ids]
+        before = self.texts.get(request.id[-8:], [])
+        self.texts[request.id[-8:]] = own
+        return before + own
+
+    def on_finished(self, request: Request) -> None:
+        super().on_finished(request)
+        self.texts.pop(request.id[-8:], None)
+
+
+@mutant(caught_by="drafter.forgets")
+class KeepsAbortedRequests(Lookup):
+    def __init__(self, options: BaseModel, context: DrafterContext) -> None:
+        super().__init__(options, context)
+        self.asked: dict[str, int] = {}
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        self.asked |= {request.id: request.num_tokens for request in requests}
+        return super().propose(requests, most)
+
+    def on_finished(self, request: Request) -> None:
+        super().on_finished(request)
+        if request.output_left == 0:
+            self.asked.pop(request.id, None)
+
+
+@mutant(caught_by="drafter.deterministic")
+class ProposesTheFirstOfASet(Lookup):
+    """In the order of strings' hashes, which differ between processes."""
+
+    def draft(self, request: Request) -> list[int]:
+        words = {str(token) for token in self.text(request)}
+        return [int(next(iter(words)))]
+
+
+@mutant(caught_by="drafter.raises_nothing")
+class HasRoomForEightDrafts(Lookup):
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        assert max(most, default=0) <= 8
+        return super().propose(requests, most)
+
+
+@mutant(caught_by="drafter.process_untouched")
+class SeedsRandomNumbersOfAll(Lookup):
+    def draft(self, request: Request) -> list[int]:
+        random.seed(request.num_tokens)
+        return [random.randrange(self.context.vocab_size or 1)]
+
+
 class Named(ModelDrafter):
     @property
     def model(self) -> str:

@@ -6,17 +6,15 @@ whatever the drafter proposes changes nothing of it, as in an engine. Needs no t
 
 from __future__ import annotations
 
-import gc
 import random
-import sys
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count, islice
 from numbers import Integral
-from types import ModuleType
 from typing import Any, ClassVar
 
 from dovetail.api.component import TARGET
@@ -26,14 +24,23 @@ from dovetail.api.targets import import_target
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import PluginError, UnsupportedError, describe
 from dovetail.request.sampling_params import SamplingParams
+from dovetail.testing.binding import Binding
 from dovetail.testing.checks import check, fail, require
+from dovetail.testing.elsewhere import HASH_SEEDS, answer_elsewhere
 from dovetail.testing.suite import Suite
-from dovetail.testing.suites.holding import reachable
+from dovetail.testing.suites.holding import reachable, require_bounded
+from dovetail.testing.suites.process_state import process_state
 
 VOCAB_SIZE = 151_936  # as of Qwen3's models
 EOS_ID = 151_645
-CLIENTS = ("ann", "bob", "", None)
+# equal in their first or last 8 characters, or without case
+CLIENTS = ("client 1 of many", "client 2 of many", "Client 1 of many", "client 1 of most", "", None)
+OURS = CLIENTS[0]
+ABORTED = 0.05  # of requests that may end, end before they are complete
+ALIKE = "request-{}-of-user"  # names that are equal in their first and last 8 characters
+MOST = (1, 2, 32)  # values of `DrafterContext.max_drafts`
 STORIES = 12  # seeds of scripts
+PAIRS = 6  # those of two clients
 TOPICS = 6  # openings that all texts share
 GONE = 200  # requests that end, in the check of what is kept
 GONE_TOKENS = 500  # of each
@@ -146,7 +153,7 @@ class DrafterSuite(Suite):
     def test_any_request_has_an_answer(self) -> None:
         """A method raised. Requests may have one token, thousands, or the same one always; grow by
         many tokens between two calls, or by none; be left out of calls; be samples of one prompt;
-        end without having been asked for; and their ids come again."""
+        end without having been asked for; and their ids come again. `max_drafts` may be 1 or 32."""
         self._play(ODD)
         took: list[float] = []
 
@@ -161,6 +168,11 @@ class DrafterSuite(Suite):
             for seed in range(STORIES)
             for answer in self._play(self._story(seed), call=timed)
         ]
+        for most in MOST:
+            for seed in range(2):
+                context = replace(self.context, max_drafts=most)
+                acts = _story(context, self._vocab_size, seed)
+                self._play(acts, self._make(context))
         self.note(
             f"its own time: {1e6 * sum(took) / sum(len(ask.names) for ask, _ in answers):.0f} µs "
             f"for each request of a call (not judged)"
@@ -206,12 +218,29 @@ class DrafterSuite(Suite):
     @check("drafter.deterministic", since="1.0")
     def test_equal_calls_have_equal_answers(self) -> None:
         """Two drafters that were called in the same way proposed different tokens. Draw no random
-        numbers without a fixed seed, read no clock, and don't depend on the order of sets."""
+        numbers without a fixed seed, read no clock, and don't depend on the order of sets, which is
+        another in each process."""
         for seed in range(STORIES):
             self._require_equal(
                 self._play(self._story(seed)),
                 self._play(self._story(seed)),
                 "another drafter, called in the same way,",
+            )
+        if self.context is not DrafterSuite.context:
+            return  # a tokenizer of its own may not reach another process
+        seeds = list(range(2))
+        mine = self.drafts_of(seeds)
+        for hash_seed in HASH_SEEDS:
+            found = answer_elsewhere(
+                self,
+                f"{__name__}:drafts_of_stories",
+                seeds,
+                what="another process can't draft",
+                hash_seed=hash_seed,
+            )
+            require(
+                found == mine,
+                f"in a process with PYTHONHASHSEED={hash_seed} it proposed other tokens",
             )
 
     @check("drafter.client", since="1.0")
@@ -221,7 +250,7 @@ class DrafterSuite(Suite):
         user could find out what others write. Key learned data by `request.client`, and by request
         if that is None."""
         for seed in range(STORIES):
-            for client in ("ann", None):
+            for client in (OURS, "", None):
                 for name in self._names(self._story(seed), client):
                     owner = name if client is None else client
                     one = self._story(seed, ours=owner, others=1)
@@ -237,6 +266,18 @@ class DrafterSuite(Suite):
                     )
                     if client is not None:
                         break
+        for other_client in CLIENTS[1:]:
+            for seed in range(PAIRS):
+                one, other = (
+                    self._story(seed, ours=OURS, others=others, clients=(OURS, other_client))
+                    for others in (1, 2)
+                )
+                self._require_equal(
+                    self._play(one),
+                    self._play(other),
+                    f"with other texts of client {other_client!r}, for client {OURS!r},",
+                    frozenset(self._names(one, OURS)),
+                )
 
     @check("drafter.any_thread", since="1.0")
     def test_any_thread_may_call(self) -> None:
@@ -263,12 +304,7 @@ class DrafterSuite(Suite):
         }
         for seed in range(STORIES):
             self._play(self._story(seed), subject)
-        for path, value in reachable(subject):
-            require(not isinstance(value, LiveRequest), f"{path} holds {value!r} after its end")
-            require(
-                not (isinstance(value, str) and value in names),
-                f"{path} holds the id {value!r} after its request's end",
-            )
+        self._play(ODD, subject)
         alone = [self._story(seed, clients=(None,)) for seed in range(STORIES)]
         for acts in alone:  # all have the same ids
             self._require_equal(
@@ -276,29 +312,45 @@ class DrafterSuite(Suite):
                 self._play(acts, subject),
                 "after requests with the same ids, which ended,",
             )
-        sizes = []
-        for count in (20, GONE):
-            for number in range(count):
-                text = tuple(random.Random(number).choices(range(self._vocab_size), k=GONE_TOKENS))
-                half = GONE_TOKENS // 2
-                asked = [Ask(("r",), (4,))] * (number % 2)
-                self._play(
-                    (
-                        Begin("r", text[:half], text[half:], None),
-                        *asked,
-                        Grow("r", half),
-                        *asked,
-                        End("r"),
-                    ),
-                    subject,
-                )
-            sizes.append(_size(subject))
-        grown = sizes[1] - sizes[0]
-        require(
-            grown < GONE * GONE_TOKENS,
-            f"{GONE} requests of {GONE_TOKENS} tokens without a client, which ended, left {grown} "
-            f"bytes",
+        numbers = count()
+
+        def serve(requests: int) -> None:
+            for number in islice(numbers, requests):
+                self._serve_one_more(subject, number)
+
+        require_bounded(
+            subject, serve, GONE, GONE * GONE_TOKENS, f"requests of {GONE_TOKENS} tokens that ended"
         )
+        names |= {ALIKE.format(number) for number in range(next(numbers))}
+        for path, value in reachable(subject):
+            require(not isinstance(value, LiveRequest), f"{path} holds {value!r} after its end")
+            require(
+                not (isinstance(value, str) and value in names),
+                f"{path} holds the id {value!r} after its request's end",
+            )
+
+    def _serve_one_more(self, subject: Drafter, number: int) -> None:
+        """Begin and end a request of its own tokens without a client, with or without having asked
+        for it; every third is aborted."""
+        chance = random.Random(number)
+        text = tuple(chance.choices(range(self._vocab_size), k=GONE_TOKENS))
+        half = GONE_TOKENS // 2
+        name = ALIKE.format(number)
+        asked = [Ask((name,), (min(4, self.context.max_drafts),))] * (number % 2)
+        grown = [Grow(name, half // 5 if number % 3 == 0 else half)]
+        begin = Begin(name, text[:half], text[half:], None)
+        self._play((begin, *asked, *grown, *asked, End(name)), subject)
+
+    @check("drafter.process_untouched", since="1.0")
+    def test_process_untouched(self) -> None:
+        """The drafter changed what belongs to the whole process: random numbers of `random` or
+        numpy, print options, warnings, loggers, the environment, or another setting."""
+        self._play(self._story(0))  # imports what it needs
+        before = process_state(self.component_class)
+        for seed in range(2):
+            self._play(self._story(seed))
+        for name, value in process_state(self.component_class).items():
+            require(value == before[name], f"{name} isn't what it was before")
 
     @check("drafter.request_untouched", since="1.0")
     def test_requests_are_only_read(self) -> None:
@@ -343,9 +395,9 @@ class DrafterSuite(Suite):
     def _vocab_size(self) -> int:
         return self.context.vocab_size or VOCAB_SIZE
 
-    def _make(self) -> Any:
+    def _make(self, context: DrafterContext | None = None) -> Any:
         try:
-            return self.make(self.context)
+            return self.make(context or self.context)
         except UnsupportedError as error:
             fail(
                 f"it rejects the context of the suite, {self.context}: {error}. If it is for one "
@@ -355,6 +407,14 @@ class DrafterSuite(Suite):
 
     def _story(self, seed: int, **kwargs: Any) -> list[Act]:
         return _story(self.context, self._vocab_size, seed, **kwargs)
+
+    def drafts_of(self, seeds: Sequence[int]) -> list[list[list[int]]]:
+        """Return what a new drafter proposes in each script."""
+        return [
+            [list(map(int, tokens)) for tokens in drafts]
+            for seed in seeds
+            for _, drafts in self._play(self._story(seed))
+        ]
 
     def _answers(self) -> Iterator[Answer]:
         yield from self._play(ODD)
@@ -454,7 +514,7 @@ def _story(
     acts: list[Act] = []
     left: dict[str, int] = {}  # name -> output tokens to come
     for number in range(10):
-        name = f"r{number}"
+        name = ALIKE.format(number)
         client = chance.choice(clients)
         owner = name if client is None else client
         begin = Begin(
@@ -479,7 +539,7 @@ def _step(chance: random.Random, acts: list[Act], left: dict[str, int], most: in
         tokens = min(left[name], chance.choice((1, 1, 2, 5, most + 1)))
         acts.append(Grow(name, tokens))
         left[name] -= tokens
-        if left[name] == 0 or chance.random() < 0.02:
+        if left[name] == 0 or chance.random() < ABORTED:
             acts.append(End(name))
             del left[name]
 
@@ -559,17 +619,9 @@ def _in_thread(method: Callable[[], Any]) -> Any:
     return result[0]
 
 
-def _size(thing: object) -> int:
-    """Return the bytes of all objects reachable from `thing`, without classes, modules and
-    functions."""
-    seen: set[int] = set()
-    queue = [thing]
-    total = 0
-    while queue:
-        value = queue.pop()
-        if id(value) in seen or isinstance(value, type | ModuleType) or callable(value):
-            continue
-        seen.add(id(value))
-        total += sys.getsizeof(value)
-        queue += gc.get_referents(value)
-    return total
+def drafts_of_stories(suite: Binding, seeds: Sequence[int]) -> list[list[list[int]]]:
+    """Return what a new drafter of the suite's proposes in each script."""
+    named = {"component": suite.component, "options": suite.options}
+    played = type("Elsewhere", (DrafterSuite,), named)()
+    drafts: list[list[list[int]]] = played.drafts_of(seeds)
+    return drafts

@@ -56,23 +56,42 @@ class ExecutorSettings(ExecutorSubject):
         `max_model_len`, the bank of adapters has another number of slots or another rank than
         `max_adapters` and `max_adapter_rank`, or the weights of `load_format: dummy` aren't a
         function of `seed`. A setting that can't be served is refused with `UnsupportedError`."""
+        settings = {"max_model_len": 48, "max_adapters": 3, "max_adapter_rank": 4, **DUMMY}
         for size in BLOCK_SIZES:
-            with suppress(UnsupportedError), self._bench(block_size=size) as bench:
-                found = bench.capacity.layout.groups[0].block_tokens
-                require(found == size, f"with block_size {size}, blocks have {found} tokens")
-        with self._bench(max_model_len=48, max_adapters=3, max_adapter_rank=4, **DUMMY) as bench:
-            longest = bench.capacity.max_model_len
-            require(longest <= 48, f"with max_model_len 48, Capacity.max_model_len is {longest}")
-            bank = bench.capacity.adapters
-            require(
-                bank is None or (bank.slots, bank.max_rank) == (3, 4),
-                f"with 3 adapters of rank 4, Capacity.adapters is {bank!r:.200}",
-            )
-            first = _stream(bench)
+            with suppress(UnsupportedError):
+                first = self._require_used({**settings, "block_size": size})
+                settings["block_size"] = size
+                break
+        else:
+            first = self._require_used(settings)
         for seed in (1, 2):
-            with self._bench(**{**DUMMY, "seed": seed}) as bench:
-                told = f"with {DUMMY} it generated {first}, with seed {seed} {_stream(bench)}"
-                require((_stream(bench) == first) == (seed == DUMMY["seed"]), told)
+            with self._bench(**{**settings, "seed": seed}) as bench:
+                found = _stream(bench)
+            told = f"with {settings} it generated {first}, with seed {seed} {found}"
+            require((found == first) == (seed == DUMMY["seed"]), told)
+
+    def _require_used(self, settings: dict[str, Any]) -> list[int]:
+        """Start with these settings, require that the capacity follows them, and return what is
+        generated."""
+        with self._bench(**settings) as bench:
+            capacity = bench.capacity
+            size = settings.get("block_size")
+            found = capacity.layout.groups[0].block_tokens
+            require(
+                size is None or found == size, f"with block_size {size}, blocks have {found} tokens"
+            )
+            most = settings["max_model_len"]
+            require(
+                capacity.max_model_len <= most,
+                f"with max_model_len {most}, Capacity.max_model_len is {capacity.max_model_len}",
+            )
+            bank = capacity.adapters
+            asked = (settings["max_adapters"], settings["max_adapter_rank"])
+            require(
+                bank is None or (bank.slots, bank.max_rank) == asked,
+                f"with slots and rank {asked}, Capacity.adapters is {bank!r:.200}",
+            )
+            return _stream(bench)
 
 
 def _stream(bench: Bench) -> list[int]:

@@ -81,7 +81,7 @@ class ExecutorSubject(Suite):
     def _shared_bench(self, **config: Any) -> Iterator[Bench]:
         """Use the executor of the last check that asked for these fields of the config, without
         its requests: some take seconds to start. A check that fails leaves it to no other."""
-        asked = repr(sorted(config.items()))
+        asked = _key(config)
         # one that computes in this process may be the only one that can
         most = MOST_STARTED if self.declares("workers") else 1
         bench = _shared.take(type(self), asked, most)
@@ -121,6 +121,10 @@ class ExecutorSubject(Suite):
             )
 
 
+def _key(config: Mapping[str, Any]) -> str:
+    return repr(sorted(config.items()))
+
+
 class _Shared:
     """Started executors that no check uses at the moment."""
 
@@ -129,15 +133,19 @@ class _Shared:
         self._benches: dict[str, Bench] = {}  # by config, the one kept first first
 
     def take(self, suite: object, config: str, most: int) -> Bench | None:
-        """Return the bench that was kept for the same. Otherwise stop those of another suite, and
-        the oldest ones, so that another can be started: there are `most` at a time."""
+        """Return the bench that was kept for the same. Otherwise make room for another."""
         if suite is self._suite and config in self._benches:
             return self._benches.pop(config)
+        self.make_room(suite, most)
+        return None
+
+    def make_room(self, suite: object, most: int) -> None:
+        """Stop the executors of another suite, and the oldest ones, so that another can be kept:
+        there are `most` at a time."""
         if suite is not self._suite:
             self.close()
         while len(self._benches) >= most:
             self._stop_oldest()
-        return None
 
     def keep(self, suite: object, config: str, bench: Bench) -> None:
         self._suite = suite
@@ -159,18 +167,28 @@ atexit.register(_shared.close)  # of checks that run without pytest
 def _seen(suite: type[ExecutorSubject]) -> frozenset[str]:
     """Return the capabilities that only a started executor shows."""
     before = set(child_processes())
-    has = {}
     for max_drafts in (MOST_DRAFTS, 0):
-        with suppress(UnsupportedError), suite()._bench(max_drafts=max_drafts) as bench:
-            capacity = bench.capacity
-            has = {
-                "workers": bool(set(child_processes()) - before),
-                "shared_prefix": capacity.shared_prefix,
-                "drafts": capacity.max_lines > 0,
-            }
-            has["pooling"] = capacity.pooling is not None
-            break
-    return frozenset(name for name, there in has.items() if there)
+        config: dict[str, Any] = {"max_drafts": max_drafts}
+        executor = suite()._make(**config)
+        try:
+            capacity = executor.start()
+        except UnsupportedError:
+            executor.stop()
+            continue
+        except BaseException:
+            executor.stop()
+            raise
+        has = {
+            "workers": bool(set(child_processes()) - before),
+            "shared_prefix": capacity.shared_prefix,
+            "drafts": capacity.max_lines > 0,
+            "pooling": capacity.pooling is not None,
+        }
+        # starting it took long, if it has processes: checks go on with it
+        _shared.make_room(suite, MOST_STARTED if has["workers"] else 1)
+        _shared.keep(suite, _key(config), Bench(executor, capacity))
+        return frozenset(name for name, there in has.items() if there)
+    return frozenset()
 
 
 @cache

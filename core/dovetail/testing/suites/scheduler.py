@@ -22,6 +22,7 @@ from dovetail.engine.stats import EngineStats
 from dovetail.errors import PolicyError, SchedulerStalled
 from dovetail.request import Request
 from dovetail.testing.checks import check, fail, require
+from dovetail.testing.elsewhere import HASH_SEEDS
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.holding import reachable, require_bounded
 from dovetail.testing.suites.repeatable import for_all
@@ -45,12 +46,7 @@ from dovetail.testing.suites.scheduler_loads import (
     ranked,
     streamed,
 )
-from dovetail.testing.suites.scheduler_replay import (
-    HASH_SEEDS,
-    blocking_calls,
-    plans,
-    plans_elsewhere,
-)
+from dovetail.testing.suites.scheduler_replay import blocking_calls, plans, plans_elsewhere
 from dovetail.testing.suites.scheduler_scenarios import scenarios, smaller
 from dovetail.testing.suites.scheduler_world import Scenario, Shape, Shown, World
 

@@ -21,7 +21,6 @@ from dovetail.testing.processes import run_python
 from dovetail.testing.suites.scheduler_loads import crowd, drafted, pressed
 from dovetail.testing.suites.scheduler_world import World
 
-HASH_SEEDS = ("1", "2", "3")  # of other processes
 CLOCKS = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns")
 _ELSEWHERE = "from dovetail.testing.suites.scheduler_replay import _answer; _answer()"
 
