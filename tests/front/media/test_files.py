@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import resource
+import signal
+import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,6 +126,52 @@ def test_hostile_files_end_nothing_and_take_no_memory_here(tmp_path: Path) -> No
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss == before
     assert processes.image(SOURCE, files.GOOD, {}).size == (23, 17)
     processes.close()
+
+
+class Killing(ImageProcesses):
+    """Kills a process, once, while it is asked."""
+
+    dies: int | None = None
+
+    def ask(self, request: Mapping[str, Any], place: str) -> dict[str, Any]:
+        if self.dies is not None:
+            threading.Timer(0.5, os.kill, [self.dies, signal.SIGKILL]).start()
+            self.dies = None
+        return super().ask(request, place)
+
+
+def workers() -> list[int]:
+    """The processes of this one that prepare images."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            command = stat.with_name("cmdline").read_bytes()
+            if parent == os.getpid() and b"media/worker.py" in command:
+                found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.slow("starts processes, one of which takes its whole time")
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+def test_a_process_that_hangs_or_dies_takes_one_image_with_it(tmp_path: Path) -> None:
+    write(tmp_path, "llava")
+    processes = Killing(str(tmp_path), Limits(max_image_s=2))
+    assert processes.image(SOURCE, files.GOOD, {}).size == (23, 17)
+    [hangs] = workers()
+    os.kill(hangs, signal.SIGSTOP)
+    with pytest.raises(RequestError, match=r"^image 0: it takes longer than 2 s to prepare"):
+        processes.image(SOURCE, files.GOOD, {})
+    assert hangs not in workers()
+    assert processes.image(SOURCE, files.GOOD, {}).size == (23, 17)
+    [dies] = workers()
+    os.kill(dies, signal.SIGSTOP)
+    processes.dies = dies
+    with pytest.raises(RequestError, match=r"^image 0: it ended the process that prepared it"):
+        processes.image(SOURCE, files.GOOD, {})
+    assert processes.image(SOURCE, files.GOOD, {}).size == (23, 17)
+    processes.close()
+    assert not workers()
 
 
 @pytest.mark.slow("starts processes, one of which takes its whole time")
