@@ -64,6 +64,20 @@ MISTAKES: list[tuple[str, tuple[str, str], type[WeightFormatSuite], str]] = [
         "unknown_field",
     ),
     (
+        "an unknown field without a value is ignored",
+        ("if name not in (", "if config[name] and name not in ("),
+        Stored,
+        "unknown_field",
+    ),
+    ("copies are left out", ("range(part.copies)", "range(1)"), Quantizing, "its_place"),
+    ("copies are left out of it", ("range(part.copies)", "range(1)"), Stored, "its_place"),
+    (
+        "alternating outputs are read one after the other",
+        ("stride=part.stride if of[0] is not None else 1", "stride=1"),
+        Stored,
+        "its_place",
+    ),
+    (
         "formats aren't values",
         ("@dataclass(frozen=True, slots=True)", "@dataclass(eq=False)"),
         Stored,

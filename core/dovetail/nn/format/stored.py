@@ -165,6 +165,7 @@ class StoredWeight(nn.Parameter):
                 start=first + at * stride,
                 size=min(at_once, count - at),
                 at=0,
+                copies=1,  # `quantize` writes the copies
                 stride=stride,
             )
             self.format.quantize(self, part, at, some.read(source, transform, self.device))

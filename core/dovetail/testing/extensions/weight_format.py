@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 MODULE = "model.layers.0.mlp.down_proj"
 UNKNOWN = "no_format_has_this_field"
+UNKNOWN_VALUES: tuple[Any, ...] = (1, True, "x", 0, False, "", [], {})
 TOKENS = (1, 3, 40)
 ODD_VALUES: tuple[Any, ...] = (None, "x", -1, 1.5, [], {})
 # keys by which configs leave modules out
@@ -96,12 +97,13 @@ class WeightFormatSuite(ExtensionSuite):
         checkpoint would be read wrongly. Raise `UnsupportedError` that names it."""
         if self.config is None:
             return
-        try:
-            self.offer.load()({**self.config, UNKNOWN: 1})
-        except UnsupportedError as error:
-            require(UNKNOWN in str(error), f"the error doesn't name the field: {error}")
-        else:
-            fail(f"quantization_config with the field {UNKNOWN!r} was accepted")
+        for value in UNKNOWN_VALUES:
+            try:
+                self.offer.load()({**self.config, UNKNOWN: value})
+            except UnsupportedError as error:
+                require(UNKNOWN in str(error), f"the error doesn't name the field: {error}")
+            else:
+                fail(f"quantization_config with {UNKNOWN} = {value!r} was accepted")
 
     def test_a_wrong_config_is_an_error_of_dovetail(self) -> None:
         """A config with a missing field, or a value of another type, raised an error that isn't
@@ -167,8 +169,8 @@ class WeightFormatSuite(ExtensionSuite):
 
     def test_each_part_goes_to_its_place(self) -> None:
         """Parts of a merged layer, or a rank's share of one, have other values than in a layer of
-        their own. `Part` says which outputs or inputs they are (`start`, `size`), and where they go
-        (`at`). A layout that can't be stored is refused with `UnsupportedError`."""
+        their own. `Part` says which outputs or inputs they are (`start`, `size`, `stride`), where
+        they go (`at`), and how often (`copies`). A layout that can't be stored is refused with `UnsupportedError`."""
         import torch
 
         from dovetail.testing.extensions import weight_loading as loading
@@ -322,13 +324,18 @@ class WeightFormatSuite(ExtensionSuite):
         return self.values(self.checkpoint(*self.shape, generator))
 
     def _alone(self, form: WeightFormat, part: Any, seed: int) -> torch.Tensor:
-        """Return the values of this rank's share of a part, from a layer of one part."""
+        """Return the values of this rank's share of a part, with its copies, from a layer of one
+        part."""
+        import torch
+
         from dovetail.testing.extensions import weight_loading as loading
 
         shape = part.source_shape
         weight = loading.allocated(form, loading.whole(shape))
         loading.load(weight, self.checkpoint, seed)
-        return form.dequantized(weight).narrow(part.dim, part.start, part.size)
+        indices = part.start + part.stride * torch.arange(part.size)
+        share = form.dequantized(weight).index_select(part.dim, indices)
+        return torch.cat([share] * part.copies, part.dim)
 
 
 def _near(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:

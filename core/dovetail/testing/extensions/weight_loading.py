@@ -54,6 +54,18 @@ def layouts(outputs: int, inputs: int) -> Iterator[Layout]:
         for index, name in enumerate(("gate", "up"))
     }
     yield Layout("a rank's share of two merged modules", tall, shares)
+    twice = Part(shape, 0, 0, outputs, copies=2)
+    yield Layout("a module that is there twice", tall, {None: twice})
+    half = Part(tall, 0, outputs, outputs // 2, at=outputs, copies=2)
+    both: dict[str | None, Part] = {"q": Part(shape, 0, 0, outputs), "k": half}
+    yield Layout("a module, and twice a share of another", tall, both)
+    alternating: dict[str | None, Part] = {
+        name: Part(tall, 0, index, outputs, at=index * outputs, stride=2)
+        for index, name in enumerate(("gate", "up"))
+    }
+    yield Layout("outputs that alternate in the checkpoint", tall, alternating)
+    turned = Part(shape, 0, 0, outputs, transposed=True)
+    yield Layout("a plain checkpoint of [inputs, outputs]", shape, {None: turned})
 
 
 def allocated(form: WeightFormat, layout: Layout) -> Any:
@@ -104,7 +116,7 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 def _load_part(weight: Any, shard_id: str | None, checkpoint: Checkpoint, seed: int) -> None:
     outputs, inputs = weight.parts[shard_id].source_shape
     if not is_stored(weight, shard_id):
-        weight.load(plain_values(outputs, inputs, seed), shard_id)
+        weight.load(weight.parts[shard_id].whole(plain_values(outputs, inputs, seed)), shard_id)
         return
     pieces = dict(weight.tensors(shard_id))
     tensors = checkpoint(outputs, inputs, torch.Generator().manual_seed(seed))

@@ -39,7 +39,8 @@ class AcmeFormat(StoredFormat):
         outputs, inputs = part.source_shape
         share = (part.dim, part.start, part.size)
         of_outputs = share if part.dim == 0 else (None, 0, 0)
-        return {"weight": TensorShape(((outputs, inputs),), *share), "weight_scale": TensorShape(((outputs,),), *of_outputs)}
+        whole = {"weight": ((outputs, inputs), share), "weight_scale": ((outputs,), of_outputs)}
+        return {name: TensorShape((shape,), *of, stride=part.stride if of[0] is not None else 1) for name, (shape, of) in whole.items()}
 
     def store(self, weight: StoredWeight, part: Part, tensors: Mapping[str, torch.Tensor]) -> None:
         values = tensors["weight"]
