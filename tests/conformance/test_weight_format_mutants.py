@@ -73,7 +73,7 @@ MISTAKES: list[tuple[str, tuple[str, str], type[WeightFormatSuite], str]] = [
     ("copies are left out of it", ("range(part.copies)", "range(1)"), Stored, "its_place"),
     (
         "alternating outputs are read one after the other",
-        ("stride=part.stride if of[0] is not None else 1", "stride=1"),
+        ("stride=part.stride", "stride=1"),
         Stored,
         "its_place",
     ),
@@ -124,7 +124,7 @@ MISTAKES: list[tuple[str, tuple[str, str], type[WeightFormatSuite], str]] = [
     ("`start` is ignored", ("part.dim, part.start,", "part.dim, 0,"), StoredUnknown, "its_place"),
     (
         "scales of all outputs",
-        ("share if part.dim == 0 else (None, 0, 0)", "(None, 0, 0)"),
+        ("of_outputs if part.dim == 0 else TensorShape", "TensorShape"),
         Stored,
         "its_place",
     ),

@@ -6,7 +6,7 @@ A checkpoint with `quant_method: acme` has two tensors for each layer:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,10 +37,9 @@ class AcmeFormat(StoredFormat):
         if not self.is_stored:
             return {}
         outputs, inputs = part.source_shape
-        share = (part.dim, part.start, part.size)
-        of_outputs = share if part.dim == 0 else (None, 0, 0)
-        whole = {"weight": ((outputs, inputs), share), "weight_scale": ((outputs,), of_outputs)}
-        return {name: TensorShape((shape,), *of, stride=part.stride if of[0] is not None else 1) for name, (shape, of) in whole.items()}
+        values = TensorShape(((outputs, inputs),), part.dim, part.start, part.size, stride=part.stride)
+        of_outputs = replace(values, shapes=((outputs,),))
+        return {"weight": values, "weight_scale": of_outputs if part.dim == 0 else TensorShape(((outputs,),))}
 
     def store(self, weight: StoredWeight, part: Part, tensors: Mapping[str, torch.Tensor]) -> None:
         values = tensors["weight"]
