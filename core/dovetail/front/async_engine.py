@@ -15,7 +15,7 @@ from dovetail.errors import ConfigError, EngineDeadError, RequestError, shown
 from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine, request_ids
 from dovetail.front.outputs import EngineOutput
-from dovetail.front.prompts import Prompt, cuts, is_unmade
+from dovetail.front.prompts import Prompt, cuts, images_in, is_unmade
 from dovetail.front.vllm_methods import SaysWhatIsMissing
 from dovetail.request.lora import LoRARequest
 from dovetail.request.outputs import RequestOutput
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
         ParallelConfig,
         SchedulerConfig,
     )
+
+_IMAGE_THREADS = 8  # prompts with images that are prepared at a time, and wait for processes
 
 
 class _Consumer:
@@ -77,6 +79,7 @@ class AsyncLLMEngine(SaysWhatIsMissing):
         self.engine = engine
         # one thread: texts stay in order
         self._tokenizer = ThreadPoolExecutor(1, "dovetail-tokenizer")
+        self._images = ThreadPoolExecutor(_IMAGE_THREADS, "dovetail-images")
         self._readers: dict[_Consumer, str] = {}  # request ids
         # since the last call of `_wake_readers`
         self._to_wake: dict[asyncio.AbstractEventLoop, list[_Consumer]] = {}
@@ -177,7 +180,8 @@ class AsyncLLMEngine(SaysWhatIsMissing):
                 if fields.get("arrival_time") is None:
                     fields["arrival_time"] = self.engine.now()
                 tokenized = partial(self.engine.tokenized, cut=cuts(params))
-                prompt = await reader.loop.run_in_executor(self._tokenizer, tokenized, prompt)
+                threads = self._images if images_in(prompt) else self._tokenizer
+                prompt = await reader.loop.run_in_executor(threads, tokenized, prompt)
             self._thread.submit(partial(self._add, reader, request_id, prompt, params, fields))
             while not done:
                 output, end = await reader.next()
@@ -241,6 +245,7 @@ class AsyncLLMEngine(SaysWhatIsMissing):
         """Stop the thread once the step under way is done, and release the model. Requests under
         way fail with `EngineDeadError`. Idempotent."""
         self._tokenizer.shutdown(wait=False)
+        self._images.shutdown(wait=False)
         self.engine.close()
 
     def shutdown(self, timeout: float | None = None) -> None:

@@ -60,7 +60,11 @@ class Intake:
         pools = facts.pooling
         cuts_all = pools is not None and pools.cut_at is not None
         media = facts.media
-        self.images = None if media is None else ImagePrompts(media, facts.limits, tokenizer)
+        self.images = (
+            None
+            if media is None
+            else ImagePrompts(media, facts.limits, tokenizer, facts.max_model_len)
+        )
         self.prompts = PromptEncoder(
             tokenizer,
             facts.limits,

@@ -270,7 +270,11 @@ class InThisProcess(ImageProcesses):
 
 
 def image_prompts(
-    name: str, directory: Path, limits: Limits | None = None, **facts: Any
+    name: str,
+    directory: Path,
+    limits: Limits | None = None,
+    max_model_len: int | None = None,
+    **facts: Any,
 ) -> ImagePrompts:
     """What prepares images for a checkpoint of a type, which is written to `directory`."""
     directory.mkdir(exist_ok=True)
@@ -282,5 +286,6 @@ def image_prompts(
         MediaFacts(model_dir=str(directory), config=config, **given),
         limits,
         lambda: tokenizer,
-        InThisProcess(str(directory), limits),
+        max_model_len,
+        processes=InThisProcess(str(directory), limits),
     )

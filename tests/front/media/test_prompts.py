@@ -164,6 +164,15 @@ def test_an_image_with_more_rows_than_the_device_keeps_is_refused(tmp_path: Path
         made(encoder, of(PICTURE, "<image>"))
 
 
+def test_images_are_prepared_only_as_long_as_they_fit_the_model(tmp_path: Path) -> None:
+    few = image_prompts(NAME, tmp_path, max_model_len=40)
+    encoder = PromptEncoder(lambda: own_tokenizer(NAME), Limits(), 40, images=few)
+    [item] = made(encoder, of(PICTURE)).media
+    assert item.rows == 15
+    with pytest.raises(RequestError, match=r"images have 45 tokens or more, .*max_model_len 40"):
+        made(encoder, of([PICTURE] * 3 + [b"never read"], TOKEN * 4))
+
+
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_prompt_has_a_placeholder_for_each_image(encoder: PromptEncoder, count: int) -> None:
     ids = own_tokenizer(NAME).encode(TOKEN * count)

@@ -103,7 +103,7 @@ class ImageProcesses:
             return PreparedImage(
                 bytes.fromhex(answer["digest"]),
                 tuple(answer["size"]),
-                _read(target, answer["tensors"]),
+                _read(target, answer["tensors"], limits.max_image_memory),
             )
 
     def close(self) -> None:
@@ -165,9 +165,10 @@ def _why_ended(reason: str, limits: Limits) -> str:
             return "it ended the process that prepared it"
 
 
-def _read(path: Path, described: list[list[Any]]) -> dict[str, NDArray[Any]]:
-    """Return the tensors that a worker has written. Raises `RequestError` if it is confused."""
-    left = path.stat().st_size
+def _read(path: Path, described: list[list[Any]], most: int) -> dict[str, NDArray[Any]]:
+    """Return the tensors that a worker has written, of at most `most` bytes. Raises `RequestError`
+    if it is confused."""
+    left = min(most, path.stat().st_size)
     tensors: dict[str, NDArray[Any]] = {}
     with open(path, "rb") as file:
         for name, kind, shape in described:

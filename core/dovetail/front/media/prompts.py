@@ -81,13 +81,16 @@ class ImagePrompts:
         facts: MediaFacts,
         limits: Limits,
         tokenizer: Callable[[], Tokenizer],
+        max_model_len: int | None = None,
+        *,
         processes: ImageProcesses | None = None,
     ) -> None:
-        """`tokenizer` loads it when first called. `processes` takes the place of its own, for
-        tests."""
+        """`tokenizer` loads it when first called. `max_model_len`: of the model, in tokens; None if
+        prompts may be of any length. `processes` takes the place of its own, for tests."""
         self.facts = facts
         self._limits = limits
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
         self._processes = processes or ImageProcesses(facts.model_dir, limits)
         self._tokens_of = lru_cache(maxsize=256)(self._encoded)
 
@@ -170,12 +173,28 @@ class ImagePrompts:
                     prepare = partial(self._image, arguments=self._layout.with_options(settings))
                     images.append([threads.submit(prepare, source) for source in prompt.images])
                 return [
-                    self._with_images(prompt, [one.result() for one in each])
+                    self._with_images(prompt, self._within_model(each))
                     for prompt, each in zip(prompts, images, strict=True)
                 ]
             except BaseException:
                 threads.shutdown(cancel_futures=True)
                 raise
+
+    def _within_model(self, images: Iterable[Future[PreparedImage]]) -> list[PreparedImage]:
+        """Wait for the images of a prompt. Raises `RequestError` at the first that makes it too
+        long, so that the others, of megabytes each, needn't be prepared."""
+        done = []
+        rows = 0
+        for one in images:
+            image = one.result()
+            rows += sum([piece for piece in self._layout.pieces(image) if isinstance(piece, int)])
+            if self._max_model_len is not None and rows >= self._max_model_len:
+                raise RequestError(
+                    f"the prompt's images have {rows:,} tokens or more, which leaves no room in "
+                    f"max_model_len {self._max_model_len:,}"
+                )
+            done.append(image)
+        return done
 
     def _with_images(self, prompt: ImagePrompt, images: Sequence[PreparedImage]) -> MediaPrompt:
         occurrences = set(prompt.occurrences)
@@ -226,7 +245,9 @@ class ImagePrompts:
             data = None
         else:
             data = source.file_bytes(self._limits)
-        most = self._layout.max_patches(self.facts.cache_rows)
+        most = self._layout.max_patches(
+            min(self.facts.cache_rows, self._max_model_len or self.facts.cache_rows)
+        )
         return self._processes.image(source, data, arguments, most)
 
     def _expanded(self, pieces: Sequence[Piece]) -> tuple[list[int], list[tuple[int, int]]]:

@@ -117,7 +117,8 @@ def check_patches(
     patches = count(size[1], size[0], dict(arguments))
     if isinstance(patches, int | np.integer) and patches > most:
         raise RefusedError(
-            f"it becomes {patches:,} patches, of which at most {most:,} fit (media.cache_rows)"
+            f"it becomes {patches:,} patches, of which at most {most:,} fit (media.cache_rows, "
+            f"and max_model_len)"
         )
 
 
