@@ -234,16 +234,24 @@ def _line_of(stdout: IO[str]) -> str:
 def served(directory: Path) -> Iterator[str]:
     """Serve the demo model, with a longer context and a template that knows tools; the URL."""
     make_checkpoint(directory / "demo")
-    flags = [
-        "--port",
-        "0",
-        "--no-log-requests",
-        "--served-model-name",
-        "demo",
-        "--chat-template",
-        str(CHAT_TEMPLATE),
-    ]
-    command = [sys.executable, "-m", "dovetail", "serve", str(directory / "demo"), *flags]
+    with _serving(directory / "demo", "--chat-template", str(CHAT_TEMPLATE)) as url:
+        yield url
+
+
+@contextmanager
+def served_images(directory: Path) -> Iterator[str]:
+    """Serve a tiny random model that reads images; the URL."""
+    from tests.media.checkpoints import save_checkpoint  # it imports transformers
+
+    save_checkpoint(directory / "images", "mistral3")
+    with _serving(directory / "images") as url:
+        yield url
+
+
+@contextmanager
+def _serving(model: Path, *flags: str) -> Iterator[str]:
+    common = ["--port", "0", "--no-log-requests", "--served-model-name", "demo"]
+    command = [sys.executable, "-m", "dovetail", "serve", str(model), *common, *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
@@ -274,8 +282,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with (
         tempfile.TemporaryDirectory() as folder,
         served(Path(folder)) as url,
+        served_images(Path(folder)) as images_url,
         served_agents() as agents_url,
     ):
+        os.environ["DOVETAIL_TEST_IMAGES_URL"] = images_url
         for name in given.names or CLIENTS:
             print(f"{name} ...", file=sys.stderr)
             directory = (given.environments or Path(folder)) / name

@@ -1,5 +1,6 @@
 """A server for coding agents: an engine that calls the agent's shell once, and then answers with
-what the command printed. Asked to edit a file without tools, it writes one."""
+what the command printed. Asked to look at a file, it reads that, and says whether it is a picture.
+Asked to edit a file without tools, it writes one."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from dovetail.config.limits import Limits
-from dovetail.front.chat import ChatFrontEnd
+from dovetail.front.tokenizer import Tokenizer
+from tests.media.checkpoints import checkpoint, written
 from tests.server.fake_engine import FakeRequest
-from tests.server.scripted import Script, ScriptedEngine
+from tests.server.pictures import media_facts
+from tests.server.scripted import TEMPLATE, Script, ScriptedEngine
 from tests.server.serving import serving_in_thread
 
 MODEL = "coder"  # as in the documentation
@@ -26,6 +28,16 @@ CALLS: Mapping[str, Mapping[str, Any]] = {  # the shells of agents
     "Bash": {"command": COMMAND, "description": "Print a word"},
     "bash": {"command": COMMAND, "description": "Print a word"},
 }
+LOOK = re.compile(r"Look at (\S+)")
+SEEN = "I see a picture."
+KIND = "mistral3"
+# with images among the parts of a content
+SEEING = TEMPLATE.replace(
+    "{{ message.content }}",
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in "
+    "message.content or [] %}{{ '" + written(KIND) + "' if part.type == 'image' else part.text }}"
+    "{% endfor %}{% endif %}",
+)
 _TOOL = re.compile(r'"name": "(\w+)"')
 _RESULT = re.compile(rf"\n<tool>(?:(?!\n<\w+>).)*{WORD}", re.DOTALL)
 
@@ -34,11 +46,12 @@ class AgentEngine(ScriptedEngine):
     """Calls the shell that the prompt describes, unless the prompt has the command's result."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.info = dataclasses.replace(
-            self.info, model=MODEL, intake=dataclasses.replace(self.info.intake, max_model_len=ROOM)
-        )
-        self.chat = ChatFrontEnd(self.tokenizer, Limits(), ROOM)
+        tokenizer = Tokenizer.load(checkpoint(KIND))
+        tokenizer.use_chat_template(SEEING)
+        super().__init__(tokenizer, media=media_facts(KIND), max_model_len=ROOM)
+        # nothing limits its thoughts, which would then begin every answer
+        intake = dataclasses.replace(self.info.intake, has_masks=False)
+        self.info = dataclasses.replace(self.info, model=MODEL, intake=intake)
 
     async def _run(self, request: FakeRequest) -> None:
         self.script = answer_to(request.prompt or "")
@@ -47,6 +60,8 @@ class AgentEngine(ScriptedEngine):
 
 def answer_to(prompt: str) -> Script:
     """Return what the model writes after a prompt."""
+    if looked := LOOK.search(prompt):
+        return _look(looked[1], prompt)
     shells = [name for name in _TOOL.findall(prompt) if name in CALLS]
     if "file listing" in prompt:
         return Script(f"speech.txt\n```\n{WORD}\n```\n")
@@ -55,6 +70,16 @@ def answer_to(prompt: str) -> Script:
     if _RESULT.search(prompt):
         return Script(f"It said {WORD}.")
     call = {"name": shells[0], "arguments": CALLS[shells[0]]}
+    return Script(f"Let me see.\n<tool_call>{json.dumps(call)}</tool_call>")
+
+
+def _look(file: str, prompt: str) -> Script:
+    """Read a file, unless the prompt has an image."""
+    if written(KIND) in prompt:
+        return Script(SEEN)
+    if '"name": "Read"' not in prompt:
+        return Script("A title")
+    call = {"name": "Read", "arguments": {"file_path": file}}
     return Script(f"Let me see.\n<tool_call>{json.dumps(call)}</tool_call>")
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,11 +81,12 @@ class FakeEngine:
         paced: bool = False,
         finish: FinishReason = "stop",
         media: MediaFacts | None = None,
+        max_model_len: int = 4096,
     ):
         self.pieces, self.paced, self.finish = pieces, paced, finish
         intake = IntakeFacts(
             Limits(),
-            4096,
+            max_model_len,
             tokenizer.vocab_size,
             GenerationDefaults(),
             "fake",
@@ -122,10 +123,12 @@ class FakeEngine:
             chars, lambda part: [self.tokenized(prompt) for prompt in prompts[part]]
         )
 
+    def with_images(
+        self, prompt: ImagePrompt, *, cut: bool, wanted: Callable[[], bool]
+    ) -> MediaPrompt:
+        return self._intake.prompts.with_images(prompt, cut=cut, wanted=wanted)
+
     def tokenized(self, prompt: Prompt) -> Prompt:
-        if isinstance(prompt, ImagePrompt):
-            assert self._intake.images is not None
-            return self._intake.images.prepared(prompt)
         text, ids = _read(prompt, self.tokenizer)
         return prompt if text is None else TokenizedText(text, ids)
 

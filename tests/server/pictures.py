@@ -25,8 +25,8 @@ def _tokenizer() -> Tokenizer:
     return Tokenizer.load(checkpoint(KIND))
 
 
-def media_facts(**changes: Any) -> MediaFacts:
-    directory = checkpoint(KIND)
+def media_facts(kind: str = KIND, **changes: Any) -> MediaFacts:
+    directory = checkpoint(kind)
     config = json.loads((directory / "config.json").read_text())
     fields = {"cache_rows": 1024, "step_tokens": 1024, **changes}
     return MediaFacts(model_dir=str(directory), config=config, **fields)

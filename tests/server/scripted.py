@@ -4,11 +4,12 @@ template knows both."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import transformers
 
 from dovetail.errors import EngineDeadError
-from dovetail.front.tokenizer import TransformersTokenizer
+from dovetail.front.tokenizer import Tokenizer, TransformersTokenizer
 from dovetail.request.outputs import CompletionOutput, RequestOutput
 from tests.server.fake_engine import FakeEngine, FakeRequest
 
@@ -36,12 +37,12 @@ class Script:
 class ScriptedEngine(FakeEngine):
     """Answers every request with `script`, a token a character, up to its `max_tokens`."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            TransformersTokenizer(
-                transformers.ByT5Tokenizer(bos_token="<s>", chat_template=TEMPLATE)
-            )
-        )
+    def __init__(self, tokenizer: Tokenizer | None = None, **options: Any) -> None:
+        """`tokenizer`: one with a template like `TEMPLATE`. `options`: of `FakeEngine`."""
+        if tokenizer is None:
+            own = transformers.ByT5Tokenizer(bos_token="<s>", chat_template=TEMPLATE)
+            tokenizer = TransformersTokenizer(own)
+        super().__init__(tokenizer, **options)
         self.script = Script("Hello!")
 
     @property

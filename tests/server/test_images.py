@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from dovetail.front.media import processes
+from dovetail.front.media.processes import ImageProcesses
 from dovetail_server.app import create_app
 from dovetail_server.protocol import advisory
 from dovetail_server.protocol.responses import ResponsesRequest
@@ -351,6 +354,45 @@ async def test_a_client_that_leaves_while_its_image_is_prepared_leaves_nothing()
         assert answer.status_code == 200
         assert len(engine.submitted) == 1
     engine.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.slow("makes a checkpoint and starts the process that prepares images")
+async def test_no_further_image_is_prepared_once_the_client_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, may_go_on = threading.Event(), threading.Event()
+    prepared: list[str] = []
+    prepare = ImageProcesses.image
+
+    def held(self: ImageProcesses, source: Any, *arguments: Any) -> Any:
+        prepared.append(source.place)
+        begun.set()
+        may_go_on.wait(60)
+        return prepare(self, source, *arguments)
+
+    monkeypatch.setattr(ImageProcesses, "image", held)
+    monkeypatch.setattr(processes, "_MOST", 2)
+    engine = seeing("a")
+    app = create_app(engine)
+    async with serving(app) as address:
+        host, port = address.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        body = asked(CHAT, *[image(CHAT, small(seed)) for seed in range(16)])
+        data = json.dumps(body).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        await asyncio.to_thread(begun.wait, 60)
+        writer.close()
+        while app.state.server.admission.queued_requests:
+            await asyncio.sleep(0.001)
+        may_go_on.set()
+        async with httpx.AsyncClient(base_url=address, timeout=60) as http:
+            last = asked(CHAT, image(CHAT, small()))
+            assert (await http.post(CHAT, json=last)).status_code == 200
+    engine.close()
+    assert len(prepared) <= 3, prepared
+    assert len(engine.submitted) == 1
 
 
 @pytest.mark.anyio

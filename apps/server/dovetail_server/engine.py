@@ -6,7 +6,7 @@ thread or in another process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,7 +15,9 @@ from dovetail.request.pooling import PoolingParams
 from dovetail.request.sampling_params import SamplingParams
 from dovetail.serving import (
     ChatFrontEnd,
+    ImagePrompt,
     IntakeFacts,
+    MediaPrompt,
     PoolingIntake,
     Prompt,
     PromptSource,
@@ -124,6 +126,13 @@ class ServedEngine(Protocol):
     def source(self, prompts: Sequence[Prompt], *, cut: bool = False) -> PromptSource:
         """Return the source of the same prompts, tokenized, with their images prepared. `cut`:
         their parameters truncate them. Thread-safe. Raises `RequestError`."""
+
+    def with_images(
+        self, prompt: ImagePrompt, *, cut: bool, wanted: Callable[[], bool]
+    ) -> MediaPrompt:
+        """Return a prompt of `chat` with its images prepared. Blocks; thread-safe. `cut`: its
+        parameters truncate it. `wanted`: False ends the work with a `RequestError`, as does what
+        is wrong with an image."""
 
     @property
     def pooling(self) -> PoolingIntake:

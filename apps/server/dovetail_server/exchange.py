@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 import uuid
 from collections import deque
@@ -25,7 +26,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
@@ -390,11 +391,16 @@ class Exchange:
             if isinstance(prompt, TokenizedText):
                 return prompt
             self.server.admission.images.check()
-            source = self.engine.source([prompt], cut=cut)
-            [made] = await preparing.with_images(self.client, image_chars, source.all)
-        media = cast(MediaPrompt, made)
-        self._hold_images(media)
-        return media
+            gone = threading.Event()
+            prepare = partial(
+                self.engine.with_images, prompt, cut=cut, wanted=lambda: not gone.is_set()
+            )
+            try:
+                made = await preparing.with_images(self.client, image_chars, prepare)
+            finally:
+                gone.set()
+        self._hold_images(made)
+        return made
 
     def _hold_images(self, prompt: MediaPrompt) -> None:
         """Account for the prepared images of a prompt until the exchange is closed."""

@@ -33,8 +33,10 @@ from dovetail.serving import (
     EngineOutput,
     Entered,
     Finish,
+    ImagePrompt,
     IncrementalText,
     Intake,
+    MediaPrompt,
     OutputBuilder,
     PoolingIntake,
     Prompt,
@@ -278,6 +280,11 @@ class RemoteEngine:
     def source(self, prompts: Sequence[Prompt], *, cut: bool = False) -> PromptSource:
         return self._intake.prompts.source(prompts, cut=cut)
 
+    def with_images(
+        self, prompt: ImagePrompt, *, cut: bool, wanted: Callable[[], bool]
+    ) -> MediaPrompt:
+        return self._intake.prompts.with_images(prompt, cut=cut, wanted=wanted)
+
     @property
     def pooling(self) -> PoolingIntake:
         return self._intake.pooling
@@ -325,8 +332,11 @@ class RemoteEngine:
     # On its way in
 
     def _warm_up(self) -> None:
-        """Do slow first-time work: tokenize a text, search the vocabulary for its longest token,
-        start a rendering process, and probe the chat template."""
+        """Do slow first-time work: start a process that prepares images, tokenize a text, search
+        the vocabulary for its longest token, start a rendering process, and probe the chat
+        template."""
+        if self._intake.images is not None:
+            self._intake.images.prepare()
         self.tokenizer.encode("Hello")
         _ = self.tokenizer.longest_token
         with suppress(DovetailError):  # no template, or it rejects this conversation

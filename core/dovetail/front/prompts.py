@@ -251,6 +251,16 @@ class PromptEncoder:
             self._check_images(cut)
         return PromptSource(chars, lambda part: self.encoded(prompts[part]), images)
 
+    def with_images(
+        self, prompt: ImagePrompt, *, cut: bool = False, wanted: Callable[[], bool] = lambda: True
+    ) -> MediaPrompt:
+        """Return a prompt with its images prepared.
+
+        `cut`: its parameters truncate it. `wanted`, and what is raised: as
+        `ImagePrompts.all_prepared` has it.
+        """
+        return self._check_images(cut).all_prepared([prompt], wanted)[0]
+
     def _check_images(self, cut: bool) -> ImagePrompts:
         """Return what prepares images. Raises `RequestError` if they can't be taken."""
         if self._images is None:

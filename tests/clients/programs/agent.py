@@ -17,6 +17,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "serving" / "fields.md"
 DOCUMENTED_URL = "http://127.0.0.1:8000"
 WORD = "wherefore"  # what the served model has the agent say
 ASK = "Say it"
+LOOK = "Look at"
+SEEN = "I see a picture."  # what it says once it has one
 TURN_S = 150
 NO_NETWORK = {
     **dict.fromkeys(

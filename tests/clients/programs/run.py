@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
 import sys
 import traceback
 from typing import Any
@@ -18,6 +19,12 @@ from urllib.request import Request, urlopen
 MODEL = "demo"
 TEXTS = ["ROMEO:", "JULIET: my love"]
 ASK = [{"role": "user", "content": "Speak!"}]
+# a red square, as PNG
+PICTURE = (
+    "iVBORw0KGgoAAAANSUhEUgAAABAAAAAQCAIAAACQkWg2AAAAFklEQV"
+    "R42mO4YKBAEmIY1TCqYfhqAADM5yAQMiJu6gAAAABJRU5ErkJggg=="
+)
+LOOK = "What is it?"
 WEATHER_TOOL = {
     "type": "function",
     "function": {
@@ -49,6 +56,21 @@ def spoken(url: str, max_tokens: int = 8) -> str:
     text: str = plain(
         url, "/v1/chat/completions", messages=ASK, max_tokens=max_tokens, temperature=0
     )["choices"][0]["message"]["content"]
+    return text
+
+
+def images_url() -> str:
+    """Return the URL of the server whose model reads images."""
+    return os.environ["DOVETAIL_TEST_IMAGES_URL"]
+
+
+def seen() -> str:
+    """Return the greedy answer to `PICTURE` and `LOOK`."""
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PICTURE}"}}
+    messages = [{"role": "user", "content": [image, {"type": "text", "text": LOOK}]}]
+    fields = {"messages": messages, "max_tokens": 4, "temperature": 0}
+    answer = plain(images_url(), "/v1/chat/completions", **fields)
+    text: str = answer["choices"][0]["message"]["content"]
     return text
 
 

@@ -1,9 +1,9 @@
-"""anthropic: messages, streams, tools, schemas, the count of tokens."""
+"""anthropic: messages, streams, tools, schemas, the count of tokens, images."""
 
 from __future__ import annotations
 
 from anthropic import Anthropic, BadRequestError
-from run import ASK, MODEL, WEATHER_TOOL, spoken
+from run import ASK, LOOK, MODEL, PICTURE, WEATHER_TOOL, images_url, seen, spoken
 
 _TOOL = {
     "name": "weather",
@@ -78,6 +78,19 @@ def count(url: str) -> None:
         _client(url).messages.count_tokens(model=MODEL, messages=ASK, system="A play.").input_tokens
         > 0
     )
+
+
+def images(url: str) -> None:
+    client = _client(images_url())
+    source = {"type": "base64", "media_type": "image/png", "data": PICTURE}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": LOOK}]
+    messages = [{"role": "user", "content": content}]
+    answer = client.messages.create(
+        model=MODEL, messages=messages, max_tokens=4, extra_body=_GREEDY
+    )
+    assert answer.content[0].text == seen()
+    counted = client.messages.count_tokens(model=MODEL, messages=messages).input_tokens
+    assert counted == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
 
 
 def errors(url: str) -> None:

@@ -1,4 +1,4 @@
-"""openai: chat, streams, tools, schemas, responses, embeddings."""
+"""openai: chat, streams, tools, schemas, responses, embeddings, images."""
 
 from __future__ import annotations
 
@@ -6,7 +6,19 @@ from typing import Literal
 
 from openai import BadRequestError, OpenAI
 from pydantic import BaseModel
-from run import ASK, MODEL, TEXTS, WEATHER_TOOL, alike, embedded, spoken
+from run import (
+    ASK,
+    LOOK,
+    MODEL,
+    PICTURE,
+    TEXTS,
+    WEATHER_TOOL,
+    alike,
+    embedded,
+    images_url,
+    seen,
+    spoken,
+)
 
 
 class _Visit(BaseModel):
@@ -112,6 +124,31 @@ def responses(url: str) -> None:
 def embeddings(url: str) -> None:
     made = _client(url).embeddings.create(model=MODEL, input=TEXTS)  # as base64, its default
     assert alike([one.embedding for one in made.data], embedded(url))
+
+
+def images(url: str) -> None:
+    client, data = _client(images_url()), f"data:image/png;base64,{PICTURE}"
+    content = [
+        {"type": "image_url", "image_url": {"url": data}},
+        {"type": "text", "text": LOOK},
+    ]
+    messages = [{"role": "user", "content": content}]
+    chat = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=4, temperature=0
+    )
+    assert chat.choices[0].message.content == seen()
+    parts = [
+        {"type": "input_image", "image_url": data, "detail": "auto"},
+        {"type": "input_text", "text": LOOK},
+    ]
+    made = client.responses.create(
+        model=MODEL,
+        input=[{"role": "user", "content": parts}],
+        max_output_tokens=4,
+        temperature=0,
+    )
+    assert made.output_text == seen()
+    assert made.usage.input_tokens == chat.usage.prompt_tokens
 
 
 def errors(url: str) -> None:

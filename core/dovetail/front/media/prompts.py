@@ -156,11 +156,14 @@ class ImagePrompts:
         """Return the prompt of `all_prepared`."""
         return self.all_prepared([prompt])[0]
 
-    def all_prepared(self, prompts: Sequence[ImagePrompt]) -> list[MediaPrompt]:
+    def all_prepared(
+        self, prompts: Sequence[ImagePrompt], wanted: Callable[[], bool] = lambda: True
+    ) -> list[MediaPrompt]:
         """Fetch, decode and prepare the images of prompts, as many at once as there are processes,
         and put their tokens in the places of their placeholders.
 
-        Blocks. Raises `RequestError` for what is wrong with the first image that can't be used, and
+        Blocks. `wanted`: called before each image, in any thread; False ends the work with a
+        `RequestError`. Raises `RequestError` for what is wrong with the first image that can't be used, and
         what `ImageProcesses.image` raises.
         """
         for prompt in prompts:
@@ -170,7 +173,8 @@ class ImagePrompts:
             try:
                 for prompt in prompts:
                     settings = {**self.facts.options, **prompt.options}
-                    prepare = partial(self._image, arguments=self._layout.with_options(settings))
+                    arguments = self._layout.with_options(settings)
+                    prepare = partial(self._image, arguments=arguments, wanted=wanted)
                     images.append([threads.submit(prepare, source) for source in prompt.images])
                 return [
                     self._with_images(prompt, self._within_model(each))
@@ -238,7 +242,11 @@ class ImagePrompts:
             count += 1
         return _Newlines(text, count)
 
-    def _image(self, source: ImageSource, arguments: Mapping[str, Any]) -> PreparedImage:
+    def _image(
+        self, source: ImageSource, arguments: Mapping[str, Any], wanted: Callable[[], bool]
+    ) -> PreparedImage:
+        if not wanted():
+            raise RequestError(f"{source.place}: nobody waits for it any more")
         if source.kind is SourceKind.URL:
             data = Fetcher(self.facts.hosts, self._limits).fetch(source)
         elif source.kind is SourceKind.PIL:
