@@ -1464,3 +1464,31 @@ class NeverStops(Misread):
 class CountsLeastTokensIn16Bits(Misread):
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
         return replace(sampling, min_tokens=in_16_bits(sampling.min_tokens))
+
+
+@mutant(caught_by="sampler.forgets")
+class KeepsAllSeeds(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        self.__dict__.setdefault("seeds", set()).add(sampling.seed)
+        return sampling
+
+
+@mutant(caught_by="sampler.forgets")
+class CachesRulesByTheirValues(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        cached: dict[object, RowSampling] = self.__dict__.setdefault("cached", {})
+        return cached.setdefault((sampling.seed, sampling.logit_bias), sampling)
+
+
+@mutant(caught_by="sampler.process_untouched")
+class SeedsTorch(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        torch.manual_seed(row)
+        return sampling
+
+
+@mutant(caught_by="sampler.process_untouched", soon=True)
+class PrintsArraysShort(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        np.set_printoptions(threshold=10 + row)
+        return sampling

@@ -345,7 +345,6 @@ class DrafterSuite(Suite):
     def test_process_untouched(self) -> None:
         """The drafter changed what belongs to the whole process: random numbers of `random` or
         numpy, print options, warnings, loggers, the environment, or another setting."""
-        self._play(self._story(0))  # imports what it needs
         before = process_state(self.component_class)
         for seed in range(2):
             self._play(self._story(seed))

@@ -132,7 +132,6 @@ class LogitsProcessorIdentity(LogitsProcessorSubject):
         options, loggers, or another setting. Draw from a `torch.Generator` of your own, or compute
         noise from the seed."""
         lines, places = self.lines()
-        self.bench(lines, places).apply()  # imports what it needs
         torch.rand(())  # if it seeds torch, that shows
         before = process_state(self.component_class)
         self.bench(lines, places).apply()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
+import torch
 
 from dovetail.api.sampler import RowSampling
 from dovetail.testing.checks import check, require
+from dovetail.testing.suites.holding import require_bounded
+from dovetail.testing.suites.process_state import process_state
 from dovetail.testing.suites.sampler_bench import Bench, Row
 from dovetail.testing.suites.sampler_oracle import distribution
 from dovetail.testing.suites.sampler_requests import NEW_RULES
@@ -23,6 +27,7 @@ from dovetail.testing.suites.sampler_rows import (
 from dovetail.testing.suites.sampler_subject import SUPPORT_DRAWS, SamplerSubject, said
 
 CALLS = 1_000
+REQUESTS = 150  # before a sampler's size is taken
 LARGE_VOCAB = 200_000
 LARGE_IDS = (70_001, 131_077, 199_999)  # unlike their lowest 16 bits, and 17
 MANY_DRAFTS = 20
@@ -100,6 +105,38 @@ class SamplerUpdates(SamplerSubject):
             )
         bench.update([3, 4, 5], [3, 4, 5], samplings)
         require(bench.tokens() == expected, f"{CALLS} calls later the same requests got others")
+
+    @check("sampler.forgets", since="1.0")
+    def test_forgets(self) -> None:
+        """After many requests the sampler keeps more than before. Drop what belongs to a row once
+        it is in `removed`, or given to another request."""
+        bench = self.bench([Row([0.0] * 64, RowSampling(seed=seed)) for seed in range(4)])
+        numbers = count()
+
+        def use(times: int) -> None:
+            for number in islice(numbers, times):
+                sampling = RowSampling(
+                    seed=number,
+                    temperature=1.0 + number % 7,
+                    logit_bias=((number % 64, 1.0),),
+                    bad_words=((number % 64, 3),),
+                )
+                bench.update([number % 4], [number % 4], [sampling])
+                bench.tokens([number % 4])
+
+        require_bounded(bench.sampler, use, REQUESTS, 4 * REQUESTS, "requests that were removed")
+
+    @check("sampler.process_untouched", since="1.0")
+    def test_process_untouched(self) -> None:
+        """The sampler changed what belongs to the whole process: torch's random numbers, default
+        dtype, threads or modes, those of numpy or `random`, print options, loggers, or another
+        setting. Compute noise from the seed."""
+        rows = mixed_rows()
+        torch.rand(())  # if it seeds torch, that shows
+        before = process_state(self.component_class)
+        self.bench(rows).tokens()
+        for name, value in process_state(self.component_class).items():
+            require(value == before[name], f"{name} isn't what it was before")
 
     @check("sampler.large_ids", since="1.0")
     def test_large_ids(self) -> None:
