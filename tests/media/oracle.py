@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from transformers import AutoImageProcessor
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from tests.media.checkpoints import reference, settings_of
 
@@ -42,7 +42,8 @@ def rows_of(directory: Path, tensors: Tensors) -> torch.Tensor:
     """Return the rows [levels, rows, hidden] of an image."""
     found = _features(directory, tensors)
     levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
-    return torch.stack([torch.cat([part.flatten(0, -2) for part in level]) for level in levels])
+    parts = [[level] if isinstance(level, torch.Tensor) else level for level in levels]
+    return torch.stack([torch.cat([part.flatten(0, -2) for part in each]) for each in parts])
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class Tower:
         None if all have more. Raises `ModelLoadError` if the checkpoint's image processor can't be
         used."""
         from PIL import Image
-        from transformers import AutoImageProcessor
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         directory = self.plan.directory
         try:
