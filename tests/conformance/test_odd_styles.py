@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections import UserDict, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from pydantic import BaseModel
 
 from dovetail.api.drafter import Drafter, DrafterContext
 from dovetail.api.kv_cache import Allocation, KVContext, Pages
+from dovetail.api.model import BuildContext, ModelInputs
 from dovetail.api.observer import (
     EngineStopped,
     Observer,
@@ -29,9 +32,11 @@ from dovetail.testing.checks import Absent, CheckFailed, checks_of
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.drafter import DrafterSuite
 from dovetail.testing.suites.kv_cache import KVCacheSuite
+from dovetail.testing.suites.model import ModelSuite
 from dovetail.testing.suites.observer import ObserverSuite
 from dovetail.testing.suites.parser import ParserSuite
 from dovetail.testing.suites.tokenizer import TokenizerSuite
+from dovetail_models.qwen3 import Qwen3
 from tests.conformance.odd_parsers import CharByChar, Thoughts, WholeCalls
 from tests.conformance.odd_tokenizers import BytesAsIds, Reluctant
 
@@ -126,6 +131,29 @@ class ByIdWithARing(Observer):
         next(self.lines)
 
 
+class PlacesRowsByIndex(Qwen3):
+    """Copies the embeddings, writes rows by index, and keeps its inputs for no longer than a
+    call."""
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        forward = model.forward_tapped
+
+        def by_index(inputs: ModelInputs, taps: Sequence[int]) -> Any:
+            if inputs.rows is None or inputs.is_row is None:
+                return forward(inputs, taps)
+            places = inputs.is_row.nonzero()[:, 0]
+            x = model.embed(inputs.token_ids)
+            rows = x.new_zeros(len(inputs.rows), *x.shape)
+            rows[0] = x
+            rows[:, places] = inputs.rows[:, places]
+            everyone = torch.ones_like(inputs.is_row)
+            return forward(replace(inputs, rows=rows, is_row=everyone), taps)
+
+        model.forward_tapped = by_index
+        return model  # type: ignore[no-any-return]
+
+
 ITS_TOKENIZER = DrafterContext(
     max_drafts=8, vocab_size=32_000, max_model_len=4096, encode=lambda text: [7, 8]
 )
@@ -169,3 +197,10 @@ def test_a_manager_that_keeps_values_by_id_conforms() -> None:
 @pytest.mark.slow("serves thousands of requests")
 def test_an_observer_that_keeps_values_by_id_and_has_a_ring_conforms() -> None:
     run_checks(ObserverSuite, component=ByIdWithARing)
+
+
+@pytest.mark.slow("compares with transformers' models")
+@pytest.mark.parametrize("check", ["media_rows", "media_levels", "media_axes", "taps", "wanted"])
+def test_a_model_that_places_rows_by_index_conforms(check: str) -> None:
+    suite = type("Made", (ModelSuite,), {"component": PlacesRowsByIndex})()
+    getattr(suite, f"test_{check}")()

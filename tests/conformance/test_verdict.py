@@ -25,32 +25,32 @@ CLASSES = {  # name -> decorator, what the class changes, its verdict
     "TestGood": (
         "",
         "",
-        "CONFORMANT scheduler api=1.1 suite=1.0, 8/8, 1 capabilities absent, 0 waived",
+        "CONFORMANT scheduler api=1.1 suite=1.1, 8/8, 1 capabilities absent, 0 waived",
     ),
     "TestUnordered": (
         "",
         "component = tiny.Unordered",
-        "CONFORMANT scheduler api=1.1 suite=1.0, 7/7, 2 capabilities absent, 0 waived",
+        "CONFORMANT scheduler api=1.1 suite=1.1, 7/7, 2 capabilities absent, 0 waived",
     ),
     "TestOwnTests": (
         "",
         "def test_mine(self): self.helper()\n    def helper(self): ...",
-        "CONFORMANT scheduler api=1.1 suite=1.0, 8/8, …",
+        "CONFORMANT scheduler api=1.1 suite=1.1, 8/8, …",
     ),
     "TestWaived": (
         "",
         f"component = tiny.Broken\n    waivers = {{'tiny.second': {WAIVER}}}",
-        "CONFORMANT scheduler api=1.1 suite=1.0, 7/8, …, 1 waived",
+        "CONFORMANT scheduler api=1.1 suite=1.1, 7/8, …, 1 waived",
     ),
     "TestBroken": (
         "",
         "component = tiny.Broken",
-        "NOT CONFORMANT scheduler api=1.1 suite=1.0, 7/8, …: tiny.second",
+        "NOT CONFORMANT scheduler api=1.1 suite=1.1, 7/8, …: tiny.second",
     ),
     "TestHangs": (
         "",
         "component = tiny.Hanging\n    time_limit_s = 1",
-        "NOT CONFORMANT scheduler api=1.1 suite=1.0, 7/8, …: tiny.second",
+        "NOT CONFORMANT scheduler api=1.1 suite=1.1, 7/8, …: tiny.second",
     ),
     "TestOverrides": ("", "def test_first(self): ...", "NOT CONFORMANT …, 7/8, …: tiny.first"),
     "TestDeletes": ("", "test_first = None", "NOT CONFORMANT …, 7/8, …: tiny.first"),

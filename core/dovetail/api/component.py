@@ -55,7 +55,7 @@ API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
 EXTENSION_VERSIONS: dict[str, str] = {"hooks": "1.0", "routes": "1.0"}
 
 # version of the conformance suites of this release: each check names the first that has it
-SUITE_VERSION = "1.0"
+SUITE_VERSION = "1.1"
 
 hookimpl = pluggy.HookimplMarker("dovetail")
 

@@ -971,3 +971,142 @@ class StatesOfTwoRanksAtMost(Qwen35):
 class ForgetsTheLastState(Qwen35):
     def state_specs(self, config: Any, parallel: ParallelGroup) -> list[StateSpec]:
         return super().state_specs(config, parallel)[:-1]
+
+
+# ---- images
+
+
+class ReadsImages(Qwen3):
+    """Changes the rows and axes that the decoder gets."""
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        tapped = model.forward_tapped
+
+        def altered(inputs: ModelInputs, taps: Any) -> Any:
+            is_media = inputs.rows is not None or inputs.axes is not None
+            return tapped(self.altered(model, inputs) if is_media else inputs, taps)
+
+        model.forward_tapped = altered
+        return model  # type: ignore[no-any-return]
+
+    def altered(self, model: Any, inputs: ModelInputs) -> ModelInputs:
+        if inputs.rows is None or inputs.is_row is None:
+            return inputs
+        return self.with_rows(model, inputs, inputs.rows, inputs.is_row)
+
+    def with_rows(
+        self, model: Any, inputs: ModelInputs, rows: torch.Tensor, is_row: torch.Tensor
+    ) -> ModelInputs:
+        return inputs
+
+
+@mutant(caught_by="model.media_rows")
+class AddsRowsToEmbeddings(ReadsImages):
+    def with_rows(
+        self, model: Any, inputs: ModelInputs, rows: torch.Tensor, is_row: torch.Tensor
+    ) -> ModelInputs:
+        own = torch.cat(((rows[0] + model.embed(inputs.token_ids))[None], rows[1:]))
+        return replace(inputs, rows=own)
+
+
+@mutant(caught_by="model.media_rows")
+class GivesAllPlaceholdersTheFirstRow(ReadsImages):
+    def with_rows(
+        self, model: Any, inputs: ModelInputs, rows: torch.Tensor, is_row: torch.Tensor
+    ) -> ModelInputs:
+        if not is_row.any():
+            return inputs
+        first = rows[:, is_row.long().argmax()][:, None]
+        return replace(inputs, rows=first.expand_as(rows))
+
+
+@mutant(caught_by="model.media_rows")
+class TakesRowsInTheirOrder(ReadsImages):
+    """Reads the first rows, as if only placeholders had any."""
+
+    def with_rows(
+        self, model: Any, inputs: ModelInputs, rows: torch.Tensor, is_row: torch.Tensor
+    ) -> ModelInputs:
+        return replace(inputs, rows=rows[:, (is_row.long().cumsum(0) - 1).clamp(min=0)])
+
+
+@mutant(caught_by="model.media_rows")
+class TakesAllCopiesOfAPlaceholderForRows(ReadsImages):
+    """Replaces by the id, so that text that has it is an image, too."""
+
+    def with_rows(
+        self, model: Any, inputs: ModelInputs, rows: torch.Tensor, is_row: torch.Tensor
+    ) -> ModelInputs:
+        return replace(inputs, is_row=torch.isin(inputs.token_ids, inputs.token_ids[is_row]))
+
+
+@mutant(caught_by="model.media_rows")
+class ReadsRowsOfText(ReadsImages):
+    """Multiplies instead of choosing, which NaN outlives."""
+
+    def with_rows(
+        self, model: Any, inputs: ModelInputs, rows: torch.Tensor, is_row: torch.Tensor
+    ) -> ModelInputs:
+        chosen = rows[:1] * is_row[:, None]
+        text = model.embed(inputs.token_ids) * ~is_row[:, None]
+        own = torch.cat((chosen + text, rows[1:]))
+        return replace(inputs, rows=own, is_row=torch.ones_like(is_row))
+
+
+@mutant(caught_by="model.media_rows")
+class WritesEmbeddingsIntoRows(ReadsImages):
+    def with_rows(
+        self, model: Any, inputs: ModelInputs, rows: torch.Tensor, is_row: torch.Tensor
+    ) -> ModelInputs:
+        rows[0, ~is_row] = model.embed(inputs.token_ids[~is_row])
+        return inputs
+
+
+@mutant(caught_by="model.media_rows")
+class IgnoresRowsOfWantedSteps(ReadsImages):
+    def with_rows(
+        self, model: Any, inputs: ModelInputs, rows: torch.Tensor, is_row: torch.Tensor
+    ) -> ModelInputs:
+        return inputs if inputs.wanted is None else replace(inputs, rows=None, is_row=None)
+
+
+@mutant(caught_by="model.media_levels")
+class AddsLevelsALayerLate(ReadsImages):
+    def with_rows(
+        self, model: Any, inputs: ModelInputs, rows: torch.Tensor, is_row: torch.Tensor
+    ) -> ModelInputs:
+        late = torch.cat((rows[:1], torch.zeros_like(rows[:1]), rows[1:-1]))
+        return inputs if len(rows) == 1 else replace(inputs, rows=late)
+
+
+@mutant(caught_by="model.media_levels")
+class ReadsOneLevel(ReadsImages):
+    def with_rows(
+        self, model: Any, inputs: ModelInputs, rows: torch.Tensor, is_row: torch.Tensor
+    ) -> ModelInputs:
+        return replace(inputs, rows=rows[:1])
+
+
+@mutant(caught_by="model.media_levels")
+class DropsTheLevelAfterTheLastLayerOfWantedTokens(ReadsImages):
+    def with_rows(
+        self, model: Any, inputs: ModelInputs, rows: torch.Tensor, is_row: torch.Tensor
+    ) -> ModelInputs:
+        is_last = len(rows) > len(model.blocks)
+        return replace(inputs, rows=rows[:-1]) if is_last and inputs.wanted is not None else inputs
+
+
+@mutant(caught_by="model.media_axes")
+class AddsUpAxes(ReadsImages):
+    def altered(self, model: Any, inputs: ModelInputs) -> ModelInputs:
+        assert inputs.axes is not None
+        return replace(inputs, positions=inputs.axes.sum(0))
+
+
+@mutant(caught_by="model.media_axes")
+class CountsAxesFromOne(ReadsImages):
+    def altered(self, model: Any, inputs: ModelInputs) -> ModelInputs:
+        assert inputs.axes is not None
+        inputs.axes.add_(1)
+        return inputs

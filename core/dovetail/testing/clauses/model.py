@@ -20,7 +20,7 @@ CLAUSES: Marks = {
     "ModelCapabilities": {
         "`taps`": held("taps"),
         "`types`": held("types"),
-        "`media`": TOLD,
+        "`media`": held("media_rows", "media_levels", "media_axes"),
         "*": held("hygiene.capabilities", "shards"),
     },
     "ModelInputs": {
@@ -31,9 +31,11 @@ CLAUSES: Marks = {
     "ModelInputs.positions": held("positions", "prefix", "ragged"),
     "ModelInputs.wanted": held("wanted"),
     "ModelInputs.types": held("types"),
-    "ModelInputs.rows": TOLD,
-    "ModelInputs.is_row": TOLD,
-    "ModelInputs.axes": TOLD,
+    "ModelInputs.rows": held("media_rows", "media_levels"),
+    "ModelInputs.is_row": held("media_rows", "media_levels"),
+    "ModelInputs.axes": held(
+        "media_axes", but="no config of the suite has rotary positions on three axes"
+    ),
     "ModelContext": TOLD,
     "BuildContext": {
         "longest sequence": promised(

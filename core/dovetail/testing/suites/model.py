@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from dovetail.api.model import ModelArch, ModelContext, ModelInputs, ParallelGroup
@@ -31,6 +32,7 @@ from dovetail.testing.suites.model_drafts import LENGTH, PROMPT, Drafting
 
 MANY = 12  # sequences per step
 SHORT = 17  # tokens
+LENGTH_OF_IMAGES = 13  # tokens of a sequence with images
 FAR = 600  # a position that bfloat16 can't hold
 # relative to the largest number, and to each: allows another order of sums, but not another formula
 TOLERANCE = 1e-4
@@ -515,6 +517,62 @@ class ModelSuite(Suite):
             none = bench.step(Chunk("none", tokens, 0))
             assert_close(none, zeros, f"hidden states of {_told(config)} with types None and all 0")
 
+    @check("model.media_rows", since="1.1", capability="media")
+    def test_media_rows(self) -> None:
+        """`ModelInputs.rows[0]` doesn't replace the embeddings of exactly the tokens where `is_row`
+        is set, after their scale: rows that are the embeddings of other tokens give other states
+        than these tokens, also in chunks, beside other sequences and with `wanted`. Or `forward`
+        changed `rows` or `is_row`, or read rows of tokens that aren't placeholders."""
+        for config, reference, bench in self.pairs():
+            images = Images(config, reference)
+            expected = reference.run(images.stand_ins)[0]
+            text = some_tokens(config, 9, seed=2)
+            of_text = bench.step(Chunk("text", text, 0))
+            told = f"states of {_told(config)} with rows of images"
+            assert_close(
+                bench.step(Chunk("whole", images.tokens, 0), **images.part()), expected, told
+            )
+            images.check_kept()
+            found = []
+            for start, stop in ((0, 7), (7, 8), (8, LENGTH_OF_IMAGES)):
+                name = f"text beside {start}"
+                parts = (Chunk("cut", images.tokens[start:stop], start), Chunk(name, text, 0))
+                states = bench.step(*parts, **images.part(start, stop, more=len(text)))
+                found.append(states[: stop - start])
+                told_text = f"states of {_told(config)} of text beside rows of images"
+                assert_close(states[stop - start :], of_text, told_text)
+            assert_close(torch.cat(found), expected, f"{told}, in chunks")
+            wanted = torch.tensor([11, 3, 0])
+            some = bench.step(Chunk("some", images.tokens, 0), wanted=wanted, **images.part())
+            assert_close(some, expected[wanted], f"{told}, of wanted tokens")
+
+    @check("model.media_levels", since="1.1", capability="media")
+    def test_media_levels(self) -> None:
+        """`ModelInputs.rows[i]` isn't added to the residual stream after layer i - 1, of exactly
+        the tokens where `is_row` is set; or not to those that are `wanted`."""
+        for config, reference, bench in self.pairs():
+            layers = int(config.num_hidden_layers)
+            images = Images(config, reference, deeper=layers)
+            added = images.rows[1:].masked_fill(~images.is_row[:, None], 0)
+            expected = reference.with_rows(images.stand_ins, added)
+            told = f"states of {_told(config)} with rows for each of {layers} layers"
+            assert_close(bench.step(Chunk("a", images.tokens, 0), **images.part()), expected, told)
+            wanted = torch.tensor([11, 3, 0])
+            some = bench.step(Chunk("b", images.tokens, 0), wanted=wanted, **images.part())
+            assert_close(some, expected[wanted], f"{told}, of wanted tokens")
+
+    @check("model.media_axes", since="1.1", capability="media")
+    def test_media_axes(self) -> None:
+        """`ModelInputs.axes` that are the positions on each axis aren't the same as None; or
+        `forward` changed them."""
+        for config, _, bench in self.pairs():
+            tokens = some_tokens(config, 12)
+            axes = torch.arange(12).repeat(3, 1)
+            found = bench.step(Chunk("axes", tokens, 0), axes=axes)
+            require(torch.equal(axes, torch.arange(12).repeat(3, 1)), "forward() changed axes")
+            none = bench.step(Chunk("none", tokens, 0))
+            assert_close(found, none, f"states of {_told(config)} with equal axes and with None")
+
     @check("model.taps", since="1.0", capability="taps")
     def test_taps(self) -> None:
         """`forward_tapped` doesn't return the residual stream of all tokens after the first t
@@ -893,6 +951,41 @@ class ModelSuite(Suite):
                 f"are off by a factor of {factors[0]:.3g} a token"
             )
             require(factors[0] <= 2 * factors[1], f"{told}, allowed are {2 * factors[1]:.3g}")
+
+
+class Images:
+    """Tokens of one sequence, some of which are placeholders of images, and their rows: of the
+    first level the embeddings of other tokens, of `deeper` ones noise. What isn't to be read is
+    NaN."""
+
+    def __init__(self, config: Any, reference: Reference, deeper: int = 0) -> None:
+        self.tokens = some_tokens(config, LENGTH_OF_IMAGES)
+        self.is_row = torch.zeros(LENGTH_OF_IMAGES, dtype=torch.bool)
+        self.is_row[[2, 3, 4, 7, 11]] = True
+        others = some_tokens(config, LENGTH_OF_IMAGES, seed=1)
+        if getattr(config, "hidden_size_per_layer_input", 0):
+            others = torch.full_like(others, config.pad_token_id or 0)
+        self.stand_ins = torch.where(self.is_row, others, self.tokens)
+        embedded = reference.streams(self.stand_ins)[0]
+        noise = torch.randn(deeper, *embedded.shape, generator=torch.Generator().manual_seed(0))
+        rows = torch.cat((embedded[None], noise))
+        self.rows = rows.masked_fill(~self.is_row[:, None], torch.nan)
+
+    def part(
+        self, start: int = 0, stop: int | None = None, more: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """Return fields of `ModelInputs` for these tokens, and `more` tokens of text."""
+        rows = F.pad(self.rows[:, start:stop], (0, 0, 0, more), value=torch.nan)
+        is_row = F.pad(self.is_row[start:stop], (0, more))
+        self._given = rows, is_row
+        return {"rows": rows, "is_row": is_row}
+
+    def check_kept(self) -> None:
+        """Check that what `part` returned last, of all tokens, is as it was."""
+        rows, is_row = self._given
+        same = torch.equal(rows.nan_to_num(), self.rows.nan_to_num())
+        require(same and rows.isnan().equal(self.rows.isnan()), "forward() changed rows")
+        require(torch.equal(is_row, self.is_row), "forward() changed is_row")
 
 
 def some_tokens(config: Any, length: int, seed: int = 0) -> torch.Tensor:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from functools import partial
 from threading import Barrier
 from typing import Any, NamedTuple
 
@@ -179,17 +180,17 @@ class Bench:
         self,
         *parts: Chunk,
         wanted: torch.Tensor | None = None,
-        types: torch.Tensor | None = None,
+        **fields: torch.Tensor | None,
     ) -> torch.Tensor:
         """Hidden states [tokens, hidden] of a step that computes these parts; of those `wanted`
-        alone [n, hidden]. `types`: as of `ModelInputs`."""
+        alone [n, hidden]. `fields`: more of `ModelInputs`."""
         self.plan(*parts)
         positions = torch.cat(
             [torch.arange(part.start, part.start + len(part.token_ids)) for part in parts]
         )
         token_ids = torch.cat([part.token_ids for part in parts])
         hidden: torch.Tensor = self.model(
-            ModelInputs(token_ids=token_ids, positions=positions, wanted=wanted, types=types)
+            ModelInputs(token_ids=token_ids, positions=positions, wanted=wanted, **fields)
         )
         if self.states is not None:
             for index, part in enumerate(parts):
@@ -379,6 +380,13 @@ def _encoder(config: Any) -> Any:
     return model
 
 
+def _plus(rows: torch.Tensor, layer: Any, arguments: Any, output: Any) -> Any:
+    """Return a layer's output with rows [tokens, hidden] added to its stream."""
+    if isinstance(output, tuple):
+        return output[0] + rows, *output[1:]
+    return output + rows
+
+
 class Reference:
     """transformers' model of a config, with random weights and no parameter at a neutral value."""
 
@@ -403,6 +411,25 @@ class Reference:
             states[0]
             for states in self.model(token_ids[None], output_hidden_states=True).hidden_states
         ]
+
+    @torch.no_grad()
+    def with_rows(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The final states [tokens, hidden] if rows [layers, tokens, hidden] are added to the
+        residual stream, each after its layer."""
+        layers = next(
+            module
+            for name, module in self.model.named_modules()
+            if name.endswith("layers") and len(list(module.children())) == len(rows)
+        )
+        hooks = [
+            layer.register_forward_hook(partial(_plus, own))
+            for layer, own in zip(layers, rows, strict=True)
+        ]
+        try:
+            return self.run(token_ids)[0]
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def scale_matrices(self, factor: float, embedding: float | None = None) -> None:
         """Multiply the weights of all layers by `factor`, and those of the embedding by it or
