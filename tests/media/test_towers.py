@@ -233,3 +233,12 @@ def test_the_largest_item_can_be_encoded_and_has_no_more_rows_than_asked_for(nam
     assert rows <= item.rows <= 1000
     assert tower.encode(item).isfinite().all()
     assert tower.largest(0) is None
+
+
+def test_an_image_processor_that_cant_be_used_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = copy_of("llava", tmp_path)
+    (directory / "preprocessor_config.json").unlink()
+    assert tower_of(directory).largest(1000) is None
+    assert "image processor can't be used" in caplog.text

@@ -117,8 +117,9 @@ class Tower:
     @torch.inference_mode()
     def largest(self, most_rows: int) -> MediaItem | None:
         """Return an item of noise, the largest of a few sizes that has at most `most_rows` rows;
-        None if all have more. Raises `ModelLoadError` if the checkpoint's image processor can't be
-        used."""
+        None if all have more, or if the checkpoint's image processor can't be used, which is
+        logged: requests with images are refused then, and text is served. Raises `DovetailError` if
+        an item can't be encoded."""
         from PIL import Image
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
@@ -142,9 +143,7 @@ class Tower:
         except DovetailError:
             raise
         except Exception as error:  # transformers raises any exception
-            raise ModelLoadError(
-                f"{directory}: its image processor can't be used: {first_lines(error)}"
-            ) from error
+            log.warning("%s: its image processor can't be used: %s", directory, first_lines(error))
         return None
 
     def _levels(self, tensors: Mapping[str, Any]) -> list[torch.Tensor]:
