@@ -128,7 +128,7 @@ def write_checkpoint(directory: Path) -> None:
 
 
 def prompts(seed: int, count: int, *, text: bool) -> list[dict[str, Any]]:
-    """Return requests with images of noise, all different, or with as many tokens of text."""
+    """Return requests with images, all different, or with as many tokens of text."""
     import numpy as np
     from PIL import Image
 
@@ -197,8 +197,21 @@ def run_dovetail(directory: Path, *, text: bool) -> dict[str, Any]:
             outputs = llm.generate(work, params, use_tqdm=False)
             return sum(len(output.outputs[0].token_ids) for output in outputs)
 
+        figures = measured(generate, text=text)
+        begun = time.perf_counter()
+        llm.engine.all_tokenized(prompts(3000, REQUESTS, text=text))
+        prepared = time.perf_counter() - begun
+        before = llm.engine.stats()
+        generate(prompts(3001, REQUESTS, text=text), 1)
+        after = llm.engine.stats()
+        parts = {
+            "prepare_all_s": prepared,
+            "first_tokens_device_s": after.device_s - before.device_s,
+            "first_tokens_core_s": after.core_s - before.core_s,
+            "first_tokens_steps": after.steps - before.steps,
+        }
         details = dict(llm.engine.capacity.details)
-        return {"start_s": started, "details": details, **measured(generate, text=text)}
+        return {"start_s": started, "details": details, **figures, **parts}
 
 
 def run_vllm(directory: Path) -> dict[str, Any]:

@@ -42,8 +42,9 @@ class MediaItem:
     """An item of a prompt, with all that its rows are computed of. A row replaces the embedding of
     one placeholder.
 
-    A tensor is an argument of the model's `encode`, for this item alone. It stays until the request
-    ends, since a preempted request may need it again.
+    A tensor is an argument of transformers' `get_image_features`, for this item alone. Pixels may
+    be bytes, of which "pixel_table" [channels, 256] says what they stand for. All stay until the
+    request ends, since a preempted request may need them again.
     """
 
     kind: MediaKind

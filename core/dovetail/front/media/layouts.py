@@ -40,6 +40,8 @@ class Layout(ABC):
     options: tuple[str, ...] = ()  # further ones, which change nothing but the number of rows
     # the pieces begin and end with newlines, which are tokenized with those around the image
     joins_newlines = False
+    # pixels travel as bytes: nothing is filled up after they are normalized
+    as_bytes = False
 
     def __init__(self, files: _Files, media_type: MediaType) -> None:
         self.files = files
@@ -118,6 +120,7 @@ class _Files:
 class _Grid(Layout):
     """Patches that are merged to rows, as Qwen2-VL and those after it have them."""
 
+    as_bytes = True
     options = ("size", "min_pixels", "max_pixels")
 
     def with_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,6 +152,8 @@ class _Grid(Layout):
 
 class _Llava(Layout):
     """One picture of fixed size, as LLaVA 1.5 has it."""
+
+    as_bytes = True
 
     def pieces(self, image: PreparedImage) -> Sequence[Piece]:
         height, width = image.outputs["pixel_values"].shape[-2:]
@@ -231,6 +236,7 @@ class _ScaledTiles(_Tiles):
 class _Lines(Layout):
     """Lines of rows, each of which ends with a token, as Mistral's models have them."""
 
+    as_bytes = True
     options = ("size",)
 
     def __init__(self, files: _Files, media_type: MediaType) -> None:
@@ -265,6 +271,7 @@ class _Block(_Lines):
 class _Crops(Layout):
     """Crops of one size, as InternVL has them."""
 
+    as_bytes = True
     arguments: Mapping[str, Any] = {"crop_to_patches": True}
     options = ("crop_to_patches", "min_patches", "max_patches")
 

@@ -67,10 +67,12 @@ class ImageProcesses:
         data: bytes | None,
         arguments: Mapping[str, Any],
         max_patches: int | None = None,
+        *,
+        as_bytes: bool = False,
     ) -> PreparedImage:
         """Return an image, prepared. `data`: its file; None for an image of Pillow. `arguments`: of
         the call of the image processor. `max_patches`: of what the processor tells before it
-        begins.
+        begins. `as_bytes`: see `worker.prepared`.
 
         Raises `RequestError` for what is wrong with the image, `UnsupportedError` if the
         checkpoint's image processor can't be made, `MissingExtraError` without Pillow.
@@ -90,6 +92,7 @@ class ImageProcesses:
                 "arguments": dict(arguments),
                 "max_pixels": limits.max_image_pixels,
                 "max_patches": max_patches,
+                "as_bytes": as_bytes,
                 "memory_bytes": limits.max_image_memory,
                 "cpu_s": limits.max_image_s,
             }

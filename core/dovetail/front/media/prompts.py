@@ -256,7 +256,8 @@ class ImagePrompts:
         most = self._layout.max_patches(
             min(self.facts.cache_rows, self._max_model_len or self.facts.cache_rows)
         )
-        return self._processes.image(source, data, arguments, most)
+        as_bytes = self._layout.as_bytes
+        return self._processes.image(source, data, arguments, most, as_bytes=as_bytes)
 
     def _expanded(self, pieces: Sequence[Piece]) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of an image, and its runs: (index of the first token, number)."""

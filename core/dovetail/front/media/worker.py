@@ -123,12 +123,21 @@ def check_patches(
 
 
 def prepared(
-    processor: Any, image: Image.Image, arguments: dict[str, Any]
+    processor: Any, image: Image.Image, arguments: dict[str, Any], *, as_bytes: bool = False
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return what the checkpoint's processor makes of an image. Raises `RefusedError`."""
+    """Return what the checkpoint's processor makes of an image.
+
+    `as_bytes`: pixels aren't rescaled and normalized, but bytes, a quarter of the size; what these
+    become is in "pixel_table" [3, 256], for each channel. Raises `RefusedError`.
+    """
+    as_bytes = as_bytes and processor.do_rescale and processor.do_normalize
+    plain = {"do_rescale": False, "do_normalize": False} if as_bytes else {}
     try:
-        outputs = processor(image, return_tensors="np", **arguments)
+        outputs = processor(image, return_tensors="np", **arguments, **plain)
         tensors = {name: np.asarray(value) for name, value in outputs.items()}
+        if as_bytes:
+            tensors["pixel_values"] = tensors["pixel_values"].astype(np.uint8)
+            tensors["pixel_table"] = _table(processor)
     except MemoryError:
         raise
     except Exception as error:  # such as sides that a processor refuses
@@ -138,6 +147,14 @@ def prepared(
         name: value.astype(np.bool_) if name.endswith("_mask") else value
         for name, value in tensors.items()
     }
+
+
+def _table(processor: Any) -> np.ndarray[Any, Any]:
+    """Return what each byte of a channel becomes, [3, 256] float32."""
+    ramp = np.tile(np.arange(256, dtype=np.uint8).reshape(1, 16, 16), (3, 1, 1))
+    scaled = processor.rescale(ramp, processor.rescale_factor)
+    normalized = processor.normalize(scaled, processor.image_mean, processor.image_std)
+    return np.asarray(normalized, np.float32).reshape(3, 256)
 
 
 def answer_of(request: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +184,7 @@ def answer_of(request: dict[str, Any]) -> dict[str, Any]:
             check(request["size"])
             image = Image.frombytes("RGB", tuple(request["size"]), data)
         del data
-        outputs = prepared(processor, image, arguments)
+        outputs = prepared(processor, image, arguments, as_bytes=request["as_bytes"])
     except RefusedError as refused:
         return {"refused": str(refused)}
     return {

@@ -12,7 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,9 @@ class TowerPlan:
     levels: int  # rows for each placeholder: see `MediaType.levels`
     hidden_size: int  # of a row
     config: Any  # transformers' PretrainedConfig of the whole model
-    shapes: Mapping[str, tuple[int, ...]]  # of its tensors
+    shapes: Mapping[str, tuple[int, ...]] = field(repr=False)  # of its tensors
     # names in the checkpoint -> those in `shapes`; None: its weights will be random
-    sources: Mapping[str, str] | None
+    sources: Mapping[str, str] | None = field(repr=False)
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Return the size of its weights in `dtype`."""
@@ -149,6 +149,8 @@ class Tower:
     def _levels(self, tensors: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the rows [any, hidden] of each level."""
         placed = {name: self._placed(name, array) for name, array in tensors.items()}
+        if (table := placed.pop("pixel_table", None)) is not None:
+            placed["pixel_values"] = _looked_up(placed["pixel_values"], table)
         try:
             found = self._model.get_image_features(**placed, return_dict=True)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -163,6 +165,18 @@ class Tower:
             return torch.from_numpy(own)
         tensor = to_device(own, self._device)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+def _looked_up(pixels: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return what bytes of pixels stand for, of the same shape: table[channel, byte]. `pixels`
+    [..., channels, height, width], or [patches, channels * any]; `table` [channels, 256]."""
+    channels = table.shape[0]
+    dims = [len(pixels), channels, -1]
+    if pixels.ndim > 2:
+        dims = [-1, channels, pixels.shape[-2] * pixels.shape[-1]]
+    firsts = torch.arange(0, table.numel(), table.shape[1], dtype=torch.int32, device=table.device)
+    places = pixels.reshape(dims).int() + firsts[:, None]
+    return table.flatten()[places].view(pixels.shape)
 
 
 def find_tower(model_dir: str | Path, *, dummy: bool = False) -> TowerPlan | None:
