@@ -8,6 +8,7 @@ from functools import cache
 from io import BytesIO
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from dovetail.front.media.facts import MediaFacts
@@ -48,6 +49,13 @@ def png(image: Image.Image) -> bytes:
 def small(seed: int = 0) -> str:
     """Return a small picture as base64."""
     return base64.b64encode(png(picture(24, 16, seed))).decode()
+
+
+@cache
+def large() -> str:
+    """Return a picture of 1.6 MB as base64."""
+    pixels = np.random.default_rng(0).integers(0, 256, (740, 740, 3), np.uint8)
+    return base64.b64encode(png(Image.fromarray(pixels))).decode()
 
 
 def data_url(data: str) -> str:

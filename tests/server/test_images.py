@@ -4,9 +4,10 @@ nothing of it stays in memory."""
 from __future__ import annotations
 
 import asyncio
-import base64
+import gc
 import json
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from dovetail_server.app import create_app
 from dovetail_server.protocol import advisory
 from dovetail_server.protocol.responses import ResponsesRequest
 from dovetail_server.settings import ServerSettings
-from tests.media.checkpoints import picture
 from tests.server.fake_engine import FakeEngine
 from tests.server.pictures import (
     APIS,
@@ -33,8 +33,8 @@ from tests.server.pictures import (
     data_url,
     image,
     image_at,
+    large,
     place_of,
-    png,
     seeing,
     small,
     text,
@@ -333,11 +333,10 @@ async def test_prepared_images_are_bounded_and_released() -> None:
 async def test_a_client_that_leaves_while_its_image_is_prepared_leaves_nothing() -> None:
     engine = seeing("a")
     app = create_app(engine)
-    large = image(CHAT, base64.b64encode(png(picture(900, 900))).decode())
     async with serving(app) as address:
         host, port = address.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
-        data = json.dumps(asked(CHAT, large)).encode()
+        data = json.dumps(asked(CHAT, image(CHAT, large()))).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         await writer.drain()
@@ -353,6 +352,33 @@ async def test_a_client_that_leaves_while_its_image_is_prepared_leaves_nothing()
         )
         assert answer.status_code == 200
         assert len(engine.submitted) == 1
+    engine.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.slow("makes a checkpoint and starts the process that prepares images")
+@pytest.mark.parametrize("path", APIS)
+async def test_a_running_request_keeps_nothing_of_its_body(path: str) -> None:
+    engine = seeing("a", paced=True)
+    body = json.dumps(asked(path, *[image(path, large())] * 4)).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    async with serving(engine) as address:
+        host, port = address.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        sent = memoryview(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        tracemalloc.start()
+        for start in range(0, len(sent), 65_536):
+            writer.write(sent[start : start + 65_536])
+            await writer.drain()
+        await engine.until_requests(1)
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert held < len(body) / 4, f"{held} bytes are held of {len(body)}"
+        engine.step()
+        engine.step()
+        assert b" 200 OK" in await reader.readline()
+        writer.close()
     engine.close()
 
 
