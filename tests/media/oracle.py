@@ -37,6 +37,18 @@ def tensors_of(directory: Path, image: Image.Image) -> Tensors:
     return {name: np.asarray(value) for name, value in outputs.items() if name not in COUNTED}
 
 
+def spelled_out(tensors: Tensors) -> dict[str, NDArray[Any]]:
+    """Return tensors whose pixels may be bytes with the numbers that these stand for."""
+    numbers = dict(tensors)
+    table = numbers.pop("pixel_table", None)
+    if table is not None:
+        pixels = numbers["pixel_values"]
+        size = pixels.shape[-1] // 3 if pixels.ndim == 2 else pixels.shape[-1] * pixels.shape[-2]
+        split = pixels.reshape(-1, 3, size)
+        numbers["pixel_values"] = table[np.arange(3)[:, None], split].reshape(pixels.shape)
+    return numbers
+
+
 @torch.no_grad()
 def rows_of(directory: Path, tensors: Tensors) -> torch.Tensor:
     """Return the rows [levels, rows, hidden] of an image."""
