@@ -84,7 +84,12 @@ def check(
 
 def engine(directory: Path, **settings: Any) -> LLM:
     torch.set_num_threads(1)
-    small = {"generation_config": "none", "max_model_len": 700, "block_size": 8}
+    small = {
+        "generation_config": "none",
+        "max_model_len": 700,
+        "block_size": 8,
+        "kv_cache_memory": "32MiB",
+    }
     return LLM(str(directory), dtype="float32", **{**small, **settings})
 
 

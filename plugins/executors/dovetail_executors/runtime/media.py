@@ -18,6 +18,7 @@ from dovetail.api.executor import Batch, ExecutorConfig
 from dovetail.api.media import EncodedItem, MediaCapacity, MediaPlace, MediaRows
 from dovetail.errors import DovetailError
 from dovetail.nn.transfer import to_device
+from dovetail.request.media import MediaItem
 from dovetail_executors.runtime.features import FeaturePlan, Loaded, StepFeature, Wanted
 from dovetail_executors.runtime.graphs import Graphs
 from dovetail_executors.runtime.loading import ModelPlan
@@ -61,6 +62,9 @@ class EncodesMedia(StepFeature[ReadRows]):
         self._capacity = capacity
         shape = tower.plan.levels, capacity.cache_rows, tower.plan.hidden_size
         self._cache = torch.zeros(shape, dtype=dtype, device=rows.device)
+        self._stream: torch.cuda.Stream | None = None
+        if rows.device.type == "cuda":
+            self._stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
         self._wrong: dict[int, str] = {}  # slot -> why its item couldn't be encoded
 
     def begin(self, step: Step) -> ReadRows | None:
@@ -81,18 +85,30 @@ class EncodesMedia(StepFeature[ReadRows]):
 
     def before_inputs(self, step: Step, note: ReadRows, graphs: Graphs | None) -> None:
         for one in note.part.encode:
-            slots = to_device(one.slots.astype(np.int64), self._cache.device)
             try:
-                rows = self._tower.encode(one.item)
+                rows = self._encode(one.item)
             except DovetailError as error:
                 self._wrong.update(dict.fromkeys(one.slots.tolist(), str(error)))
             else:
+                slots = to_device(one.slots.astype(np.int64), self._cache.device)
                 self._cache.index_copy_(1, slots, rows)
                 if self._wrong:
                     for slot in one.slots.tolist():
                         self._wrong.pop(slot, None)
         if self._wrong:
             self._fail(step, note)
+
+    def _encode(self, item: MediaItem) -> torch.Tensor:
+        """Return the rows of an item. A tower has a stream of its own: its code waits for numbers
+        from the device, but not for the steps before, beside which it runs."""
+        if self._stream is None:
+            return self._tower.encode(item)
+        steps = torch.cuda.current_stream(self._cache.device)
+        with torch.cuda.stream(self._stream):
+            rows = self._tower.encode(item)
+        steps.wait_stream(self._stream)
+        rows.record_stream(steps)
+        return rows
 
     def _fail(self, step: Step, note: ReadRows) -> None:
         """Note the rows of the batch that read an item which couldn't be encoded."""
