@@ -19,6 +19,7 @@ from starlette.testclient import TestClient
 
 from dovetail.front.media import processes
 from dovetail.front.media.processes import ImageProcesses
+from dovetail.request.media import MediaItem
 from dovetail_server.app import create_app
 from dovetail_server.protocol import advisory
 from dovetail_server.protocol.responses import ResponsesRequest
@@ -358,7 +359,7 @@ async def test_a_client_that_leaves_while_its_image_is_prepared_leaves_nothing()
 @pytest.mark.anyio
 @pytest.mark.slow("makes a checkpoint and starts the process that prepares images")
 @pytest.mark.parametrize("path", APIS)
-async def test_a_running_request_keeps_nothing_of_its_body(path: str) -> None:
+async def test_a_front_end_keeps_nothing_of_the_images_of_a_running_request(path: str) -> None:
     engine = seeing("a", paced=True)
     body = json.dumps(asked(path, *[image(path, large())] * 4)).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -375,6 +376,9 @@ async def test_a_running_request_keeps_nothing_of_its_body(path: str) -> None:
         held = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert held < len(body) / 4, f"{held} bytes are held of {len(body)}"
+        async with asyncio.timeout(60):
+            while any(type(one) is MediaItem for one in gc.get_objects()):
+                await asyncio.sleep(0.01)
         engine.step()
         engine.step()
         assert b" 200 OK" in await reader.readline()
