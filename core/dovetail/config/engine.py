@@ -291,6 +291,10 @@ class Media(BaseModel):
     step_rows: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 4096
     """Rows of images that a step encodes; an image with more is encoded in a step of its own."""
 
+    kept_bytes: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 256 * 2**20
+    """Memory for prepared images that may come again, as in each message of a conversation, in
+    bytes: of the engine's process, and of each front end of a server. 0: none are kept."""
+
     hosts: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=253)], ...], Field(strict=False)
     ] = ()

@@ -295,6 +295,7 @@ def _media_facts(config: EngineConfig, capacity: Capacity, model_dir: Path) -> M
         config=model,
         cache_rows=capacity.media.cache_rows,
         step_tokens=config.max_num_batched_tokens,
+        kept_bytes=config.media.kept_bytes,
         hosts=config.media.hosts,
         options=config.media.processor,
     )

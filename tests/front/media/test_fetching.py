@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +105,7 @@ class Network:
         self.names: dict[str, list[str]] = {"pictures.example": [PUBLIC]}
         self.looked_up: list[str] = []
         self.connected: list[str] = []
+        self.tls: ssl.SSLContext | None = None
 
     def resolve(self, host: str, port: int) -> list[str]:
         self.looked_up.append(host)
@@ -112,12 +117,14 @@ class Network:
 
     def fetch(self, url: str, **limits: Any) -> bytes:
         hosts = ["pictures.example", "inside.example", "Other.example:8080"]
-        fetcher = Fetcher(hosts, Limits(**limits), self.resolve, self.connect)
+        fetcher = Fetcher(hosts, Limits(**limits), self.resolve, self.connect, self.tls)
         return fetcher.fetch(ImageSource(SourceKind.URL, url, "image 0"))
 
 
 @contextmanager
-def serving(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[Network]:
+def serving(
+    answer: Callable[[BaseHTTPRequestHandler], None], tls: ssl.SSLContext | None = None
+) -> Iterator[Network]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             answer(self)
@@ -126,6 +133,8 @@ def serving(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[Networ
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
@@ -298,6 +307,24 @@ def test_what_is_no_http_is_refused() -> None:
 
     with serving(garbage) as network, pytest.raises(RequestError, match="can't be fetched"):
         network.fetch("http://pictures.example/a.png")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
+def test_a_host_is_known_by_its_certificate(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-subj", "/CN=pictures.example", "-addext", "subjectAltName=DNS:pictures.example"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    theirs.load_cert_chain(certificate, key)
+    ours = ssl.create_default_context(cafile=str(certificate))
+    with serving(sending(200, b"picture"), theirs) as network:
+        network.tls = ours
+        assert network.fetch("https://pictures.example/a.png") == b"picture"
+        network.names["inside.example"] = [PUBLIC]
+        with pytest.raises(RequestError, match="can't be fetched"):
+            network.fetch("https://inside.example/a.png")
 
 
 def test_a_certificate_that_nobody_signed_is_refused() -> None:

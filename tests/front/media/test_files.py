@@ -22,7 +22,7 @@ from dovetail.front.media.processes import ImageProcesses
 from dovetail.front.media.sources import ImageSource, SourceKind
 from dovetail.front.media.worker import RefusedError, decoded
 from tests.front.media import files
-from tests.front.media.checkpoints import write
+from tests.front.media.checkpoints import InThisProcess, write
 
 PIXELS = Limits().max_image_pixels
 SOURCE = ImageSource(SourceKind.BYTES, b"", "image 0")
@@ -126,6 +126,28 @@ def test_hostile_files_end_nothing_and_take_no_memory_here(tmp_path: Path) -> No
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss == before
     assert processes.image(SOURCE, files.GOOD, {}).size == (23, 17)
     processes.close()
+
+
+def test_images_that_come_again_are_not_prepared_again(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_vl")
+    first = files.file_of(files.picture(40, 40))
+    others = [files.file_of(files.picture(40, 40, seed)) for seed in (1, 2, 3)]
+    each = InThisProcess(str(tmp_path), Limits()).image(SOURCE, first, {}).nbytes
+    processes = InThisProcess(str(tmp_path), Limits(), 2 * each)
+    prepared = processes.image(SOURCE, first, {})
+    assert processes.image(SOURCE, first, {}) is prepared
+    assert processes.image(SOURCE, first, {"size": {"shortest_edge": 1, "longest_edge": 400}})
+    assert processes.asked == 2
+    for data in (others[0], first, others[1], first, others[2], first):
+        processes.image(SOURCE, data, {})
+    assert processes.asked == 6  # two fit, and the first is used between the others
+    for data in (first, b"GIF89a", b"GIF89a"):
+        with contextlib.suppress(RequestError):
+            processes.image(SOURCE, data, {})
+    assert processes.asked == 8
+    none = InThisProcess(str(tmp_path), Limits(), each - 1)
+    assert none.image(SOURCE, first, {}).digest == none.image(SOURCE, first, {}).digest
+    assert none.asked == 2
 
 
 class Killing(ImageProcesses):

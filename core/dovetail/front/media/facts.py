@@ -16,5 +16,6 @@ class MediaFacts:
     config: Mapping[str, Any] = field(repr=False)  # its config.json, of a type in `MEDIA_TYPES`
     cache_rows: int  # an image with more rows is refused
     step_tokens: int  # that a step computes: a run of an image that isn't divided must fit
+    kept_bytes: int = 0  # memory for prepared images that may come again
     hosts: tuple[str, ...] = ()  # from which images are fetched by URL
     options: Mapping[str, Any] = field(default_factory=dict)  # of the image processor

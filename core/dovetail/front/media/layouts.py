@@ -309,8 +309,10 @@ class _Split(Layout):
 
 
 class _Fixed(Layout):
-    """As many rows for each picture, as Gemma 3 has them."""
+    """As many rows for each picture, as Gemma 3 has them. Its crops ("pan and scan") would each be
+    an image of the encoder: they aren't made."""
 
+    arguments: Mapping[str, Any] = {"do_pan_and_scan": False}
     joins_newlines = True
 
     def pieces(self, image: PreparedImage) -> Sequence[Piece]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +41,45 @@ class PreparedImage:
     size: tuple[int, int]  # width and height in pixels
     outputs: Mapping[str, NDArray[Any]]  # of the processor, for one image
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of its outputs, in bytes."""
+        return sum(value.nbytes for value in self.outputs.values())
+
+
+class _Kept:
+    """Images that were prepared last, within so many bytes: conversations repeat theirs with each
+    message. Thread safe."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._left = most
+        self._images: dict[bytes, PreparedImage] = {}  # the least recently used first
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> PreparedImage | None:
+        with self._lock:
+            image = self._images.pop(key, None)
+            if image is not None:
+                self._images[key] = image
+            return image
+
+    def put(self, key: bytes, image: PreparedImage) -> None:
+        with self._lock:
+            if key in self._images or image.nbytes > self._most:  # another thread was quicker
+                return
+            self._images[key] = image
+            self._left -= image.nbytes
+            while self._left < 0:
+                oldest = next(iter(self._images))
+                self._left += self._images.pop(oldest).nbytes
+
+    def clear(self) -> None:
+        with self._lock:
+            for image in self._images.values():
+                self._left += image.nbytes
+            self._images.clear()
+
 
 class _Given(NamedTuple):
     """An image as a worker reads it: a file, or pixels of this size."""
@@ -46,11 +87,18 @@ class _Given(NamedTuple):
     data: bytes
     size: tuple[int, int] | None
 
+    def key(self, settings: Mapping[str, Any]) -> bytes:
+        """Return what the prepared image is known by: a hash of all that it is made of."""
+        text = json.dumps([self.size, settings], sort_keys=True)
+        return sha256(text.encode() + b"\n" + sha256(self.data).digest()).digest()
+
 
 class ImageProcesses:
     """Prepares images for one checkpoint. Thread safe; each call blocks one thread."""
 
-    def __init__(self, model_dir: str, limits: Limits) -> None:
+    def __init__(self, model_dir: str, limits: Limits, kept_bytes: int = 0) -> None:
+        """`kept_bytes`: memory for prepared images that may come again."""
+        self._kept = _Kept(kept_bytes)
         self._model_dir = model_dir
         self._limits = limits
         self.most = min(_MOST, os.cpu_count() or 1)  # processes
@@ -80,29 +128,41 @@ class ImageProcesses:
         check_pillow()
         limits = self._limits
         given = _pixels_of(source, limits) if data is None else _Given(data, None)
+        settings = {
+            "model_dir": self._model_dir,
+            "arguments": dict(arguments),
+            "as_bytes": as_bytes,
+            "max_patches": max_patches,
+        }
+        key = given.key(settings)
+        image = self._kept.get(key)
+        if image is None:
+            image = self._prepared(given, source.place, settings)
+            self._kept.put(key, image)
+        return image
+
+    def _prepared(self, given: _Given, place: str, settings: Mapping[str, Any]) -> PreparedImage:
+        limits = self._limits
         with tempfile.TemporaryDirectory(prefix="dovetail-image-") as directory:
             file = Path(directory, "image")
             file.write_bytes(given.data)
             target = Path(directory, "tensors")
             request = {
-                "model_dir": self._model_dir,
+                **settings,
                 "file": str(file),
                 "size": given.size,
                 "target": str(target),
-                "arguments": dict(arguments),
                 "max_pixels": limits.max_image_pixels,
-                "max_patches": max_patches,
-                "as_bytes": as_bytes,
                 "memory_bytes": limits.max_image_memory,
                 "cpu_s": limits.max_image_s,
             }
-            answer = self.ask(request, source.place)
+            answer = self.ask(request, place)
             if "unusable" in answer:
                 raise UnsupportedError(
                     f"the checkpoint's image processor can't be used: {answer['unusable']}"
                 )
             if "refused" in answer:
-                raise RequestError(f"{source.place}: {answer['refused']}")
+                raise RequestError(f"{place}: {answer['refused']}")
             return PreparedImage(
                 bytes.fromhex(answer["digest"]),
                 tuple(answer["size"]),
@@ -110,12 +170,12 @@ class ImageProcesses:
             )
 
     def close(self) -> None:
-        """End the processes; another image starts new ones."""
+        """End the processes, and keep no images; another one starts new processes."""
         self._processes.close()
+        self._kept.clear()
 
     def ask(self, request: Mapping[str, Any], place: str) -> dict[str, Any]:
         """Return a worker's answer. Raises `RequestError` if it ends."""
-
         limits = self._limits
         with self._processes.one() as process:
             try:

@@ -91,7 +91,7 @@ class ImagePrompts:
         self._limits = limits
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._processes = processes or ImageProcesses(facts.model_dir, limits)
+        self._processes = processes or ImageProcesses(facts.model_dir, limits, facts.kept_bytes)
         self._tokens_of = lru_cache(maxsize=256)(self._encoded)
 
     @cached_property
