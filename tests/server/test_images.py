@@ -395,11 +395,11 @@ async def test_no_further_image_is_prepared_once_the_client_has_left(
     prepared: list[str] = []
     prepare = ImageProcesses.image
 
-    def held(self: ImageProcesses, source: Any, *arguments: Any) -> Any:
+    def held(self: ImageProcesses, source: Any, *arguments: Any, **named: Any) -> Any:
         prepared.append(source.place)
         begun.set()
         may_go_on.wait(60)
-        return prepare(self, source, *arguments)
+        return prepare(self, source, *arguments, **named)
 
     monkeypatch.setattr(ImageProcesses, "image", held)
     monkeypatch.setattr(processes, "_MOST", 2)
