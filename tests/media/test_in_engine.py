@@ -19,7 +19,9 @@ from tests.media.oracle import Prompt, tensors_of
 from tests.support import FULL
 
 SERVED = (
+    "glm4v",
     "glm4v_moe",
+    "glm_ocr",
     "idefics3",
     "internvl",
     "lighton_ocr",

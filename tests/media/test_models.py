@@ -36,12 +36,8 @@ def config_of(directory: Path) -> Any:
     return text_of(read_config(directory), directory)
 
 
-# types whose tokens attend to those before them, with a language model of ours
-SERVED = tuple(
-    name
-    for name in NAMES
-    if media_type(name).both_ways == "none" and name not in ("glm4v", "glm_ocr")
-)
+# types whose tokens attend to those before them
+SERVED = tuple(name for name in NAMES if media_type(name).both_ways == "none")
 
 
 def our_model(directory: Path) -> Bench:

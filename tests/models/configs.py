@@ -12,6 +12,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     Gemma4UnifiedTextConfig,
+    Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     LlamaConfig,
@@ -179,6 +180,15 @@ def glm4_moe_configs(draw: st.DrawFn) -> Glm4MoeConfig:
         norm_topk_prob=draw(st.booleans()),
         routed_scaling_factor=draw(st.sampled_from([1.0, 2.5])),
     )
+
+
+@st.composite
+def glm4_configs(draw: st.DrawFn) -> Glm4Config:
+    """Dense, with a half, a quarter or all of each head rotating."""
+    fields = draw(_common(own_head_size=True)) | {"head_dim": draw(st.sampled_from([8, 16]))}
+    share = draw(st.sampled_from([0.25, 0.5, 1.0]))
+    fields["rope_parameters"] = fields["rope_parameters"] | {"partial_rotary_factor": share}
+    return Glm4Config(**fields, attention_bias=draw(st.booleans()))
 
 
 @st.composite
@@ -363,6 +373,7 @@ def _whole_window() -> st.SearchStrategy[dict[str, Any]]:
 def configs() -> st.SearchStrategy[Any]:
     one_window = (
         qwen3_moe_configs(),
+        glm4_configs(),
         glm4_moe_configs(),
         latent_configs(),
         llama_configs(),

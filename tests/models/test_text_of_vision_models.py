@@ -113,7 +113,16 @@ CONFIGS |= {
 }
 CONFIGS |= {
     name: partial(tiny_whole, name)
-    for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "glm4v_moe", "smolvlm", "idefics2")
+    for name in (
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl_moe",
+        "glm4v",
+        "glm4v_moe",
+        "glm_ocr",
+        "smolvlm",
+        "idefics2",
+    )
 }
 PROMPTS = ([5, 6, 7], list(range(3, 43)))
 

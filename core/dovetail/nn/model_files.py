@@ -23,30 +23,30 @@ class _SameAsText(NamedTuple):
     former's code fixes."""
 
     model_type: str
+    sections: tuple[int, int, int]  # `mrope_section` unless the config has it
     fixed: Mapping[str, Any] = {}
-    # `mrope_section` unless the config has it; None: our text model has positions on one axis
-    sections: tuple[int, int, int] | None = None
     interleaved: bool = False  # `mrope_interleaved`, whatever the config says
 
-    def axes(self, rope: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of `rope_parameters` for positions on three axes. `rope`: those of the
-        checkpoint."""
-        if self.sections is None:
-            return {}
-        sections = rope.get("mrope_section", list(self.sections))
-        return {"mrope_section": sections, "mrope_interleaved": self.interleaved}
+    def rope_keys(self, rope: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of `rope_parameters` with other defaults than the text model's. `rope`:
+        those of the checkpoint."""
+        return {
+            "mrope_section": rope.get("mrope_section", list(self.sections)),
+            "mrope_interleaved": self.interleaved,
+            "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0),
+        }
 
 
 _SAME_AS_TEXT = {
-    "glm4v_text": _SameAsText("glm4"),
-    "glm4v_moe_text": _SameAsText("glm4_moe", sections=(8, 12, 12)),
-    "glm_ocr_text": _SameAsText("glm4", {"attention_bias": False}),
-    "qwen2_5_vl_text": _SameAsText("qwen2", sections=(16, 24, 24)),
-    "qwen2_vl_text": _SameAsText("qwen2", sections=(16, 24, 24)),
+    "glm4v_text": _SameAsText("glm4", (8, 12, 12)),
+    "glm4v_moe_text": _SameAsText("glm4_moe", (8, 12, 12)),
+    "glm_ocr_text": _SameAsText("glm4", (8, 12, 12), {"attention_bias": False}),
+    "qwen2_5_vl_text": _SameAsText("qwen2", (16, 24, 24)),
+    "qwen2_vl_text": _SameAsText("qwen2", (16, 24, 24)),
     "qwen3_vl_moe_text": _SameAsText(
-        "qwen3_moe", {"norm_topk_prob": True}, sections=(24, 20, 20), interleaved=True
+        "qwen3_moe", (24, 20, 20), {"norm_topk_prob": True}, interleaved=True
     ),
-    "qwen3_vl_text": _SameAsText("qwen3", sections=(24, 20, 20), interleaved=True),
+    "qwen3_vl_text": _SameAsText("qwen3", (24, 20, 20), interleaved=True),
 }
 
 
@@ -101,7 +101,7 @@ def text_of(config: Any, model_dir: str | Path) -> Any:
             key: value for key, value in rope.items() if not key.startswith("mrope_")
         }
         text = CONFIG_MAPPING[same.model_type](**{**fields, **same.fixed})
-        text.rope_parameters |= same.axes(rope)  # afterwards: transformers would warn of these
+        text.rope_parameters |= same.rope_keys(rope)  # afterwards: transformers would warn of these
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
     if name is None:
         raise UnsupportedError(

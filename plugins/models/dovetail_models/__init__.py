@@ -87,6 +87,7 @@ def dovetail_components() -> list[ComponentSpec]:
             "DeepSeek-V3, latent attention and experts",
             module="deepseek",
         ),
+        _model("glm4", "Glm4", "Glm4ForCausalLM", "GLM-4 of 2025 and GLM-Z1, dense"),
         _model("glm4_moe", "Glm4Moe", "Glm4MoeForCausalLM", "GLM-4.5, mixture of experts"),
         _model(
             "glm4_moe_lite",

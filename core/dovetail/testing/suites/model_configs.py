@@ -297,7 +297,18 @@ def variants(architecture: str, more: tuple[Mapping[str, Any], ...]) -> list[Any
         {name: value for name, value in fields.items() if name in known} for fields in VARIANTS
     ]
     all_fields = [*common, *_all_kinds_of_layers(architecture), *more]
-    return [tiny(architecture, **fields) for fields in all_fields]
+    return [_rotating_pairs(architecture, fields) for fields in all_fields]
+
+
+def _rotating_pairs(architecture: str, fields: Mapping[str, Any]) -> Any:
+    """Return `tiny`, with its own head size where an odd number of a head of that in `fields` would
+    rotate."""
+    config = tiny(architecture, **fields)
+    rope = getattr(config, "rope_parameters", None) or {}
+    rotated = int(fields.get("head_dim", 0) * (rope.get("partial_rotary_factor") or 1.0))
+    if rotated % 2 == 0:
+        return config
+    return tiny(architecture, **{name: fields[name] for name in fields if name != "head_dim"})
 
 
 def _all_kinds_of_layers(architecture: str) -> list[dict[str, Any]]:
