@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import random
 import resource
 import signal
 import threading
@@ -23,6 +24,7 @@ from dovetail.front.media.sources import ImageSource, SourceKind
 from dovetail.front.media.worker import RefusedError, decoded
 from tests.front.media import files
 from tests.front.media.checkpoints import InThisProcess, write
+from tests.support import FULL
 
 PIXELS = Limits().max_image_pixels
 SOURCE = ImageSource(SourceKind.BYTES, b"", "image 0")
@@ -111,6 +113,38 @@ def test_metadata_is_dropped() -> None:
 def test_what_follows_an_image_in_its_file_is_not_read() -> None:
     for data in (files.GOOD + files.HOSTILE["zip"], files.GOOD + files.HOSTILE["html"]):
         np.testing.assert_array_equal(pixels(data), np.asarray(files.picture()))
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """A file with some bytes changed, left out or put in."""
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, 8)):
+        place = rng.randrange(len(changed) or 1)
+        match rng.randrange(4):
+            case 0:
+                del changed[place : place + rng.randint(1, 20)]
+            case 1:
+                changed[place:place] = rng.randbytes(rng.randint(1, 20))
+            case _:
+                changed[place : place + 1] = rng.randbytes(1)
+    return bytes(changed)
+
+
+def test_damaged_files_are_refused_or_read() -> None:
+    rng = random.Random(0)
+    good = [
+        files.GOOD,
+        files.file_of(files.picture(), "JPEG"),
+        files.file_of(files.picture(), "JPEG", progressive=True),
+        files.file_of(files.picture(), "WEBP"),
+        *map(files.animated, ("GIF", "PNG", "WEBP")),
+    ]
+    read = 0
+    for _ in range(10_000 if FULL else 200):
+        with contextlib.suppress(RefusedError):
+            assert decoded(damaged(rng.choice(good), rng), PIXELS).mode == "RGB"
+            read += 1
+    assert read > 50
 
 
 @pytest.mark.slow("starts a process, and sends it all hostile files")
