@@ -16,7 +16,7 @@ from dovetail.config.limits import Limits
 from dovetail.errors import RequestError
 from dovetail.front.chat import ChatFrontEnd, ChatOptions
 from dovetail.front.media.prompts import ImagePrompt, ImagePrompts, MediaPrompt
-from dovetail.front.prompts import PromptEncoder
+from dovetail.front.prompts import PromptEncoder, with_images
 from tests.front.media import files
 from tests.front.media.checkpoints import KINDS, image_prompts, own_tokenizer
 
@@ -177,10 +177,45 @@ def test_images_are_prepared_only_as_long_as_they_fit_the_model(tmp_path: Path) 
 def test_a_prompt_has_a_placeholder_for_each_image(encoder: PromptEncoder, count: int) -> None:
     ids = own_tokenizer(NAME).encode(TOKEN * count)
     for prompt in (TOKEN * count, ids):
-        why = f"it has {count}, and there are 2 images"
-        if count or prompt == "":
-            with pytest.raises(RequestError, match=why):
-                made(encoder, of([PICTURE] * 2, prompt))
+        with pytest.raises(RequestError, match=f"it has {count}, and there are 2 images"):
+            made(encoder, of([PICTURE] * 2, prompt))
+
+
+def test_images_and_options_may_be_given_beside_a_prompt(encoder: PromptEncoder) -> None:
+    fewer = {"max_pixels": 256}
+    data = {"image": PICTURE}
+    expected = made(encoder, of(PICTURE) | {"mm_processor_kwargs": fewer})
+    ids = own_tokenizer(NAME).encode(TOKEN)
+    for prompt in (
+        with_images(TOKEN, data, fewer),
+        with_images(ids, data, fewer),
+        with_images({"prompt": TOKEN}, data, fewer),
+        with_images(of(PICTURE), None, fewer),
+        with_images(of(PICTURE) | {"mm_processor_kwargs": {"max_pixels": 9999}}, None, fewer),
+    ):
+        assert made(encoder, prompt).media[0].digest == expected.media[0].digest
+    assert with_images(TOKEN, None, fewer) == TOKEN
+    with pytest.raises(RequestError, match="the prompt and the call both have some"):
+        with_images(of(PICTURE), data, {})
+    for options in (5, [], "max_pixels"):
+        with pytest.raises(RequestError, match="mm_processor_kwargs must be a mapping"):
+            made(encoder, of(PICTURE) | {"mm_processor_kwargs": options or [1]})
+
+
+def test_options_are_those_of_conversations_too(chat: ChatFrontEnd, encoder: PromptEncoder) -> None:
+    prompt = chat.prompt([message(IMAGE)])
+    [fewer] = made(encoder, with_images(prompt, None, {"max_pixels": 256})).media
+    assert fewer.rows < made(encoder, prompt).media[0].rows
+
+
+def test_a_message_that_goes_on_may_have_images_before_it(chat: ChatFrontEnd) -> None:
+    options = ChatOptions(continue_final_message=True)
+    prompt = chat.prompt([message(IMAGE, TOKEN), message("It is", role="assistant")], options)
+    assert isinstance(prompt, ImagePrompt)
+    assert prompt.text == f"<user>{TOKEN}{TOKEN}<assistant>It is"
+    assert prompt.occurrences == (0,)
+    with pytest.raises(RequestError, match="the last message ends with an image"):
+        chat.prompt([message(IMAGE, role="assistant")], options)
 
 
 def test_token_ids_may_have_images(encoder: PromptEncoder) -> None:

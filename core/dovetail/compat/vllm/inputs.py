@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from collections.abc import Mapping
+from typing import Any, NotRequired, TypedDict
 
 from dovetail.compat.vllm.gaps import missing
 
 
-class TextPrompt(TypedDict):
+class _Images(TypedDict):
+    """What prompts with images have besides."""
+
+    multi_modal_data: NotRequired[Mapping[str, Any] | None]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any] | None]
+
+
+class TextPrompt(_Images):
     """A prompt as text."""
 
     prompt: str
 
 
-class TokensPrompt(TypedDict):
+class TokensPrompt(_Images):
     """A prompt as token ids."""
 
     prompt_token_ids: list[int]
