@@ -117,6 +117,7 @@ KINDS = {
             {"size": {"longest_edge": 48}, "patch_size": {"height": 4, "width": 4}},
             "pixtral.PixtralProcessor",
             {"patch_size": 4, "spatial_merge_size": 2},
+            vision={"model_type": "pixtral", "patch_size": 4, "image_size": 64},
             extra=("[IMG_BREAK]", "[IMG_END]"),
         ),
         Kind(
@@ -156,6 +157,7 @@ KINDS = {
             {"size": {"longest_edge": 48}, "patch_size": {"height": 8, "width": 8}},
             "lighton_ocr.LightOnOcrProcessor",
             {"patch_size": 4, "spatial_merge_size": 2},
+            vision={"model_type": "pixtral", "patch_size": 4, "image_size": 64},
             tokens={"image_break_token": "<|vision_pad|>", "image_end_token": "<|vision_end|>"},
         ),
         Kind(

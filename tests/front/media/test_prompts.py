@@ -202,6 +202,15 @@ def test_images_and_options_may_be_given_beside_a_prompt(encoder: PromptEncoder)
             made(encoder, of(PICTURE) | {"mm_processor_kwargs": options or [1]})
 
 
+def test_an_image_has_no_more_lines_than_the_encoder(tmp_path: Path) -> None:
+    lines = image_prompts("mistral3", tmp_path)
+    encoder = PromptEncoder(lambda: own_tokenizer("mistral3"), Limits(), 10_000, images=lines)
+    large = of(files.picture(90, 40), "[IMG]")
+    assert made(encoder, large | {"mm_processor_kwargs": {"size": {"longest_edge": 64}}})
+    with pytest.raises(RequestError, match="at most 64 pixels on a side"):
+        made(encoder, large | {"mm_processor_kwargs": {"size": {"longest_edge": 72}}})
+
+
 def test_options_are_those_of_conversations_too(chat: ChatFrontEnd, encoder: PromptEncoder) -> None:
     prompt = chat.prompt([message(IMAGE)])
     [fewer] = made(encoder, with_images(prompt, None, {"max_pixels": 256})).media

@@ -96,8 +96,11 @@ class _Files:
         vision = config.get("vision_config")
         self.vision: Mapping[str, Any] = vision if isinstance(vision, Mapping) else {}
         self.processor = read_json_object(directory / "processor_config.json", missing_ok=True)
-        self.image_processor = self.processor.get("image_processor") or read_json_object(
-            directory / "preprocessor_config.json", missing_ok=True
+        own = self.processor.get("image_processor")
+        self.image_processor: Mapping[str, Any] = (
+            own
+            if isinstance(own, Mapping)
+            else read_json_object(directory / "preprocessor_config.json", missing_ok=True)
         )
 
     def number(self, key: str, *places: Mapping[str, Any], default: int | None = None) -> int:
@@ -254,6 +257,12 @@ class _Lines(Layout):
 
     def sides(self, image: PreparedImage) -> tuple[int, int]:
         height, width = image.outputs["image_sizes"][0].tolist()
+        most = self.files.number("image_size", self.files.vision, default=max(height, width))
+        if max(height, width) > most:  # the encoder has no positions beyond
+            raise RequestError(
+                f"the model's encoder reads images of at most {most} pixels on a side: lower the "
+                f"image processor's size"
+            )
         return height // self.patch, width // self.patch
 
 
