@@ -90,6 +90,7 @@ logger = logging.getLogger("dovetail")
 T = TypeVar("T")
 G = TypeVar("G", bound=GenerationFields)
 
+_IMAGE_CHARS = 2**16  # least cost of an image, in characters: one by URL has few of them
 _CHARS_A_TOKEN = 4  # estimate for text that isn't tokenized yet
 # characters that are tokenized in the event loop, where it is faster than in a thread
 _SHORT = 2000
@@ -396,7 +397,8 @@ class Exchange:
                 self.engine.with_images, prompt, cut=cut, wanted=lambda: not gone.is_set()
             )
             try:
-                made = await preparing.with_images(self.client, image_chars, prepare)
+                cost = max(image_chars, _IMAGE_CHARS * len(prompt.images))
+                made = await preparing.with_images(self.client, cost, prepare)
             finally:
                 gone.set()
         self._hold_images(made)
