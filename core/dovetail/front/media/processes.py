@@ -26,7 +26,7 @@ from dovetail.front.media.sources import ImageSource, SourceKind
 from dovetail.front.worker_processes import WorkerEndedError, WorkerProcess, WorkerProcesses
 
 _WORKER = Path(__file__).with_name("worker.py")
-_MOST = 8  # processes
+_MOST = 16  # processes
 _OVERTIME_S = (
     1.0  # the system ends a process whose processor time is up; this is for one that waits
 )
