@@ -128,7 +128,7 @@ def test_a_placeholder_that_is_typed_is_text(name: str) -> None:
     check(directory, output, [image], typed=1)
 
 
-@pytest.mark.parametrize("name", ["llava", "mistral3"])
+@pytest.mark.parametrize("name", ["llava", "mistral3", "qwen3_vl"])
 @pytest.mark.slow("makes an engine, and transformers' whole model")
 def test_a_picture_is_found_in_the_prefix_cache_and_another_is_not(name: str) -> None:
     """Another one hits the text before it."""
