@@ -35,6 +35,7 @@ class MediaType:
     both_ways: Literal["none", "all", "window"] = "none"
     # The tokens of an image among those of a prompt, by the names of `dovetail.front.media.layouts`.
     layout: str = ""
+    least_rows: int = 1  # an image with fewer is too small for the vision model
     in_prompt: tuple[str, ...] = ()  # keys of the id that stands for an image that isn't expanded
     refused: str = ""  # why its images aren't served, as a clause; empty: they are
 
@@ -109,7 +110,7 @@ _TYPES = (
     MediaType(model_type="llava", layout="llava"),
     MediaType(model_type="llava_next", layout="tiles"),
     MediaType(model_type="llava_onevision", layout="scaled_tiles"),
-    MediaType(model_type="mistral3", layout="lines"),
+    MediaType(model_type="mistral3", layout="lines", least_rows=2),
     MediaType(model_type="smolvlm", layout="split"),
     *(
         MediaType(model_type=name, axes=True, layout="grid")

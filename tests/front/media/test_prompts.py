@@ -202,6 +202,14 @@ def test_images_and_options_may_be_given_beside_a_prompt(encoder: PromptEncoder)
             made(encoder, of(PICTURE) | {"mm_processor_kwargs": options or [1]})
 
 
+def test_an_image_that_is_too_small_for_the_encoder_is_refused(tmp_path: Path) -> None:
+    lines = image_prompts("mistral3", tmp_path)
+    encoder = PromptEncoder(lambda: own_tokenizer("mistral3"), Limits(), 10_000, images=lines)
+    with pytest.raises(RequestError, match=r"too small for the model: .* makes 1 rows of it"):
+        made(encoder, of(files.picture(5, 7), "[IMG]"))
+    assert made(encoder, of(files.picture(9, 7), "[IMG]")).media[0].rows == 2
+
+
 def test_an_image_has_no_more_lines_than_the_encoder(tmp_path: Path) -> None:
     lines = image_prompts("mistral3", tmp_path)
     encoder = PromptEncoder(lambda: own_tokenizer("mistral3"), Limits(), 10_000, images=lines)

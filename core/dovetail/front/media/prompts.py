@@ -295,8 +295,11 @@ class ImagePrompts:
             grid=self._layout.grid(image),
             whole=self._type.whole(self.facts.config),
         )
-        if not item.runs:
-            raise RequestError(f"{place}: the model's image processor makes no rows of it")
+        if item.rows < self._type.least_rows:
+            raise RequestError(
+                f"{place}: it is too small for the model: the image processor makes {item.rows} "
+                f"rows of it, and at least {self._type.least_rows} are needed"
+            )
         if item.rows > self.facts.cache_rows:
             raise RequestError(
                 f"{place}: it has {item.rows:,} rows, and at most {self.facts.cache_rows:,} fit "
