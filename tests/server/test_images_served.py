@@ -18,7 +18,7 @@ import pytest
 from dovetail import LLM, SamplingParams
 from dovetail_server.app import create_app
 from dovetail_server.settings import ServerSettings
-from tests.media.checkpoints import checkpoint, picture
+from tests.media.checkpoints import checkpoint, picture, save_checkpoint
 from tests.server.engines import Link, served
 from tests.server.pictures import APIS, CHAT, MESSAGES, RESPONSES, asked, image, png, text
 from tests.server.serving import serving, serving_in_threads
@@ -179,3 +179,19 @@ async def test_clients_that_leave_at_any_moment_leave_nothing(
             await engine.until_all_is_free()
             await engine.until(lambda: not admission.queued_requests)
             assert (admission.images.held, admission.bodies.held) == (0, 0)
+
+
+async def test_an_image_processor_that_cannot_be_used_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "model"
+    save_checkpoint(directory, "mistral3")
+    (directory / "preprocessor_config.json").write_text('{"image_processor_type": "NoSuch"}')
+    async with served("thread", tmp_path, **{**CONFIG, "model": str(directory)}) as engine:
+        [told] = [one for one in caplog.messages if "images can't be prepared" in one]
+        assert "NoSuch" in told or "image processor" in told
+        app = create_app(engine.engine, ServerSettings())
+        async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+            refused = await http.post(CHAT, json=asked(CHAT, *parts(CHAT, SIZES[0])))
+            assert refused.status_code in (400, 501)
+            assert (await http.post(CHAT, json=asked(CHAT, *parts(CHAT)))).status_code == 200

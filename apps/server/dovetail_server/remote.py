@@ -34,6 +34,7 @@ from dovetail.serving import (
     Entered,
     Finish,
     ImagePrompt,
+    ImagePrompts,
     IncrementalText,
     Intake,
     MediaPrompt,
@@ -47,6 +48,7 @@ from dovetail.serving import (
     by_sample,
     byte_pieces,
     check_name,
+    image_of_base64,
 )
 from dovetail_server.engine import Decisions, Listener, Load
 from dovetail_server.frames import (
@@ -76,6 +78,11 @@ from dovetail_server.protocol.pooling import HTTP_CALLS
 logger = logging.getLogger("dovetail")
 
 ASK_S = 0.5  # between requests for decisions
+# a red square of 16 x 16 pixels, as PNG
+_PICTURE = (
+    "iVBORw0KGgoAAAANSUhEUgAAABAAAAAQCAIAAACQkWg2AAAAFklEQVR42mO4YKBAEmIY1TCqYfhqAADM5yAQMiJu"
+    "6gAAAABJRU5ErkJggg=="
+)
 _FIELDS = RequestFields.__match_args__
 
 
@@ -332,15 +339,23 @@ class RemoteEngine:
     # On its way in
 
     def _warm_up(self) -> None:
-        """Do slow first-time work: start a process that prepares images, tokenize a text, search
-        the vocabulary for its longest token, start a rendering process, and probe the chat
-        template."""
-        if self._intake.images is not None:
-            self._intake.images.prepare()
+        """Do slow first-time work: tokenize a text, search the vocabulary for its longest token,
+        start a rendering process, probe the chat template, and prepare an image."""
         self.tokenizer.encode("Hello")
         _ = self.tokenizer.longest_token
         with suppress(DovetailError):  # no template, or it rejects this conversation
             self.chat.prompt([{"role": "user", "content": "Hello"}])
+        if self._intake.images is not None:
+            self._warm_up_images(self._intake.images)
+
+    def _warm_up_images(self, images: ImagePrompts) -> None:
+        """Prepare an image: the first takes a second. An image processor that can't be used is
+        logged now, and refused with each request."""
+        image = image_of_base64(_PICTURE, "a picture")
+        try:
+            images.prepared(ImagePrompt(None, [images.token_id], (image,), (0,)))
+        except DovetailError as error:
+            logger.warning("images can't be prepared: %s", error)
 
     def _check_free(self, request_id: Any) -> None:
         if isinstance(request_id, str) and request_id in self._open:
