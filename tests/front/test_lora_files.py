@@ -308,6 +308,13 @@ def test_what_is_not_served_is_refused_by_name(
             lambda w: {name.replace("layers.0", "layers.7"): one for name, one in w.items()},
             "is no layer of this model that adapters may change",
         ),
+        (
+            lambda w: {
+                name.replace("model.layers", "vision_tower.encoder.layers"): one
+                for name, one in w.items()
+            },
+            "a layer of the image encoder",
+        ),
         (lambda w: {name: one[:, :-1] for name, one in w.items()}, "don't fit this model"),
         (lambda w: {name: one[0] for name, one in w.items()}, "must be matrices"),
         (

@@ -3,7 +3,9 @@ whatever happens to a request."""
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,12 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
+from safetensors.torch import save_file as save_tensors
 
-from dovetail import LLM, RequestOutput, SamplingParams
+from dovetail import LLM, LoRARequest, RequestOutput, SamplingParams
+from tests.adapters import config_of, weights_of
 from tests.e2e.reference import TIE
 from tests.media.checkpoints import checkpoint, picture, written
 from tests.media.oracle import Prompt, tensors_of
@@ -146,3 +152,60 @@ def test_a_picture_is_found_in_the_prefix_cache_and_another_is_not(name: str) ->
     assert cached[0] == 0
     assert cached[1] == cached[3] > len(text) - len(written(name))
     assert 0 < cached[2] <= 40
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "qwen3_5"])
+@pytest.mark.slow("starts two ranks")
+def test_two_ranks_write_the_same_tokens(name: str) -> None:
+    directory = checkpoint(name)
+    images = [picture(40, 64), picture(33, 50, seed=2)]
+    text = f"a {written(name)} b {written(name)} c"
+    prompts: list[dict[str, Any]] = [
+        {"prompt": text, "multi_modal_data": {"image": images}},
+        {"prompt": "hello"},
+    ]
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    ranks = {"name": "tensor", "size": 2, "device": "cpu"}
+    with engine(directory, executor=ranks, max_num_batched_tokens=16) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    for output, own in zip(outputs, [images, []], strict=True):
+        check(directory, output, own)
+
+
+@pytest.mark.slow("makes an engine, and transformers' whole model")
+def test_an_adapter_changes_the_language_model_alone(tmp_path: Path) -> None:
+    directory = checkpoint("llava")
+    image = picture(33, 50)
+    prompt = {"prompt": f"a {written('llava')} b", "multi_modal_data": {"image": image}}
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    with engine(directory, adapters={"slots": 1, "max_rank": 4}) as llm:
+        capacity = llm.engine.capacity.adapters
+        assert capacity is not None
+        names = {
+            module.replace("model.", "model.language_model.", 1): sizes
+            for module, sizes in capacity.modules.items()
+        }
+        weights = {key: 0.1 * value for key, value in weights_of(names).items()}
+        (tmp_path / "adapter_config.json").write_text(
+            json.dumps(config_of(target_modules="all-linear"))
+        )
+        save_file(weights, tmp_path / "adapter_model.safetensors")
+        request = LoRARequest("own", 1, str(tmp_path))
+        [plain, adapted] = llm.generate(
+            [prompt, prompt], params, use_tqdm=False, lora_request=[None, request]
+        )
+    check(directory, plain, [image])
+    merged = Path(shutil.copytree(directory, tmp_path / "merged"))
+    tensors = load_file(merged / "model.safetensors")
+    for module in names:
+        a, b = (weights[f"base_model.model.{module}.lora_{side}.weight"] for side in "AB")
+        stored = next(
+            key
+            for key in tensors
+            if key.endswith(module.removeprefix("model.language_model.") + ".weight")
+            and "vision" not in key
+        )
+        tensors[stored] = tensors[stored] + 2 * torch.from_numpy(b @ a)
+    save_tensors(tensors, merged / "model.safetensors", {"format": "pt"})
+    check(merged, adapted, [image])
+    assert list(plain.outputs[0].token_ids) != list(adapted.outputs[0].token_ids)

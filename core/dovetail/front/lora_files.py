@@ -23,6 +23,7 @@ from pydantic_core import SchemaError, SchemaValidator, core_schema
 from dovetail.api.executor import AdapterCapacity
 from dovetail.api.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.api.json_files import MAX_DEPTH
+from dovetail.api.media_types import OTHER_PARTS
 from dovetail.base.bounded_json import JsonBounds, WrongJsonError, read_json
 from dovetail.base.checks import as_number, plain_integer
 from dovetail.errors import RequestError, shown
@@ -373,12 +374,7 @@ def _paired(
     tails = {_tail(module): module for module in capacity.modules}
     paired = {}
     for name, sides_of in sides.items():
-        module = name if name in capacity.modules else tails.get(_tail(name))
-        if module is None:
-            raise RequestError(
-                f"{WEIGHTS}: {shown(name)} is no layer of this model that adapters may change, "
-                f"like {next(iter(capacity.modules), 'none')}"
-            )
+        module = _module_of(name, tails, capacity)
         if len(sides_of) < 2:
             raise RequestError(
                 f"{WEIGHTS}: {shown(name)} lacks its {'lora_B' if 'A' in sides_of else 'lora_A'}"
@@ -389,6 +385,22 @@ def _paired(
     if len({module for module, *_ in paired.values()}) < len(paired):
         raise RequestError(f"{WEIGHTS} has several adapters of one layer")
     return paired
+
+
+def _module_of(name: str, tails: Mapping[str, str], capacity: AdapterCapacity) -> str:
+    """Return the model's name of PEFT's module. `tails`: the ends of the model's names."""
+    if OTHER_PARTS.match(name):  # its layers may have the names of the language model's
+        raise RequestError(
+            f"{WEIGHTS}: {shown(name)} is a layer of the image encoder: only the language model's "
+            "layers may be changed"
+        )
+    module = name if name in capacity.modules else tails.get(_tail(name))
+    if module is None:
+        raise RequestError(
+            f"{WEIGHTS}: {shown(name)} is no layer of this model that adapters may change, "
+            f"like {next(iter(capacity.modules), 'none')}"
+        )
+    return module
 
 
 class _Entry(NamedTuple):

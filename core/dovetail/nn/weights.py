@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dovetail.api.json_files import read_json_object
+from dovetail.api.media_types import OTHER_PARTS
 from dovetail.api.model import WeightRule
 from dovetail.errors import DovetailError, ModelLoadError
 from dovetail.nn.format.stored import CheckpointTensor, StoredWeight
@@ -44,12 +45,6 @@ TEXT_PARTS = {  # prefixes of the text model's names beside a vision model -> wi
     "model.text_model.": "model.",
     "language_model.": "",
 }
-# tensors of vision and audio models and of what joins them to the text model
-OTHER_PARTS = re.compile(
-    r"(model\.)?(visual|vision\w*|audio\w*|embed_vision|embed_audio"
-    r"|multi_modal_projector|mm_projector|connector|qformer|query_tokens|language_projection)(\.|$)"
-)
-
 # dtypes, as headers name them, of tensors that are converted to the model's dtype
 PLAIN = (
     "F64",

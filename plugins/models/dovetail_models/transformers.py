@@ -29,6 +29,7 @@ from transformers.models.auto.modeling_auto import (
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.component import NoOptions
+from dovetail.api.media_types import OTHER_PARTS
 from dovetail.api.model import (
     BuildContext,
     ModelArch,
@@ -44,7 +45,6 @@ from dovetail.nn.attention import spec_of_rank
 from dovetail.nn.build import of_runtime
 from dovetail.nn.format.stored import StoredWeight
 from dovetail.nn.weights import (
-    OTHER_PARTS,
     TEXT_PARTS,
     dummy_weights,
     load_weights,
