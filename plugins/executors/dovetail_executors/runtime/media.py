@@ -23,6 +23,7 @@ from dovetail_executors.runtime.features import FeaturePlan, Loaded, StepFeature
 from dovetail_executors.runtime.graphs import Graphs
 from dovetail_executors.runtime.loading import ModelPlan
 from dovetail_executors.runtime.media_positions import POSITION_OFFSET, AxesOfRows, offsets_of
+from dovetail_executors.runtime.memory import require_ram
 from dovetail_executors.runtime.row_state import Column, RowState
 from dovetail_executors.runtime.step import Step
 from dovetail_executors.runtime.step_inputs import HostInputs
@@ -181,6 +182,10 @@ class MediaPlan(FeaturePlan):
         )
 
     def build(self, loaded: Loaded) -> EncodesMedia:
+        """Raises `ConfigError` too, if a CPU's memory can't hold the encoder."""
+        if loaded.device.type == "cpu":
+            needed = self.tower.num_bytes(loaded.plan.dtype)
+            require_ram(needed, f"{loaded.config.model}: its image encoder", loaded.group.size)
         tower = self.tower.build(loaded.plan.dtype, loaded.device, loaded.config.seed)
         return EncodesMedia(tower, self.capacity, loaded.plan.dtype, loaded.rows)
 
