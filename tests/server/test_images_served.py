@@ -24,12 +24,6 @@ from tests.server.pictures import APIS, CHAT, MESSAGES, RESPONSES, asked, image,
 from tests.server.serving import serving, serving_in_threads
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow("makes a checkpoint, and serves it")]
-CONFIG: dict[str, Any] = {
-    "model": str(checkpoint("mistral3")),
-    "dtype": "float32",
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-}
 GREEDY = {"temperature": 0}
 SIZES = ((24, 16), (30, 40), (47, 9))
 
@@ -53,10 +47,20 @@ class Told(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[int, Told]:
+def config() -> dict[str, Any]:
+    return {
+        "model": str(checkpoint("mistral3")),
+        "dtype": "float32",
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+    }
+
+
+@pytest.fixture(scope="module")
+def told(config: dict[str, Any]) -> dict[int, Told]:
     """What is said of a prompt, by the number of its images."""
     found = {}
-    with LLM(**CONFIG) as llm:
+    with LLM(**config) as llm:
         for count in range(len(SIZES) + 1):
             content = [{"type": "image", "image": picture(*size)} for size in SIZES[:count]]
             around = parts(CHAT)
@@ -71,9 +75,9 @@ def told() -> dict[int, Told]:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(config: dict[str, Any]) -> Iterator[str]:
     settings = ServerSettings(served_model_name=("small",))
-    with serving_in_threads(CONFIG, settings) as url:
+    with serving_in_threads(config, settings) as url:
         yield url
 
 
@@ -159,11 +163,11 @@ async def test_many_requests_with_images_at_once_are_answered_as_alone(
 
 @pytest.mark.parametrize("link", ["thread", "zmq"])
 async def test_clients_that_leave_at_any_moment_leave_nothing(
-    link: Link, tmp_path: Path, told: dict[int, Told]
+    link: Link, tmp_path: Path, config: dict[str, Any], told: dict[int, Told]
 ) -> None:
     data = json.dumps(asked(CHAT, *parts(CHAT, *SIZES, (300, 280)), **GREEDY)).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    async with served(link, tmp_path, **CONFIG) as engine:
+    async with served(link, tmp_path, **config) as engine:
         app = create_app(engine.engine, ServerSettings())
         admission = app.state.server.admission
         async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=120) as http:
@@ -182,12 +186,12 @@ async def test_clients_that_leave_at_any_moment_leave_nothing(
 
 
 async def test_an_image_processor_that_cannot_be_used_is_told_at_the_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, config: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "model"
     save_checkpoint(directory, "mistral3")
     (directory / "preprocessor_config.json").write_text('{"image_processor_type": "NoSuch"}')
-    async with served("thread", tmp_path, **{**CONFIG, "model": str(directory)}) as engine:
+    async with served("thread", tmp_path, **{**config, "model": str(directory)}) as engine:
         [told] = [one for one in caplog.messages if "images can't be prepared" in one]
         assert "NoSuch" in told or "image processor" in told
         app = create_app(engine.engine, ServerSettings())
