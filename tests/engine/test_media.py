@@ -67,19 +67,21 @@ def _row(digest: bytes, row: int) -> int:
 class MediaDevice(RecordingExecutor):
     """Keeps a cache of rows as the loop says, and looks whether each placeholder finds its own."""
 
+    cache_rows = CACHE_ROWS
+
     def start(self) -> Capacity:
         self.cache: dict[int, int] = {}  # slot -> row
         self.rows: dict[int, tuple[str, int]] = {}  # row -> request and its computed tokens
         self.items: dict[str, tuple[MediaItem, ...]] = {}  # of requests, set by the test
         self.encoded: list[int] = []  # rows, by step
-        return replace(super().start(), media=MediaCapacity(CACHE_ROWS, STEP_ROWS))
+        return replace(super().start(), media=MediaCapacity(self.cache_rows, STEP_ROWS))
 
     def submit(self, batch: Batch) -> int:
         part = batch.part(MediaRows) or MediaRows((), np.zeros(0, int), np.zeros(0, int))
         for one in part.encode:
             assert len({*one.slots.tolist()}) == one.item.rows
             for row, slot in enumerate(one.slots.tolist()):
-                assert 0 <= slot < CACHE_ROWS
+                assert 0 <= slot < self.cache_rows
                 self.cache[slot] = _row(one.item.digest, row)
         sizes = [one.item.rows for one in part.encode]
         assert sum(sizes) <= STEP_ROWS or len(sizes) == 1 or self.items_at_once
@@ -123,8 +125,13 @@ class MediaDevice(RecordingExecutor):
 class MediaWorld(World):
     """Its requests see pictures."""
 
-    def __init__(self, policy: type[Scheduler] = FCFS, shape: Shape | None = None) -> None:
-        super().__init__(policy, shape or Shape(), executor=MediaDevice)
+    def __init__(
+        self,
+        policy: type[Scheduler] = FCFS,
+        shape: Shape | None = None,
+        device: type[MediaDevice] = MediaDevice,
+    ) -> None:
+        super().__init__(policy, shape or Shape(), executor=device)
         assert isinstance(self.executor, MediaDevice)
         self.device = self.executor
 
@@ -139,6 +146,12 @@ class MediaWorld(World):
         seen = contents(request.prompt_token_ids, self.device.items[id])
         vocabulary = self.shape.vocab_size
         return expected_tokens(seen, request.max_tokens, self.seeds[id], vocabulary), "length"
+
+
+class SmallDevice(MediaDevice):
+    """Hasn't room for two of the larger pictures at once."""
+
+    cache_rows = 7
 
 
 POLICIES = [FCFS, Chaos, Regrets, Backwards, RoundRobin]
@@ -156,7 +169,7 @@ def test_each_placeholder_reads_its_own_row(
         token_budget=data.draw(st.sampled_from([8, 64])),
         seed=data.draw(st.integers(0, 9)),
     )
-    world = MediaWorld(policy, shape)
+    world = MediaWorld(policy, shape, data.draw(st.sampled_from([MediaDevice, SmallDevice])))
     world.device.items_at_once = policy is Chaos  # it asks for 7 tokens or none
     for index, spec in enumerate(wanted):
         many = data.draw(st.sampled_from([1, 1, 3]))
@@ -207,6 +220,19 @@ def test_a_grant_ends_before_a_picture_that_the_step_may_not_encode() -> None:
     prompt_steps = [int(batch.num_tokens[0]) for batch in world.device.sent[:2]]
     assert prompt_steps == [7, len(tokens) - 7]
     assert world.device.encoded[:2] == [5, 5]
+
+
+@pytest.mark.parametrize("held_first", [True, False])
+def test_a_picture_that_is_held_is_not_evicted_for_another_of_the_same_step(
+    held_first: bool,
+) -> None:
+    items = (picture(1, 1), picture(2, 7)) if held_first else (picture(2, 1), picture(1, 7))
+    world = MediaWorld(shape=Shape(overlap=False), device=SmallDevice)
+    world.see(Spec("before", (1, *[PAD] * 5, 2), items=(picture(1, 1),)))
+    world.drain(check=True)
+    world.see(Spec("both", (PAD,) * 14, items=items))
+    world.drain(check=True)
+    assert sum(world.device.encoded) == (10 if held_first else 15)
 
 
 def test_a_policy_that_wants_a_whole_prompt_gets_it_alone() -> None:

@@ -62,30 +62,34 @@ class EncoderSlots(EngineFeature):
         return allowed
 
     def _most(self, request: LiveRequest, start: int, tokens: int, step_rows: int) -> int:
-        planned = dict(self._to_encode)
+        encoded = {key: item.rows for key, item in self._to_encode.items()}
+        read = {key: len(self._held[key]) for key in self._in_step if key in self._held}
         for item in request.items:
             first, stop = item.span.start, item.span.stop
             if stop <= start or first >= start + tokens:
                 continue
-            if not self._fits(_key(request, item), item, planned, step_rows):
+            if not self._fits(_key(request, item), item.rows, encoded, read, step_rows):
                 return _before(item, start)
             if item.whole:
                 tokens = _whole_runs(item, start, tokens)
         return tokens
 
     def _fits(
-        self, key: Key, item: MediaItem, planned: dict[Key, MediaItem], step_rows: int
+        self, key: Key, rows: int, encoded: dict[Key, int], read: dict[Key, int], step_rows: int
     ) -> bool:
-        """Return True if the step may read the item; it is added to those that are `planned`."""
-        if key in self._held or key in planned:
+        """Return True if the step may read an item of so many rows. Then it is added to those that
+        the step encodes, or to those that it reads and the cache holds: of all of them, the cache
+        has the rows at once."""
+        if key in encoded or key in read:
             return True
-        rows = item.rows + sum(other.rows for other in planned.values())
-        if planned and rows > step_rows:
+        if rows + sum(encoded.values()) + sum(read.values()) > self.cache_rows:
             return False
-        in_use = sum(len(self._held[other]) for other in self._in_step if other in self._held)
-        if rows + in_use > self.cache_rows:
+        if key in self._held:
+            read[key] = rows
+            return True
+        if encoded and rows + sum(encoded.values()) > step_rows:
             return False
-        planned[key] = item
+        encoded[key] = rows
         return True
 
     def granted(self, request: LiveRequest, start: int, tokens: int) -> None:
