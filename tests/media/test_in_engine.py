@@ -18,6 +18,9 @@ from safetensors.torch import load_file
 from safetensors.torch import save_file as save_tensors
 
 from dovetail import LLM, LoRARequest, RequestOutput, SamplingParams
+from dovetail.errors import DovetailError
+from dovetail.request.media import MediaItem
+from dovetail_executors.runtime.towers import Tower
 from tests.adapters import config_of, weights_of
 from tests.e2e.reference import TIE
 from tests.media.checkpoints import checkpoint, picture, written
@@ -209,3 +212,33 @@ def test_an_adapter_changes_the_language_model_alone(tmp_path: Path) -> None:
     save_tensors(tensors, merged / "model.safetensors", {"format": "pt"})
     check(merged, adapted, [image])
     assert list(plain.outputs[0].token_ids) != list(adapted.outputs[0].token_ids)
+
+
+@pytest.mark.slow("makes an engine, and transformers' whole model")
+def test_an_image_that_cannot_be_encoded_fails_its_requests_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = checkpoint("llava")
+    bad = picture(33, 50, seed=1)
+    good = picture(33, 50, seed=2)
+    encode = Tower.encode
+    digests: list[bytes] = []
+
+    def fails_first(tower: Tower, item: MediaItem) -> torch.Tensor:
+        digests.append(item.digest)
+        if item.digest == digests[0]:
+            raise DovetailError("the encoder has no idea")
+        return encode(tower, item)
+
+    monkeypatch.setattr(Tower, "encode", fails_first)
+    text = f"a {written('llava')} b"
+    prompts = [{"prompt": text, "multi_modal_data": {"image": image}} for image in (bad, good, bad)]
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    with engine(directory, **{"media.cache_rows": 40}) as llm:
+        outputs = llm.generate([*prompts, {"prompt": "hello"}], params, use_tqdm=False)
+        again = llm.generate(prompts[1:2], params, use_tqdm=False)
+    failed = [output.outputs[0].finish_reason for output in outputs]
+    assert failed == ["error", "length", "error", "length"]
+    check(directory, outputs[1], [good])
+    check(directory, outputs[3], [])
+    check(directory, again[0], [good])

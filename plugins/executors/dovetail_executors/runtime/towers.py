@@ -153,7 +153,7 @@ class Tower:
             placed["pixel_values"] = _looked_up(placed["pixel_values"], table)
         try:
             found = self._model.get_image_features(**placed, return_dict=True)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        except Exception as error:  # transformers raises any exception
             raise DovetailError(f"this image can't be encoded: {first_lines(error)}") from error
         levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
         return [_joined(level) for level in levels]
