@@ -194,6 +194,24 @@ def preloaded() -> Iterator[Preloaded]:
         yield process
 
 
+@pytest.fixture(scope="session")
+def image_processes() -> Iterator[Any]:
+    pytest.importorskip("torch")
+    from tests.image_processes import SharedImageProcesses
+
+    with closing(SharedImageProcesses()) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def shared_image_processes(image_processes: Any) -> Iterator[None]:
+    """Engines of a module's tests share the processes that prepare images."""
+    from dovetail.front.media import processes
+
+    with patch.object(processes, "WorkerProcesses", image_processes):
+        yield
+
+
 @pytest.fixture
 def sockets_with_a_time_limit() -> Iterator[None]:
     """New sockets have one, as a program sets it that fetches things: to the system they are then

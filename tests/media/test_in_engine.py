@@ -47,6 +47,7 @@ SERVED = (
     "qwen3_vl_moe",
     "smolvlm",
 )
+pytestmark = pytest.mark.usefixtures("shared_image_processes")
 NEW = 6
 CASES = 60 if FULL else 1
 SIZES = ((28, 28), (33, 50), (91, 17), (40, 64))
@@ -157,7 +158,14 @@ def test_a_picture_is_found_in_the_prefix_cache_and_another_is_not(name: str) ->
     assert 0 < cached[2] <= 40
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("llava", marks=pytest.mark.full),
+        pytest.param("qwen3_vl", marks=pytest.mark.full),
+        "qwen3_5",
+    ],
+)
 @pytest.mark.slow("starts two ranks")
 def test_two_ranks_write_the_same_tokens(name: str) -> None:
     directory = checkpoint(name)

@@ -17,7 +17,10 @@ from dovetail.request.pooling import PoolingParams
 from dovetail.request.sampling_params import BeamSearchParams
 from tests.media.checkpoints import checkpoint, picture, written
 
-pytestmark = pytest.mark.slow("makes a checkpoint, an engine and processes that prepare images")
+pytestmark = [
+    pytest.mark.slow("makes a checkpoint, an engine and processes that prepare images"),
+    pytest.mark.usefixtures("shared_image_processes"),
+]
 NAME = "llava"
 PICTURE = picture(40, 30)
 GREEDY = SamplingParams(temperature=0, max_tokens=6)

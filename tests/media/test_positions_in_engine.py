@@ -16,6 +16,7 @@ from dovetail import LLM, RequestOutput, SamplingParams
 from tests.media.checkpoints import TEXT, checkpoint, picture, written
 from tests.media.oracle import Prompt, tensors_of
 
+pytestmark = pytest.mark.usefixtures("shared_image_processes")
 NEW = 6
 
 

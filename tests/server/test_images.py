@@ -47,6 +47,7 @@ from tests.server.test_openapi import OF_IMAGES
 
 __all__ = ["quick_polls"]  # a fixture
 
+pytestmark = pytest.mark.usefixtures("shared_image_processes")
 ROWS = 6  # of `small`: 24 x 16 pixels, 8 x 8 for each row
 
 

@@ -23,7 +23,11 @@ from tests.server.engines import Link, served
 from tests.server.pictures import APIS, CHAT, MESSAGES, RESPONSES, asked, image, png, text
 from tests.server.serving import serving, serving_in_threads
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow("makes a checkpoint, and serves it")]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.slow("makes a checkpoint, and serves it"),
+    pytest.mark.usefixtures("shared_image_processes"),
+]
 GREEDY = {"temperature": 0}
 SIZES = ((24, 16), (30, 40), (47, 9))
 
