@@ -7,6 +7,9 @@ component only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 MANY_CASES = "tries many cases"
 LARGE = "computes with large inputs"
 COMPILES = "compiles a kernel"
@@ -23,6 +26,50 @@ SLOW_OF_BUILTINS = {
     "test_spawn": PROCESS,
     "test_replay": PROCESS,
 }  # one process for all of them, which the first waits for
+
+
+@dataclass(frozen=True, slots=True)
+class Dear:
+    """Checks of a kind that take most of its suite's time. `quick`: components that are tried in
+    the quick profile; the slow one tries the others."""
+
+    reason: str
+    checks: frozenset[str]
+    quick: frozenset[str] = frozenset()
+
+
+DEAR_OF_BUILTINS: Mapping[str, Dear] = {
+    "scheduler": Dear(
+        MANY_CASES,
+        frozenset(
+            (
+                "test_finishes",
+                "test_long_run",
+                "test_no_stalls",
+                "test_no_starvation",
+                "test_prefill_limit",
+            )
+        ),
+        # in order, by a count that is kept, by levels, by hits of the prefix cache
+        frozenset(("fcfs", "vtc", "mlfq", "lpm")),
+    ),
+    "model": Dear(
+        MANY_CASES,
+        frozenset(
+            (
+                "test_config_fields",
+                "test_decode",
+                "test_dtype",
+                "test_ragged",
+                "test_shards",
+                "test_weight_use",
+            )
+        ),
+        frozenset(("qwen3", "gpt_oss", "bert")),  # dense, with experts, an encoder
+    ),
+    "drafter": Dear(PROCESS, frozenset(("test_equal_calls_have_equal_answers",))),
+    "parser": Dear(PROCESS, frozenset(("test_another_process_parses_the_same",))),
+}
 SLOW_CHECKS = {
     f"{OF_FLASH}2::test_spawn": PROCESS,
     f"{OF_FLASH}2::{WHICH_BLOCKS}": MANY_CASES,
@@ -40,6 +87,8 @@ SLOW_CHECKS = {
     f"{OF_BUILTINS}grammar_llguidance::test_it_accepts_just_what_the_mask_allows": MANY_CASES,
     f"{OF_BUILTINS}grammar_llguidance::test_regular_expressions_are_those_of_python": MANY_CASES,
     f"{OF_BUILTINS}grammar_llguidance::test_each_keyword_is_followed_or_refused_wherever_it_stands": MANY_CASES,
+    f"{OF_BUILTINS}grammar_llguidance::test_a_text_of_another_kind_is_another_spec": MANY_CASES,
+    f"{OF_BUILTINS}executor_local::test_long_use": MANY_CASES,
     f"{OF_BUILTINS}executor_local::test_an_adapter_computes_what_merged_weights_do": MANY_CASES,
     f"{OF_BUILTINS}executor_local::test_what_is_pooled_depends_on_the_prompt_alone": MANY_CASES,
     f"{OF_BUILTINS}attention_torch::test_slots_are_numbered_beyond_16_bits": LARGE,
@@ -67,7 +116,11 @@ SLOW_CHECKS = {
 def reason_for(nodeid: str) -> str | None:
     """Return why a test is slow, if it is listed here."""
     if nodeid.startswith(OF_BUILTINS):
-        check = nodeid.rpartition("::")[2]
+        suite, _, check = nodeid.removeprefix(OF_BUILTINS).partition("::")
+        kind, _, component = suite.partition("_")
         if check in SLOW_OF_BUILTINS:
             return SLOW_OF_BUILTINS[check]
+        dear = DEAR_OF_BUILTINS.get(kind)
+        if dear is not None and check in dear.checks and component not in dear.quick:
+            return dear.reason
     return SLOW_CHECKS.get(nodeid)
