@@ -1093,6 +1093,15 @@ class CountsASinkInEachPart(_WithSinks):
 
 
 @mutant(caught_by="attention.sinks")
+class CopiesItsSinks(_WithSinks):
+    """Before the weights are loaded into the parameter."""
+
+    class layer(_WithSinks.layer):  # noqa: N801
+        def bind_sinks(self, sinks: torch.Tensor) -> None:
+            super().bind_sinks(sinks.clone())
+
+
+@mutant(caught_by="attention.sinks")
 class ForgetsTheSinkOfDecodes(_WithSinks):
     class layer(_WithSinks.layer):  # noqa: N801
         def times(self, scores: torch.Tensor) -> int:

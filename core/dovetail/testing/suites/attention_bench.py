@@ -258,9 +258,11 @@ class Bench:
             2 * torch.randn(spec.heads, generator=generator) + 1 if spec.sinks else None
             for spec in case.specs
         ]
-        for layer, sinks in zip(self.layers, self.sinks, strict=True):
+        # as the model's parameters, on the device
+        self.bound_sinks = [None if one is None else one.to(case.device) for one in self.sinks]
+        for layer, sinks in zip(self.layers, self.bound_sinks, strict=True):
             if sinks is not None:
-                layer.bind_sinks(sinks.to(case.device))
+                layer.bind_sinks(sinks)
         self.bind()
 
     def bind(self) -> None:

@@ -78,11 +78,12 @@ class AttentionScores(AttentionSmallCache):
             assert_as_defined(bench, f"with the sinks {values.tolist()}: ")
 
     def change_sinks(self, bench: Bench, values: torch.Tensor) -> None:
-        for layer, sinks in zip(bench.layers, bench.sinks, strict=True):
+        tensors = zip(bench.layers, bench.sinks, bench.bound_sinks, strict=True)
+        for layer, known, bound in tensors:
             require(layer.sinks is not None, "bind_sinks() kept no sinks in `layer.sinks`")
-            if sinks is not None and layer.sinks is not None:
-                sinks.copy_(values)
-                layer.sinks.copy_(values)
+            if known is not None and bound is not None:
+                known.copy_(values)
+                bound.copy_(values)  # the parameter alone, as loading weights does
 
     @check("attention.softcap", since="1.0", capability="softcap")
     def test_scores_are_capped_after_they_are_scaled(self) -> None:
