@@ -29,6 +29,7 @@ def message(seed: int, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow("makes a checkpoint, and runs jobs of it")
+@pytest.mark.usefixtures("shared_image_processes")
 @pytest.mark.parametrize("bounded", [False, True])
 def test_rows_with_images_are_answered_as_in_a_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bounded: bool

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ import torch
 from dovetail.registry.registry import Registry
 from dovetail.registry.requirements import missing_requirements
 from dovetail.registry.resolved import ResolvedComponent
-from dovetail.testing import hygiene
+from dovetail.testing import elsewhere, hygiene
 from dovetail.testing.processes import run_python
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites import scheduler, scheduler_replay, suite_for
 from tests.conformance.fewer import use_fewer
+from tests.conformance.kept_processes import KeptProcesses
 from tests.support import FULL
 
 BUILT_INS = [
@@ -174,8 +176,24 @@ def one_process_plans_for_all_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "plans_elsewhere", plans)
 
 
+@pytest.fixture(scope="module")
+def kept_processes() -> Iterator[KeptProcesses]:
+    kinds = [f"dovetail.testing.suites.{kind}" for kind in ("drafter", "parser")]
+    with closing(KeptProcesses(elsewhere.HASH_SEEDS, kinds)) as processes:
+        yield processes
+
+
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def one_process_a_hash_seed(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not FULL:
+        processes = request.getfixturevalue("kept_processes")
+        monkeypatch.setattr(elsewhere, "run_python", processes.run_python)
+
+
+@pytest.fixture(autouse=True)
+def another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make components write their files there."""
     monkeypatch.chdir(tmp_path)
 
