@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -281,6 +282,13 @@ class SeedsRandomNumbersOfAll(Lookup):
     def draft(self, request: Request) -> list[int]:
         random.seed(request.num_tokens)
         return [random.randrange(self.context.vocab_size or 1)]
+
+
+@mutant(caught_by="drafter.first_use")
+class SwitchesThreadsMoreOften(Lookup):
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        sys.setswitchinterval(0.0005)
+        return super().propose(requests, most)
 
 
 class Named(ModelDrafter):

@@ -493,3 +493,10 @@ class SeedsTorch(Penalising):
     def seeded(self, row: int, sampling: RowSampling) -> int:
         torch.manual_seed(sampling.seed)
         return super().seeded(row, sampling)
+
+
+@mutant(caught_by="logits_processor.first_use")
+class LowersThePrecisionOfAllProducts(Penalising):
+    def prepare(self, max_rows: int) -> None:
+        torch.set_float32_matmul_precision("high")
+        super().prepare(max_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import logging
@@ -421,3 +422,11 @@ _SEEN: list[object] = []
 class KeepsRequestsInItsModule(Observer):
     def on_finished(self, event: RequestFinished) -> None:
         _SEEN.append(event.request)
+
+
+@mutant(caught_by="observer.first_use")
+class ReportsAtExit(Observer):
+    def on_started(self, event: EngineStarted) -> None:
+        atexit.register(self.report)
+
+    def report(self) -> None: ...

@@ -1492,3 +1492,10 @@ class PrintsArraysShort(Misread):
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
         np.set_printoptions(threshold=10 + row)
         return sampling
+
+
+@mutant(caught_by="sampler.first_use")
+class LowersThePrecisionOfAllProducts(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        torch.set_float32_matmul_precision("high")
+        return sampling

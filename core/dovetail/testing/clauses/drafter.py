@@ -15,7 +15,9 @@ CLAUSES: Marks = {
     "Drafter": {
         "one thread at a time": held("any_thread"),
         "may only be proposed": held("client"),
-        "It sees all tokens": held("request_untouched", "deterministic", "process_untouched"),
+        "It sees all tokens": held(
+            "request_untouched", "deterministic", "process_untouched", "first_use"
+        ),
         "*": TOLD,
     },
     "Drafter.propose": {

@@ -44,7 +44,14 @@ CLAUSES: Marks = {
         "bitwise as they are": held("others"),
         "The history of a line": held("lines", "stale_history", "large_ids"),
         "What a line gets": held(
-            "batch", "row", "lines", "stateless", "extremes", "argument_ids", "process_untouched"
+            "batch",
+            "row",
+            "lines",
+            "stateless",
+            "extremes",
+            "argument_ids",
+            "process_untouched",
+            "first_use",
         ),
         "no undo": held("stateless", "preemption"),
         "ends with an error": promised(

@@ -6,7 +6,7 @@ from dovetail.testing.clauses import TOLD, Marks, held, promised
 
 CLAUSES: Marks = {
     "module": {
-        "can't change anything": held("no_effect", "process_untouched"),
+        "can't change anything": held("no_effect", "process_untouched", "first_use"),
         "dropped after": held("raises_nothing"),
         "frozen values": held("no_effect"),
         "read-only": held("request_untouched"),

@@ -73,7 +73,9 @@ CLAUSES: Marks = {
         "until the sampler is called again": TOLD,
         "output position": held("seed", "lines"),
         "The history of a line": held("lines", "stale_history", "preemption"),
-        "A line's result": held("lines", "lines_apart", "batch", "many_calls", "process_untouched"),
+        "A line's result": held(
+            "lines", "lines_apart", "batch", "many_calls", "process_untouched", "first_use"
+        ),
         "With a `capture`": held("captured", "graph", "fully_captured", "full_graph"),
         "Each replay": held("captured_again", "fully_captured_again", "graph", "full_graph"),
         "any valid id": held("captured", "fully_captured"),

@@ -29,7 +29,10 @@ from dovetail.testing.checks import check, fail, require
 from dovetail.testing.elsewhere import HASH_SEEDS, answer_elsewhere
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.holding import reachable, require_bounded
-from dovetail.testing.suites.process_state import process_state
+from dovetail.testing.suites.process_state import (
+    process_state,
+    require_untouched_by_first_use,
+)
 
 VOCAB_SIZE = 151_936  # as of Qwen3's models
 EOS_ID = 151_645
@@ -350,6 +353,16 @@ class DrafterSuite(Suite):
             self._play(self._story(seed))
         for name, value in process_state(self.component_class).items():
             require(value == before[name], f"{name} isn't what it was before")
+
+    @check("drafter.first_use", since="1.1")
+    def test_first_use(self) -> None:
+        """The first use of the drafter in a process changed a setting of the whole process, such as
+        the interval of switches between threads; or each use registered a function at exit."""
+        if self.context is DrafterSuite.context:  # another tokenizer may not reach a new process
+            require_untouched_by_first_use(self, {})
+
+    def use_once(self) -> None:
+        self._play(self._story(0))
 
     @check("drafter.request_untouched", since="1.0")
     def test_requests_are_only_read(self) -> None:

@@ -23,7 +23,10 @@ from dovetail.testing.suites.logits_processor_subject import (
     context,
     encode_bytes,
 )
-from dovetail.testing.suites.process_state import process_state
+from dovetail.testing.suites.process_state import (
+    process_state,
+    require_untouched_by_first_use,
+)
 
 MANY_IDS = 151_936  # ids of Qwen3's models: 18 bits
 # added to the ids of a text: alike in 16 or 17 bits, or as numbers of 16 bits
@@ -137,6 +140,16 @@ class LogitsProcessorIdentity(LogitsProcessorSubject):
         self.bench(lines, places).apply()
         for name, value in process_state(self.component_class).items():
             require(value == before[name], f"{name} isn't what it was before")
+
+    @check("logits_processor.first_use", since="1.1")
+    def test_first_use(self) -> None:
+        """The first use of the processor in a process changed a setting of the whole process, such as
+        the precision of torch's matrix products; or each use registered a function at exit."""
+        require_untouched_by_first_use(self, {"arguments": self.arguments, "device": self.device})
+
+    def use_once(self) -> None:
+        lines, places = self.lines()
+        self.bench(lines, places).apply()
 
     def _asking(self, vocab: int = VOCAB) -> list[Asking]:
         """Return lines of rows that ask, without drafts."""

@@ -32,7 +32,10 @@ from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.footprint import Footprint, temporary_folder
 from dovetail.testing.suites.holding import reachable, require_bounded
-from dovetail.testing.suites.process_state import process_state
+from dovetail.testing.suites.process_state import (
+    process_state,
+    require_untouched_by_first_use,
+)
 from dovetail.testing.suites.scheduler_world import Abort, Act, Arrive, Run, Shape, World
 
 SHAPE = Shape(num_pages=16)
@@ -186,6 +189,16 @@ class ObserverSuite(Suite):
                 not spy.changed,
                 f"{spy.changed} was changed during {when}, for all who run in the meantime",
             )
+
+    @check("observer.first_use", since="1.1")
+    def test_first_use(self) -> None:
+        """The first use of the observer in a process changed a setting of the whole process, such as
+        warnings or the recursion limit; or each use registered a function at exit."""
+        if not self._stops_slowly:
+            require_untouched_by_first_use(self, {})
+
+    def use_once(self) -> None:
+        self._play(BUSY)
 
     @check("observer.no_effect", since="1.0")
     def test_an_observer_changes_nothing(self) -> None:

@@ -3,6 +3,7 @@ server, and must leave as it is."""
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import decimal
 import gc
@@ -20,8 +21,11 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,6 +34,9 @@ from dovetail.engine.core import EngineCore
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.stats import ObserverHub
 from dovetail.request import Request
+from dovetail.testing.binding import Binding
+from dovetail.testing.checks import fail
+from dovetail.testing.elsewhere import answer_elsewhere
 
 _MODULES = (json, logging, math, os, random, signal, socket, subprocess, sys, threading, time)
 _ENGINES_CLASSES = (EngineCore, LiveRequest, Request, ObserverHub, StepFinished, Observer)
@@ -45,6 +52,63 @@ def process_state(component: type) -> dict[str, object]:
     be compared. The loggers of the component's own module aren't in it, and of torch nothing unless
     it is imported."""
     return {**_of_the_process(), "the engine's loggers": _engine_loggers(component.__module__)}
+
+
+class Usable(Protocol):
+    """A suite that can use its component once."""
+
+    component_class: type
+
+    def use_once(self) -> None:
+        """Make the component and use it, with nothing else that changes the process's state."""
+        ...
+
+
+def require_untouched_by_first_use(suite: Binding, settings: Mapping[str, Any]) -> None:
+    """Require that the first uses of a component in a new process change nothing of it, since a
+    setting that was changed once looks unchanged afterwards. What the libraries change that it
+    imports then doesn't count. `settings`: further attributes of the suite, which is a `Usable`."""
+    imported: list[str] = []
+    for _ in range(2):
+        changed, imported = answer_elsewhere(
+            suite,
+            f"{__name__}:changes_of_first_use",
+            dict(settings),
+            imported,
+            what="it can't be used in a new process",
+            hash_seed="1",
+        )
+        if not changed:
+            return
+    fail(f"{', '.join(changed)}: changed by its first use in a process")
+
+
+def changes_of_first_use(
+    bound: Binding, settings: Mapping[str, Any], modules: Iterable[str]
+) -> tuple[list[str], list[str]]:
+    """Return what the first uses of a component change in this process, once it has imported
+    `modules`, and the names of the modules that they import."""
+    from dovetail.testing.suites import suite_for
+
+    named = {"component": bound.component, "options": bound.options, **settings}
+    suite: Usable = type("Elsewhere", (suite_for(bound.kind),), named)()
+    for module in modules:
+        with suppress(Exception):
+            import_module(module)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.rand(())  # seeds torch, which would show
+    known = set(sys.modules)
+    before = process_state(suite.component_class)
+    suite.use_once()
+    after = process_state(suite.component_class)
+    imported = [name for name in sys.modules if name not in known]
+    changed = [name for name, value in after.items() if value != before[name]]
+    registered = atexit._ncallbacks()  # noqa: SLF001  # nothing else counts them
+    suite.use_once()
+    suite.use_once()
+    if atexit._ncallbacks() > registered:  # noqa: SLF001
+        changed.append("functions registered at exit, by each use")
+    return changed, imported
 
 
 def _umask() -> int:

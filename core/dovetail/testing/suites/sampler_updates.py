@@ -13,7 +13,10 @@ import torch
 from dovetail.api.sampler import RowSampling
 from dovetail.testing.checks import check, require
 from dovetail.testing.suites.holding import require_bounded
-from dovetail.testing.suites.process_state import process_state
+from dovetail.testing.suites.process_state import (
+    process_state,
+    require_untouched_by_first_use,
+)
 from dovetail.testing.suites.sampler_bench import Bench, Row
 from dovetail.testing.suites.sampler_oracle import distribution
 from dovetail.testing.suites.sampler_requests import NEW_RULES
@@ -137,6 +140,15 @@ class SamplerUpdates(SamplerSubject):
         self.bench(rows).tokens()
         for name, value in process_state(self.component_class).items():
             require(value == before[name], f"{name} isn't what it was before")
+
+    @check("sampler.first_use", since="1.1")
+    def test_first_use(self) -> None:
+        """The first use of the sampler in a process changed a setting of the whole process, such as
+        the precision of torch's matrix products; or each use registered a function at exit."""
+        require_untouched_by_first_use(self, {"device": self.device})
+
+    def use_once(self) -> None:
+        self.bench(mixed_rows()).tokens()
 
     @check("sampler.large_ids", since="1.0")
     def test_large_ids(self) -> None:
