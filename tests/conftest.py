@@ -194,21 +194,17 @@ def preloaded() -> Iterator[Preloaded]:
         yield process
 
 
-@pytest.fixture(scope="session")
-def image_processes() -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def shared_image_processes() -> Iterator[None]:
+    """Engines of a module's tests share the processes that prepare images."""
     pytest.importorskip("torch")
+    from dovetail.front.media import processes
     from tests.image_processes import SharedImageProcesses
 
-    with closing(SharedImageProcesses()) as shared:
-        yield shared
-
-
-@pytest.fixture(scope="module")
-def shared_image_processes(image_processes: Any) -> Iterator[None]:
-    """Engines of a module's tests share the processes that prepare images."""
-    from dovetail.front.media import processes
-
-    with patch.object(processes, "WorkerProcesses", image_processes):
+    with (
+        closing(SharedImageProcesses()) as shared,
+        patch.object(processes, "WorkerProcesses", shared),
+    ):
         yield
 
 

@@ -21,6 +21,7 @@ def generate(*arguments: str) -> Result:
 
 
 @pytest.mark.slow("makes a checkpoint, and loads it")
+@pytest.mark.usefixtures("shared_image_processes")
 def test_images_in_files_are_read_as_in_a_program(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("one.png", "two.png")]
     for seed, file in enumerate(files):
