@@ -73,11 +73,18 @@ DEAR_OF_BUILTINS: Mapping[str, Dear] = {
         ),
         frozenset(("qwen3", "gpt_oss", "bert")),  # dense, with experts, an encoder
     ),
+    "observer": Dear(
+        MANY_CASES,
+        frozenset(("test_long_run", "test_what_belongs_to_the_whole_process_is_left_alone")),
+        frozenset(("log",)),
+    ),
     "parser": Dear(
         MANY_CASES,
         frozenset(
             (
+                "test_long_answers_are_parsed_like_short_ones",
                 "test_the_cuts_between_pieces_change_nothing",
+                "test_what_is_held_back_has_a_limit",
                 "test_time_is_proportional_to_length",
             )
         ),
@@ -94,7 +101,6 @@ SLOW_CHECKS = {
     f"{OF_BUILTINS}model_gpt_oss::test_weight_use": MANY_CASES,
     f"{OF_BUILTINS}observer_prometheus::test_no_event_makes_it_raise": WAITS,
     f"{OF_BUILTINS}observer_prometheus::test_nothing_is_left_behind": WAITS,
-    f"{OF_BUILTINS}observer_prometheus::test_what_belongs_to_the_whole_process_is_left_alone": WAITS,
     f"{OF_BUILTINS}model_qwen3_moe::test_weight_use": MANY_CASES,
     f"{OF_BUILTINS}sampler_default::test_rules_before_temperature": MANY_CASES,
     f"{OF_BUILTINS}sampler_default::test_large_vocabulary": MANY_CASES,
@@ -116,6 +122,13 @@ SLOW_CHECKS = {
     "float16, 2 x 16, block 16]": COMPILES,
     f"{OF_MUTANTS}[scheduler-ReadsAnotherClock]": PROCESS,
     f"{OF_MUTANTS}[sampler-NoiseBeginsAgain]": LARGE,
+    f"{OF_BUILTINS}parser_hermes::test_events_come_in_order": MANY_CASES,
+    f"{OF_MUTANTS}[kv_cache-CopiesACheckpointAgain]": MANY_CASES,
+    f"{OF_MUTANTS}[scheduler-ExpectsATokenOfEverybody]": MANY_CASES,
+    f"{OF_MUTANTS}[kv_cache-HitsInTheWrongOrder]": MANY_CASES,
+    f"{OF_MUTANTS}[drafter-ProposesTheFirstOfASet]": PROCESS,
+    f"{OF_MUTANTS}[executor-DraftsTheFirstToken]": MANY_CASES,
+    f"{OF_MUTANTS}[kv_cache-PinsTheHitTooLate]": MANY_CASES,
     f"{OF_MUTANTS}[executor-AdaptsSomeModulesOnly]": MANY_CASES,
     f"{OF_MUTANTS}[scheduler-GoesByTheHashOfClients]": PROCESS,
     f"{OF_MUTANTS}[scheduler-CountsLengthsOfEachRequest]": MANY_CASES,

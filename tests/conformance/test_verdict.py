@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WAIVER = 'Waiver("known", "https://example.org/issues/1")'
+SLOW = pytest.mark.slow("starts a session of pytest, as another option does in a quick test")
 
 HEAD = """
 import pytest
@@ -220,9 +221,9 @@ def test_a_session_of_conformant_suites_passes(tmp_path: Path) -> None:
     "args",
     [
         ["-k", "first"],
-        ["-m", "a"],
-        ["--deselect", "test_suites.py::TestGood::test_second"],
-        ["test_suites.py::TestGood::test_first"],
+        pytest.param(["-m", "a"], marks=SLOW),
+        pytest.param(["--deselect", "test_suites.py::TestGood::test_second"], marks=SLOW),
+        pytest.param(["test_suites.py::TestGood::test_first"], marks=SLOW),
         ["test_suites.py::test_other"],
     ],
     ids=" ".join,
