@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from dovetail import LLMEngine
 from dovetail.errors import RequestError
 from dovetail.request.sampling_params import OutputKind, SamplingParams, changed_unchecked
-from dovetail.serving import AnswerRule, Constraint
+from dovetail.serving import AnswerRule, Constraint, MediaPrompt, at_most
 from dovetail_lab.grammars import RULE
 from dovetail_lab.sessions import Followers, Released
 from dovetail_lab.simulated import SimulatedExecutor
-from dovetail_lab.token_ids import STOP_ID, output_ids, prompt_ids
+from dovetail_lab.token_ids import STOP_ID, media_items, output_ids, prompt_ids
 from dovetail_lab.traces.request import Trace, TraceRequest
 
 if TYPE_CHECKING:
-    from dovetail.serving import Delivery
+    from dovetail.serving import Delivery, Prompt
 
 # requests are created this long before they are due, one per step, so that no step waits for many
 AHEAD_S = 1.0
@@ -125,7 +125,7 @@ class Feeder:
         try:
             self._engine.add_request(
                 request.id,
-                prompt_ids(request, capacity.vocab_size),  # type: ignore[arg-type]  # an array of integers is as good as a list
+                self._prompt(request),
                 self._params(request),
                 arrival_time=arrival,
                 priority=request.priority,
@@ -148,6 +148,24 @@ class Feeder:
         self.taken += 1
         self.cut += request.prompt_tokens + request.output_tokens > capacity.max_model_len
         return True
+
+    def _prompt(self, request: TraceRequest) -> Prompt:
+        """Return the request's prompt. Raises `RequestError` for images that the engine can't
+        compute."""
+        ids: Any = prompt_ids(request, self._engine.capacity.vocab_size)  # as good as a list
+        if not request.images:
+            return ids  # type: ignore[no-any-return]
+        media = self._engine.capacity.media
+        if media is None:
+            raise RequestError("this engine takes no images")
+        at_most("images of a prompt", len(request.images), self._engine.config.limits, "max_images")
+        rows = max(image.rows for image in request.images)
+        if rows > media.cache_rows:
+            raise RequestError(
+                f"an image has {rows:,} rows, and at most {media.cache_rows:,} fit "
+                f"(media.cache_rows)"
+            )
+        return MediaPrompt(None, ids, media_items(request))
 
     def delivered(self, delivery: Delivery) -> None:
         """Process a step's results: update predicted lengths, drop the state of finished requests,

@@ -39,9 +39,16 @@ from dovetail_lab.recording import Recorder
 from dovetail_lab.records import RequestRecord, RunResult, StepTimes, Timeline
 from dovetail_lab.routers import Arrival, Completion, ReplicaLoad, Router
 from dovetail_lab.sessions import Followers, Released
-from dovetail_lab.simulate import UNREAD_MODEL, Progress, measured_otherwise, notes_of, settings_of
+from dovetail_lab.simulate import (
+    Progress,
+    encoding_notes,
+    measured_otherwise,
+    notes_of,
+    settings_of,
+    without_model,
+)
 from dovetail_lab.simulated import SimulatedExecutor
-from dovetail_lab.token_ids import TokenIds, prompt_ids
+from dovetail_lab.token_ids import media_items, prompt_ids
 from dovetail_lab.traces.request import Trace, TraceRequest
 from dovetail_lab.traces.transform import arriving_at
 
@@ -79,7 +86,7 @@ def replay_replicas(
         raise ConfigError(f"replicas: expected at least 1, got {replicas}")
     loaded = EngineConfig.load(config, seed=seed)
     registry = registry or Registry.discover(loaded.plugins)
-    runnable = EngineConfig.load(loaded, model=UNREAD_MODEL, tokenizer=None)
+    runnable = without_model(loaded, trace)
     with ExitStack() as stack:
         clocks = [_MeetingClock() for _ in range(replicas)]
         engines: list[LLMEngine] = []
@@ -133,7 +140,12 @@ def replay_replicas(
             step_times=members[0].step_times,
             requests=in_order,
             timeline=timeline,
-            notes=(*trace.notes, *members[0].measured_otherwise, *notes),
+            notes=(
+                *trace.notes,
+                *members[0].measured_otherwise,
+                *encoding_notes([member.device for member in members]),
+                *notes,
+            ),
             seeded=trace.seeded,
             window=trace.window,
         )
@@ -150,19 +162,19 @@ class _Replica:
                 f"replicas are simulated: expected executor simulated, got "
                 f"{type(engine.core.executor).__name__}"
             )
-        self.core, self._clock, self._executor = engine.core, clock, engine.core.executor
-        self.core.plan_timing.plans_late = self._executor.options.plans_late
+        self.core, self._clock, self.device = engine.core, clock, engine.core.executor
+        self.core.plan_timing.plans_late = self.device.options.plans_late
         self._vocab_size = engine.capacity.vocab_size
         self._recorder = Recorder(engine.core, trace, 0.0)
         nothing = replace(trace, requests=())  # requests are added one by one
         self.completions: list[Completion] = []  # not yet passed to the router
         refused = self._recorder.refused
-        self._feeder = Feeder(engine, self._executor, nothing, 0.0, refused, rules)
+        self._feeder = Feeder(engine, self.device, nothing, 0.0, refused, rules)
 
     def join(self, meeting: _Meeting, in_step: bool) -> None:
         self._clock.meeting = meeting
         if in_step:
-            self._executor.together = meeting.run_together
+            self.device.together = meeting.run_together
 
     @property
     def load(self) -> ReplicaLoad:
@@ -186,9 +198,11 @@ class _Replica:
             request.session,
         )
 
-    def cached_tokens(self, prompt: TokenIds) -> int:
-        """Return how many tokens of a prompt its cache holds."""
-        probe = Request("router's probe", prompt, SamplingParams(), max_tokens=1)
+    def cached_tokens(self, request: TraceRequest) -> int:
+        """Return how many tokens of a request's prompt its cache holds."""
+        prompt = prompt_ids(request, self._vocab_size)
+        media = tuple([item.span for item in media_items(request)])
+        probe = Request("router's probe", prompt, SamplingParams(), max_tokens=1, media=media)
         found = self.core.kv.lookup(probe)
         self.core.kv.free(probe)
         return found
@@ -203,11 +217,11 @@ class _Replica:
 
     @property
     def step_times(self) -> StepTimes:
-        return self._executor.profile.as_step_times()
+        return self.device.profile.as_step_times()
 
     @property
     def measured_otherwise(self) -> tuple[str, ...]:
-        return tuple(measured_otherwise(self._executor, self.core))
+        return tuple(measured_otherwise(self.device, self.core))
 
     @property
     def cut(self) -> int:
@@ -234,7 +248,7 @@ class _Replica:
                 if self.core.dead is not None:
                     raise self.core.dead
                 self._recorder.take(delivery)
-                self.core.plan_timing.virtual_plan_s = self._executor.plan_s
+                self.core.plan_timing.virtual_plan_s = self.device.plan_s
                 self._feeder.delivered(delivery)
                 if delivery.finished:
                     meeting.ended(
@@ -402,7 +416,7 @@ class _Meeting:
         loads = [replace(load) for load in self._loads]
         if self._router.sees_cache:
             for load, member in zip(loads, self._members, strict=True):
-                load.cached_tokens = member.cached_tokens(seen.prompt)
+                load.cached_tokens = member.cached_tokens(request)
         told = self._router.choose(seen, loads)
         try:
             chosen = operator.index(told)

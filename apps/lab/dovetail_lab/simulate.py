@@ -5,7 +5,7 @@ time."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,21 +44,16 @@ def replay(
 
     Policies see a request's `limit` as its `max_tokens`; only the simulated executor knows its true
     length, and samples a stop token there. A real executor can't do that: requests generate as many
-    tokens as their limit, and none may have a grammar. Raises the errors of `LLMEngine`,
-    `ConfigError` for a grammar, and the error that ended the engine.
+    tokens as their limit, and none may have a grammar or an image. Raises the errors of
+    `LLMEngine`, `ConfigError` for a grammar or an image, and the error that ended the engine.
     """
     loaded = EngineConfig.load(config, **{**(overrides or {}), "seed": seed})
     simulated = loaded.executor.name in SIMULATED
-    if not simulated and any(request.grammar for request in trace):
-        raise ConfigError(
-            f"{trace.name}: requests with a grammar can only be simulated: the trace doesn't say "
-            f"what their answers must follow"
-        )
+    if not simulated:
+        _check_real(trace)
     registry = registry or Registry.discover(loaded.plugins)
     config_in_full = loaded.in_full(registry)
-    runnable = (
-        EngineConfig.load(loaded, model=UNREAD_MODEL, tokenizer=None) if simulated else loaded
-    )
+    runnable = without_model(loaded, trace) if simulated else loaded
     clock = _TraceClock() if simulated else None
     rules = SimulatedRules() if simulated else None
     assembly = assemble(runnable, {}, registry=registry, clock=clock)
@@ -92,12 +87,36 @@ def replay(
             notes=(
                 *trace.notes,
                 *(() if executor is None else measured_otherwise(executor, engine.core)),
+                *encoding_notes(() if executor is None else (executor,)),
                 *notes_of(
                     recorder.records, recorder.timeline, feeder.cut, engine.capacity.max_model_len
                 ),
             ),
             seeded=trace.seeded,
             window=trace.window,
+        )
+
+
+def without_model(config: EngineConfig, trace: Trace) -> EngineConfig:
+    """Return the config of an engine that simulates `trace`: it loads no model, and has a cache of
+    images' rows only if a request has images."""
+    changed: dict[str, Any] = {"model": UNREAD_MODEL, "tokenizer": None}
+    if not any(request.images for request in trace):
+        changed["media.images"] = False
+    return EngineConfig.load(config, **changed)
+
+
+def _check_real(trace: Trace) -> None:
+    """Raise `ConfigError` if a request of the trace can only be simulated."""
+    if any(request.grammar for request in trace):
+        raise ConfigError(
+            f"{trace.name}: requests with a grammar can only be simulated: the trace doesn't say "
+            f"what their answers must follow"
+        )
+    if any(request.images for request in trace):
+        raise ConfigError(
+            f"{trace.name}: requests with images can only be simulated: the trace doesn't have "
+            f"the pictures"
         )
 
 
@@ -204,6 +223,18 @@ def measured_otherwise(executor: SimulatedExecutor, core: EngineCore) -> Iterato
             for steps in (profile.max_in_flight, here)
         )
         yield f"step times {profile.name} were measured with overlap {measured}, and are used here with overlap {simulated}"
+
+
+def encoding_notes(devices: Iterable[SimulatedExecutor]) -> Iterator[str]:
+    """Yield a note on the images that the devices have encoded, if any."""
+    images = rows = 0
+    seconds = 0.0
+    for device in devices:
+        images += device.encoded_images
+        rows += device.encoded_rows
+        seconds += device.encoding_s
+    if images:
+        yield f"images encoded: {images:,}, with {rows:,} rows, in {seconds:.3f} s of steps"
 
 
 def notes_of(

@@ -26,6 +26,7 @@ from dovetail.api.executor import (
 )
 from dovetail.api.kv_cache import KVLayout
 from dovetail.api.kv_layout import PlannedLayout
+from dovetail.api.media import MediaCapacity, MediaRows
 from dovetail.api.token_sizes import most_lines
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.testing.fake_executor import next_allowed
@@ -112,6 +113,18 @@ class SimulatedOptions(BaseModel):
         description="Time of a CPU core to fill a row's mask, with all cores busy.",
     )
     mask_cores: int = Field(16, ge=1, description="CPU cores that fill masks.")
+    image_s: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Time of a step for each image that it encodes. Unset: the profile's.",
+    )
+    image_row_s: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Additional time for each row of these images. Unset: the profile's.",
+    )
     accept_s: float = Field(
         2.2e-6, ge=0, allow_inf_nan=False, description="Time to pass a token to a row's grammar."
     )
@@ -186,11 +199,9 @@ class SimulatedExecutor(Executor):
             )
         self.clock = context.clock
         self.profile = StepTimeProfile.load(options.step_time)
-        given = {
-            name: value
-            for name in ("core_s", "core_per_row_s")
-            if (value := getattr(options, name)) is not None
-        }
+        images = _given(options, "image_s", "image_row_s")
+        self.profile = self.profile.model_copy(update=images)
+        given = _given(options, "core_s", "core_per_row_s")
         if given:  # the measured variation doesn't apply to given times
             self.profile = self.profile.model_copy(update={**given, "core_spread": None})
         self._step_time, self._launch, self._rule = (
@@ -205,6 +216,9 @@ class SimulatedExecutor(Executor):
             context.clock, options.vocab_size, options.compile_s, options.compile_sigma, seed
         )
         self.masks_s = 0.0  # total delay of the device by grammars
+        # images that steps encoded, and by how long that prolonged them
+        self.encoded_images = self.encoded_rows = 0
+        self.encoding_s = 0.0
         self._accepting_s = 0.0  # core time still to be spent on passing tokens to grammars
         # current delays of core and device by grammars
         self._core_late_s = self._device_late_s = 0.0
@@ -274,6 +288,9 @@ class SimulatedExecutor(Executor):
             max_model_len=config.max_model_len or pool_tokens(layout, num_pages),
             max_lines=max_lines if drafts else 0,
             line_costs=self._told_costs(max_lines) if drafts else (),
+            media=MediaCapacity(config.media_cache_rows, config.media_step_rows)
+            if config.media_cache_rows
+            else None,
             details={"step times": self.profile.name}
             | (
                 {}
@@ -367,6 +384,8 @@ class SimulatedExecutor(Executor):
             seconds += self._line_seconds(shape.tokens) - self._short_seconds(shape.tokens)
         if drafts is not None and (drafts.token_ids < 0).any():
             seconds += self.options.draft_s * int(drafts.counts.max())
+        if (images := batch.part(MediaRows)) is not None:
+            seconds += self._encoding_s(images)
         regime = self._rule.regime(shape)
         core_s = self.profile.planning_s(shape.rows, len(batch.added))
         if self.profile.core_spread is not None:
@@ -465,6 +484,16 @@ class SimulatedExecutor(Executor):
                 f"{seconds} for {shape}"
             )
         return shape, seconds
+
+    def _encoding_s(self, images: MediaRows) -> float:
+        """Return the time of a step for the images that it encodes, and count them."""
+        count = len(images.encode)
+        rows = sum(one.item.rows for one in images.encode)
+        seconds = self.options.step_time_factor * self.profile.encoding_s(count, rows)
+        self.encoded_images += count
+        self.encoded_rows += rows
+        self.encoding_s += seconds
+        return seconds
 
     def _short_seconds(self, lines: int) -> float:
         """Return the time of a step of as many decodes without context, by the model of step
@@ -581,6 +610,11 @@ class SimulatedExecutor(Executor):
         self._position[new.row] = len(new.token_ids) - new.prompt_len
         self._computed[new.row] = new.computed
         self._streams[new.row] = stream_of("drafts", self.context.config.seed, new.request_id)
+
+
+def _given(options: SimulatedOptions, *names: str) -> dict[str, float]:
+    """Return the options of these names that are set."""
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def _ahead(counts: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -171,6 +171,15 @@ class StepTimeProfile(Described):
     results_per_row_s: Seconds = Field(
         default=0.0, description="Additional delivery time per request in the step."
     )
+    image_s: Seconds = Field(
+        default=0.013, description="Time of a step for each image that it encodes."
+    )
+    image_row_s: Seconds = Field(
+        default=0.02 / 1024,
+        description="Additional time for each row of these images. The defaults of both are "
+        "measured: Qwen3-VL-8B's encoder on an H200 takes 0.033 s for 1,024 rows, 0.020 s of them "
+        "on the device.",
+    )
     error: float | None = Field(
         default=None,
         ge=0,
@@ -215,6 +224,10 @@ class StepTimeProfile(Described):
     def delivering_s(self, rows: int) -> float:
         """Return the seconds from the end of such a step until its tokens are delivered."""
         return self.results_s + self.results_per_row_s * rows
+
+    def encoding_s(self, images: int, rows: int) -> float:
+        """Return the seconds by which encoding these images prolongs a step."""
+        return self.image_s * images + self.image_row_s * rows
 
     def make(self) -> StepTimeModel:
         """Create the model. Raises `ConfigError` if `step_time` is invalid."""

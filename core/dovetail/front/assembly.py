@@ -18,6 +18,7 @@ from dovetail.api.drafter import Drafter, DrafterContext, ModelDrafter
 from dovetail.api.executor import Capacity, ComponentRef, Executor, ExecutorContext
 from dovetail.api.json_files import read_json_object
 from dovetail.api.kv_cache import KVCacheManager, KVContext
+from dovetail.api.media_types import media_type_of
 from dovetail.api.observer import EngineStarted, ObserverContext
 from dovetail.api.sampler import SamplerCapabilities
 from dovetail.api.scheduler import SchedulerContext
@@ -282,13 +283,15 @@ def _pooling_facts(
 
 
 def _media_facts(config: EngineConfig, capacity: Capacity, model_dir: Path) -> MediaFacts | None:
-    """Return how the model reads images, if the executor computes them. Raises
+    """Return how the model reads images, if it does and the executor computes them. Raises
     `MissingExtraError` without what decodes them, and `ConfigError` for options that its image
     processor hasn't."""
     if capacity.media is None:
         return None
-    check_pillow()
     model = read_json_object(model_dir / "config.json")
+    if media_type_of(model) is None:  # a simulation computes images of any model
+        return None
+    check_pillow()
     check_options(config.media.processor, model)
     return MediaFacts(
         model_dir=str(model_dir),

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from dovetail.errors import shown
+from dovetail_lab.traces.images import read_images
 from dovetail_lab.traces.reading import (
     Contents,
     JsonObject,
@@ -29,6 +30,7 @@ CountTokens = Callable[[str], int]
 
 def read_mooncake(source: Source) -> Contents:
     """Read Mooncake's trace (Qin et al., FAST '25): equal hash ids are equal blocks of 512 tokens.
+    Prompts may have images, as `read_images` reads them.
     Rows may belong to a `session_id` and wait for others, as in the traces of agents that AIPerf
     and Dynamo replay."""
     located: list[Located] = []
@@ -119,10 +121,11 @@ def _in_session(
 def _mooncake(row: JsonObject) -> TraceRequest:
     tokens = row.tokens("input_length")
     output = row.tokens("output_length")
+    images = read_images(row, tokens)
     session = row.values.get("session_id")
     if session is not None and "hash_ids" not in row.values:  # each turn goes on from all before it
         span = Span(stream_of("mooncake session", str(session)), 0, tokens + output)
-        return TraceRequest("", 0.0, tokens, output, spans=(span,))
+        return TraceRequest("", 0.0, tokens, output, spans=(span,), images=images)
     ids = row.get("hash_ids")
     blocks = -(-tokens // MOONCAKE_BLOCK)
     if not isinstance(ids, list) or len(ids) != blocks or not all(type(id) is int for id in ids):
@@ -136,7 +139,7 @@ def _mooncake(row: JsonObject) -> TraceRequest:
     spans = [Span(stream_of("mooncake", id), 0, MOONCAKE_BLOCK) for id in ids[:-1]] + [
         Span(stream_of("mooncake", ids[-1]), 0, last)
     ]
-    return TraceRequest("", 0.0, tokens, output, spans=tuple(spans))
+    return TraceRequest("", 0.0, tokens, output, spans=tuple(spans), images=images)
 
 
 def read_vllm_requests(source: Source) -> Contents:

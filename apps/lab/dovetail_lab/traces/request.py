@@ -24,6 +24,24 @@ class Span(NamedTuple):
     tokens: int
 
 
+class TraceImage(NamedTuple):
+    """An image of a prompt: `rows` of its tokens, from `start`. The same digest and number of rows
+    are the same picture."""
+
+    start: int
+    rows: int  # at least 1
+    digest: str  # any text
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows
+
+    @property
+    def stream(self) -> int:
+        """The number of the picture, which is also that of the text in its place."""
+        return stream_of("image", self.digest, self.rows)
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Measured times of a request on the recorded system, in seconds on the trace's clock."""
@@ -63,6 +81,7 @@ class TraceRequest:
     # earliest possible
     after: tuple[str, ...] = ()
     gap_s: float = 0.0  # reading, thinking, or running a tool
+    images: tuple[TraceImage, ...] = ()  # of its prompt, ascending, without overlap
 
     @property
     def limit(self) -> int:

@@ -9,13 +9,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dovetail_lab.traces import Span, Trace, TraceError, TraceRequest, load_trace
+from dovetail_lab.traces import Span, Trace, TraceError, TraceImage, TraceRequest, load_trace
 from dovetail_lab.traces.reading import MOST_TOKENS
 from dovetail_lab.traces.request import stream_of
 from dovetail_lab.traces.transform import arriving_at, closed_loop_note, has_grammar
 from dovetail_lab.workloads.arrivals import MOST_ARRIVALS, Arrivals
 from dovetail_lab.workloads.lengths import Distribution
 from dovetail_lab.workloads.spec import Clients, Stream, WorkloadSpec
+
+
+class _Picture(NamedTuple):
+    digest: str
+    rows: int
 
 
 class _Chat(NamedTuple):
@@ -27,6 +32,7 @@ class _Chat(NamedTuple):
     prompts: list[int]  # new tokens
     outputs: list[int]
     pauses: list[float]  # before each turn but the first
+    images: list[_Picture | None]  # that of each turn
     deadline_s: float | None
     ttft_deadline_s: float | None
     tbt_s: float | None
@@ -108,6 +114,7 @@ def _chats(stream: Stream, name: str, seed: int) -> list[_Chat]:
     if sum(turns) > MOST_ARRIVALS:
         raise TraceError(f"more than {MOST_ARRIVALS:,} turns, the limit of a workload")
     prompts, outputs = _lengths(stream, name, seed, sum(turns))
+    images = _images(stream, name, seed, sum(turns))
     pauses = draw("think", stream.think, sum(turns))
     if stream.tool is not None:
         calls = _rng(seed, name, "calls").random(sum(turns)) < stream.tool_share
@@ -135,6 +142,7 @@ def _chats(stream: Stream, name: str, seed: int) -> list[_Chat]:
             prompts[end - count : end],
             outputs[end - count : end],
             pauses[end - count + 1 : end],
+            images[end - count : end],
             *of_chat,
         )
         for index, (time, client, count, end, *of_chat) in enumerate(
@@ -156,18 +164,41 @@ def _lengths(stream: Stream, name: str, seed: int, count: int) -> tuple[list[int
     assert stream.prompt is not None  # checked by `Stream`
     assert stream.output is not None
 
-    def drawn(purpose: str, distribution: Distribution) -> list[int]:
-        tokens = [
-            max(1, round(tokens))
-            for tokens in distribution.draw(_rng(seed, name, purpose), count).tolist()
-        ]
-        if max(tokens, default=0) > MOST_TOKENS:
-            raise TraceError(
-                f"{purpose}: {max(tokens):,} tokens were drawn; the limit is {MOST_TOKENS:,}"
-            )
-        return tokens
+    return (
+        _tokens(stream.prompt, "prompt", name, seed, count),
+        _tokens(stream.output, "output", name, seed, count),
+    )
 
-    return drawn("prompt", stream.prompt), drawn("output", stream.output)
+
+def _tokens(
+    distribution: Distribution, purpose: str, name: str, seed: int, count: int
+) -> list[int]:
+    """Draw `count` numbers of tokens, each at least 1. Raises `TraceError` beyond the limit."""
+    tokens = [
+        max(1, round(tokens))
+        for tokens in distribution.draw(_rng(seed, name, purpose), count).tolist()
+    ]
+    if max(tokens, default=0) > MOST_TOKENS:
+        raise TraceError(
+            f"{purpose}: {max(tokens):,} tokens were drawn; the limit is {MOST_TOKENS:,}"
+        )
+    return tokens
+
+
+def _images(stream: Stream, name: str, seed: int, count: int) -> list[_Picture | None]:
+    """Draw the image of each of `count` turns; None for a turn without."""
+    if not stream.image_share:
+        return [None] * count
+    rows = _tokens(stream.image_rows, "image_rows", name, seed, stream.pictures or count)
+    pictures = [_Picture(f"{name}/{number}", tokens) for number, tokens in enumerate(rows)]
+    chosen = list(range(count))
+    if stream.pictures is not None:
+        chosen = _rng(seed, name, "pictures").integers(stream.pictures, size=count).tolist()
+    has_one = _rng(seed, name, "images").random(count) < stream.image_share
+    return [
+        pictures[picture] if has else None
+        for picture, has in zip(chosen, has_one.tolist(), strict=True)
+    ]
 
 
 def _clients(
@@ -182,12 +213,16 @@ def _clients(
 
 def _turns(chat: _Chat, stream: Stream, stream_name: str, seed: int) -> list[TraceRequest]:
     """Return the requests of a chat. Each turn's prompt is the system prompt, the chat so far, and
-    new tokens, so answers must be text of the chat, too."""
+    new tokens, so answers must be text of the chat, too, and images of earlier turns come again."""
     requests = []
     said = 0
+    images: tuple[TraceImage, ...] = ()
     time = chat.arrival_time
     for turn, (prompt, output) in enumerate(zip(chat.prompts, chat.outputs, strict=True)):
         time += chat.pauses[turn - 1] if turn else 0.0
+        if (picture := chat.images[turn]) is not None:
+            images = (*images, TraceImage(stream.system + said, picture.rows, picture.digest))
+            prompt += picture.rows
         spans = [Span(stream_of("system", stream_name), 0, stream.system)] if stream.system else []
         if len(chat.prompts) > 1:
             spans.append(Span(stream_of("chat", chat.id), 0, said + prompt + output))
@@ -211,6 +246,7 @@ def _turns(chat: _Chat, stream: Stream, stream_name: str, seed: int) -> list[Tra
                 session=chat.id if len(chat.prompts) > 1 else None,
                 after=(f"{chat.id}/{turn - 1}",) if waits else (),
                 gap_s=round(chat.pauses[turn - 1], 6) if waits else 0.0,
+                images=images,
             )
         )
         said += prompt + output

@@ -122,6 +122,18 @@ class Stream(Value):
         default=None, description="Seconds after arrival by which the first token is due."
     )
     tbt: Lengths | None = Field(default=None, description="Maximum seconds between two tokens.")
+    image_share: float = Field(
+        default=0.0, ge=0, le=1, description="Share of turns whose new tokens begin with an image."
+    )
+    image_rows: Lengths = Field(
+        default=Fixed(value=1024), description="Tokens of an image, added to `prompt`."
+    )
+    pictures: PositiveInt | None = Field(
+        default=None,
+        le=MOST_ARRIVALS,
+        description="Number of distinct pictures, of which images are drawn. Unset: no picture "
+        "comes twice, but in the history of its chat.",
+    )
     grammar_share: float = Field(
         default=0.0, ge=0, le=1, description="Share of requests with a grammar."
     )
