@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -350,6 +351,60 @@ def test_a_request_is_refused_alone(config: dict[str, Any], why: str) -> None:
 def test_images_can_only_be_simulated() -> None:
     with pytest.raises(ConfigError, match="requests with images can only be simulated"):
         replay({"model": "demo"}, trace(seen(0, 0.0, CAT)))
+
+
+# -- recording --
+
+
+@given(requests=traces())
+@examples(10, 100)
+def test_a_recorded_run_is_a_trace_that_runs_the_same(
+    requests: list[TraceRequest], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("recorded") / "trace.jsonl"
+    result = run(requests, executor=COSTS, observers=[{"name": "trace", "path": str(path)}])
+    again = load_trace(path)
+    assert sorted(map(kept, again)) == sorted(map(kept, requests))
+    pictures = {(picture.digest, picture.rows) for one in again for picture in one.images}
+    assert len(pictures) == len({picture.stream for one in requests for picture in one.images})
+    assert ends(run(again, executor=COSTS)) == pytest.approx(ends(result))
+
+
+def kept(one: TraceRequest) -> tuple[Any, ...]:
+    """What a recording keeps of a request besides its arrival and its text."""
+    places = [(picture.start, picture.rows) for picture in one.images]
+    return one.prompt_tokens, one.output_tokens, places
+
+
+def ends(result: RunResult) -> list[float]:
+    """When answers end, after the first arrival."""
+    first = min(record.arrival_s for record in result)
+    return sorted(float(record.token_times_s[-1]) - first for record in result)
+
+
+def test_a_recording_holds_no_text_and_shares_what_the_prompts_share(tmp_path: Path) -> None:
+    requests = [
+        seen(i, 60.0 * i, picture, prompt=600, spans=(Span(9, 0, 600),))
+        for i, picture in enumerate((CAT, CAT, DOG))
+    ]
+    path = tmp_path / "trace.jsonl"
+    run(
+        requests,
+        max_model_len=1024,
+        max_num_batched_tokens=1024,
+        observers=[{"name": "trace", "path": str(path)}],
+    )
+    first, second, other = map(json.loads, path.read_text().splitlines())
+    assert set(first) == {"timestamp", "input_length", "output_length", "hash_ids", "images"}
+    assert first["hash_ids"] == second["hash_ids"]
+    assert first["hash_ids"][0] != other["hash_ids"][0]
+    assert first["hash_ids"][1] == other["hash_ids"][1]
+    assert second["timestamp"] == 60_000
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"observer trace: path: .*can't be written"):
+        run([seen(0, 0.0)], observers=[{"name": "trace", "path": str(tmp_path)}])
 
 
 # -- replicas --

@@ -31,6 +31,14 @@ def dovetail_components() -> list[ComponentSpec]:
             options="dovetail_lab.decision_log:DecisionLogOptions",
             summary="Logs scheduling decisions to a file for Perfetto",
         ),
+        ComponentSpec(
+            kind="observer",
+            name="trace",
+            api="1.0",
+            target="dovetail_lab.trace_recording:TraceRecorder",
+            options="dovetail_lab.trace_recording:TraceRecorderOptions",
+            summary="Records requests as a trace that the lab replays",
+        ),
     ]
 
 

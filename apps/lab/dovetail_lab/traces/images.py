@@ -48,3 +48,8 @@ def _image(row: JsonObject, given: Any) -> TraceImage:
 
 def _wrong(row: JsonObject, message: str) -> Exception:
     return row.source.error(message, row.line, COLUMN)
+
+
+def written_images(images: tuple[TraceImage, ...]) -> list[dict[str, Any]]:
+    """Return images as `read_images` reads them."""
+    return [image._asdict() for image in images]
