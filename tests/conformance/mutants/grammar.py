@@ -375,6 +375,31 @@ class NeverForces(Wrapping):
             return ()
 
 
+@mutant(caught_by="grammar.forced_again")
+class KeepsWhatIsForcedByNumber(Wrapping):
+    """Forced tokens are kept by the number of accepted ones, also after a rollback."""
+
+    class matcher(Wrapped):  # noqa: N801
+        def __init__(self, real: Matcher, context: GrammarContext) -> None:
+            super().__init__(real, context)
+            self.kept: dict[int, Sequence[int]] = {}
+            self.accepted = 0
+
+        def accept(self, token: int) -> bool:
+            done = self.real.accept(token)
+            self.accepted += done
+            return done
+
+        def rollback(self, tokens: int) -> None:
+            self.real.rollback(tokens)
+            self.accepted -= tokens
+
+        def forced(self) -> Sequence[int]:
+            if self.accepted not in self.kept:
+                self.kept[self.accepted] = list(self.real.forced())
+            return self.kept[self.accepted]
+
+
 class _OneMatcher(Grammar):
     def __init__(self, real: Grammar) -> None:
         self.matcher = real.begin()
@@ -867,3 +892,12 @@ class KeepsUntilItIsFull(Keeps):
     def key(self, spec: GrammarSpec) -> Any:
         known = self.__dict__.setdefault("known", {})
         return known.setdefault((spec.kind, spec.text), min(len(known), 256))
+
+
+@mutant(caught_by="grammar.fill_numbers")
+class LeavesOutTheLastOfMany(LLGuidance):
+    """From eight matchers on, those after the last whole group of four aren't filled."""
+
+    def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
+        count = len(matchers) if len(matchers) < 8 else len(matchers) // 4 * 4
+        super().fill_many(matchers[:count], words[:count])

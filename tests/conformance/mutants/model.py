@@ -591,6 +591,46 @@ class KeepsTheRotationOfASimilarStep(Altered):
         return positions
 
 
+class KeepsAnInput(Qwen3):
+    """Takes an input of the step before, if the new one has as many rows, and the same first and
+    last one."""
+
+    field: ClassVar[str]
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        forward = model.forward
+        kept: dict[tuple[int, int, int], torch.Tensor] = {}
+
+        def similar(inputs: ModelInputs) -> torch.Tensor:
+            given = getattr(inputs, self.field)
+            if given is None:
+                return forward(inputs)  # type: ignore[no-any-return]
+            looks = (len(given), int(given[0]), int(given[-1]))
+            used = kept.get(looks, given.clone())
+            kept.clear()
+            kept[looks] = used
+            return forward(replace(inputs, **{self.field: used}))  # type: ignore[no-any-return]
+
+        model.forward = similar
+        return model  # type: ignore[no-any-return]
+
+
+@mutant(caught_by="model.alike_steps")
+class KeepsTheRotationOfTheSameEnds(KeepsAnInput):
+    field = "positions"
+
+
+@mutant(caught_by="model.alike_steps")
+class KeepsTheTokensOfTheSameEnds(KeepsAnInput):
+    field = "token_ids"
+
+
+@mutant(caught_by="model.alike_steps")
+class KeepsTheWantedOfTheSameEnds(KeepsAnInput):
+    field = "wanted"
+
+
 @mutant(caught_by="model.owns_nothing")
 class CountsPositionsInPlace(Altered):
     def positions(self, model: Any, positions: torch.Tensor) -> torch.Tensor:

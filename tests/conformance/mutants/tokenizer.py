@@ -664,3 +664,9 @@ class ReadsAllMessagesForEach(Bytes):
 class YieldsItsVocabulary(Bytes):
     def vocabulary(self) -> Any:
         return iter(super().vocabulary())
+
+
+@mutant(caught_by="tokenizer.exact_long")
+class CutsOffMegabytes(Bytes):
+    def encode(self, text: str) -> Sequence[int]:
+        return list(text.encode()[: 2**20])

@@ -42,8 +42,8 @@ CLAUSES: Marks = {
         "doesn't change": held("fill_pure"),
     },
     "Matcher.accept": held("accept", "end"),
-    "Matcher.rollback": held("rollback"),
-    "Matcher.forced": held("forced", "end"),
+    "Matcher.rollback": held("rollback", "forced_again"),
+    "Matcher.forced": held("forced", "forced_again", "end"),
     "Matcher.complete": held("complete", "end", "no_stop_ids", "failed"),
     "Grammar": held("separate", "end", "shared"),
     "Grammar.begin": {
@@ -60,6 +60,6 @@ CLAUSES: Marks = {
     "GrammarBackend.fill_many": {
         "Raises `DovetailError`": held("failed"),
         "Override it": TOLD,
-        "*": held("fill_many"),
+        "*": held("fill_many", "fill_numbers"),
     },
 }

@@ -28,8 +28,8 @@ CLAUSES: Marks = {
         "only read": held("owns_nothing", "types"),
         "*": TOLD,
     },
-    "ModelInputs.positions": held("positions", "prefix", "ragged"),
-    "ModelInputs.wanted": held("wanted"),
+    "ModelInputs.positions": held("positions", "alike_steps", "prefix", "ragged"),
+    "ModelInputs.wanted": held("wanted", "alike_steps"),
     "ModelInputs.types": held("types"),
     "ModelInputs.rows": held("media_rows", "media_levels"),
     "ModelInputs.is_row": held("media_rows", "media_levels"),
@@ -47,7 +47,15 @@ CLAUSES: Marks = {
     "CausalLM": held("checkpoint"),
     "CausalLM.forward": {
         "Return the hidden states": held(
-            "inputs", "transformers", "chunks", "decode", "ragged", "prefix", "dtype", "wanted"
+            "inputs",
+            "transformers",
+            "chunks",
+            "decode",
+            "ragged",
+            "prefix",
+            "dtype",
+            "wanted",
+            "alike_steps",
         ),
         "belongs to the caller": held("owns_nothing"),
         "K and V of all tokens": held("wanted"),

@@ -30,7 +30,7 @@ CLAUSES: Marks = {
     "Tokenizer.encode": {
         "without those around it": held("encode", "repeatable"),
         "looks like a special token": held("special"),
-        "may be empty or megabytes long": held("encode", "linear"),
+        "may be empty or megabytes long": held("encode", "exact_long", "linear"),
         "*": held("encode"),
     },
     "Tokenizer.encode_chat": {

@@ -70,6 +70,8 @@ BEGINS_WITHIN_S = 1e-3
 # answers
 SLOW_BEGIN_S = 0.01
 SHARED_CASES = 12  # whose grammars threads share
+MANY = 33  # matchers of one call of `fill_many`, at most
+BRANCHES = 6  # tokens tried one after the other at a place
 THREADS = 4
 WALKS = 3  # of each thread
 RUN = 100  # consecutive characters of white space that must be impossible
@@ -356,6 +358,31 @@ class GrammarSuite(Suite):
             "`forced`",
         )
 
+    @check("grammar.forced_again", since="1.1", capability="forced")
+    def test_forced_tokens_follow_a_rollback(self) -> None:
+        """After `rollback` and another token, `forced` returns a token although another, or the
+        end, is allowed, such as what it returned before. Key what you keep by all tokens accepted,
+        not by their number."""
+        if not self.declares("rollback"):
+            raise Absent("rollback")
+        for case, matcher, text in self._places():
+            branches = [id for id in sorted(case.language.allowed(text)) if text_of(id)]
+            for branch in branches[:BRANCHES]:
+                require(
+                    matcher.accept(branch),
+                    f"{case}, after {text!r}: {text_of(branch)!r} isn't accepted after a rollback",
+                )
+                forced = list(matcher.forced())
+                for token in forced:
+                    allowed = _allowed(matcher)
+                    require(
+                        allowed == {token},
+                        f"{case}, after {text + text_of(branch)!r} in place of a token that was "
+                        f"taken back: {token} isn't forced: {len(allowed)} tokens are allowed",
+                    )
+                    matcher.accept(token)
+                matcher.rollback(1 + len(forced))
+
     @check("grammar.separate", since="1.0")
     def test_matchers_dont_disturb_each_other(self) -> None:
         """Tokens accepted by one answer change the masks of another with the same grammar: they
@@ -562,6 +589,24 @@ class GrammarSuite(Suite):
                 require(
                     found == wanted,
                     f"{where} isn't the one that fill writes: {_difference(found, wanted)}",
+                )
+
+    @check("grammar.fill_numbers", since="1.1")
+    def test_any_number_of_masks_at_once_is_right(self) -> None:
+        """`fill_many` of some number of answers, from 1 to 33, writes other masks than `fill`, or
+        leaves rows as they were. A backend that splits answers into groups must fill the last group
+        too."""
+        matchers = list[Matcher]()
+        while len(matchers) < MANY:
+            matchers += [matcher for _, matcher, _ in self._places(8)]
+        expected = np.stack([_mask(matcher) for matcher in matchers[:MANY]])
+        for number in range(1, MANY + 1):
+            words = np.full_like(expected[:number], 0xFFFFFFFF)
+            self._backend.fill_many(matchers[:number], words)
+            for line, (found, wanted) in enumerate(zip(words, expected, strict=False)):
+                require(
+                    (found == wanted).all(),
+                    f"row {line} of {number} masks at once isn't the mask that fill writes",
                 )
 
     @check("grammar.no_stop_ids", since="1.0")

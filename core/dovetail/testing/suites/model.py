@@ -33,6 +33,9 @@ from dovetail.testing.suites.model_drafts import LENGTH, PROMPT, Drafting
 MANY = 12  # sequences per step
 SHORT = 17  # tokens
 LENGTH_OF_IMAGES = 13  # tokens of a sequence with images
+# tokens of sequences in two steps, of as many tokens that begin and end at the same positions
+ALIKE_LENGTHS = (3, 2, 5)
+OTHER_LENGTHS = (1, 4, 5)
 FAR = 600  # a position that bfloat16 can't hold
 # relative to the largest number, and to each: allows another order of sums, but not another formula
 TOLERANCE = 1e-4
@@ -247,6 +250,35 @@ class ModelSuite(Suite):
                 f"logits of {_told(config)} after a step of as many tokens that began at the same "
                 f"position",
             )
+
+    @check("model.alike_steps", since="1.1")
+    def test_steps_that_are_nearly_alike(self) -> None:
+        """A step differed from the same step of a new model after one alike in its number of
+        tokens, its first and last token, position and wanted token, but not in those between. Key
+        anything cached between steps by all of its inputs, or cache nothing."""
+        for config, reference, bench in self.pairs():
+            tokens = some_tokens(config, sum(ALIKE_LENGTHS))
+            others = some_tokens(config, len(tokens), seed=1)
+            others[[0, -1]] = tokens[[0, -1]]
+            steps = (
+                (ALIKE_LENGTHS, tokens, [0, 2, 4, 9]),
+                (OTHER_LENGTHS, tokens, [0, 2, 4, 9]),
+                (OTHER_LENGTHS, others, [0, 2, 4, 9]),
+                (OTHER_LENGTHS, others, [0, 7, 3, 9]),
+            )
+            for index, (lengths, ids, places) in enumerate(steps):
+                parts = [
+                    Chunk(f"{index}, {place}", part, 0)
+                    for place, part in enumerate(torch.split(ids, list(lengths)))
+                ]
+                found = bench.step(*parts, wanted=torch.tensor(places))
+                fresh = Bench(self.arch, config, reference.tensors())
+                assert_close(
+                    found,
+                    fresh.step(*parts)[places],
+                    f"states of {_told(config)} in step {index + 1} of {len(steps)} that have the "
+                    f"same number of tokens and the same ends, compared with a new model's",
+                )
 
     @check("model.owns_nothing", since="1.0")
     def test_inputs_and_results_are_the_callers(self) -> None:

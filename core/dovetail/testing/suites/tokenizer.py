@@ -32,6 +32,9 @@ from dovetail.testing.suites.tokenizer_chats import CARRIED, ODD, USER, with_tex
 LONG = 200_000  # characters of the long texts
 SHORT = 32  # characters of the messages of a long conversation
 LENGTHS = (255, 256, 257, 1_023, 4_096, 32_768, 65_537, 131_073, LONG)
+# bytes of the longest texts; the first is just above a power of two that a buffer may have
+VERY_LONG = (2**20 + 7, 3_000_000)
+VERY_LONG_WITHIN_S = 10  # CPU time expected for each of these; otherwise it isn't tried
 PIECES = 20_000  # of the vocabulary that are encoded as texts, at most
 BEGINNING = "a long beginning, " * 8
 OFTEN = 1_000  # texts that are encoded before the first ones are encoded again
@@ -157,6 +160,21 @@ class TokenizerSuite(Suite):
                 ids = tokenizer_elsewhere.ids_or_none(self._made.encode, long)
                 if ids is not None:
                     self._require_exact(long, ids)
+
+    @check("tokenizer.exact_long", since="1.1", capability="exact")
+    def test_megabytes_are_encoded_whole(self) -> None:
+        """The bytes of the ids of a text of one or three megabytes aren't the text's, such as only
+        its beginning. Not tried if it would take more than 10 s, by the time for a shorter text."""
+        for length in VERY_LONG:
+            text = _numbered_words(length)
+            expected_s = self._seconds(text[:LONG]) * length / LONG
+            if expected_s > VERY_LONG_WITHIN_S:
+                self.note(f"a text of {length} bytes isn't tried: it would take {expected_s:.0f} s")
+                continue
+            ids = tokenizer_elsewhere.ids_or_none(self._made.encode, text)
+            if ids is not None:
+                self._require_known("encode", ids)
+                self._require_exact(text, ids)
 
     def _require_exact(self, text: str, ids: Sequence[int]) -> None:
         require(
@@ -642,6 +660,12 @@ class TokenizerSuite(Suite):
             return call()
         except BaseException as error:
             fail(f"{what} raised {describe(error)}", error)
+
+
+def _numbered_words(length: int) -> str:
+    """Return a text of ASCII characters whose parts all differ."""
+    words = (f"word {number}, " for number in range(length // len("word 0, ") + 1))
+    return "".join(words)[:length]
 
 
 def _seconds_of(call: Callable[[], object]) -> float:
