@@ -122,6 +122,8 @@ SLOW_CHECKS = {
     "float16, 2 x 16, block 16]": COMPILES,
     f"{OF_MUTANTS}[scheduler-ReadsAnotherClock]": PROCESS,
     f"{OF_MUTANTS}[sampler-NoiseBeginsAgain]": LARGE,
+    "tests/conformance/test_extensions.py::test_a_right_one_passes[route]": MANY_CASES,
+    "tests/conformance/test_extensions.py::test_a_right_one_in_an_odd_style_passes[route-code0]": MANY_CASES,
     f"{OF_BUILTINS}parser_hermes::test_events_come_in_order": MANY_CASES,
     f"{OF_MUTANTS}[kv_cache-CopiesACheckpointAgain]": MANY_CASES,
     f"{OF_MUTANTS}[scheduler-ExpectsATokenOfEverybody]": MANY_CASES,

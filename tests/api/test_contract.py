@@ -92,6 +92,7 @@ def test_the_file_has_every_kind_with_its_version_and_every_check() -> None:
     assert shipped().suite == SUITE_VERSION
 
 
+@pytest.mark.slow("starts a process that imports all interfaces")
 def test_the_file_is_made_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None; "
