@@ -34,6 +34,7 @@ class Routes(RouteSuite):
 class Command(CommandSuite):
     name = "mine"
     examples = (("1",),)
+    refused = (("none",),)
 
 
 class Replicas(RouterSuite):
@@ -77,8 +78,13 @@ def started():
     return thread
 """
 COMMAND = '''
+import sys
+from dovetail.errors import ConfigError, EngineDeadError
+
 def main(number: str):
     """Print a number."""
+    if number == "none":
+        raise ConfigError("expected a number")
     print(number)
 '''
 ROUTER = """
@@ -267,6 +273,9 @@ MISTAKES = [  # sort, right, wrong, the check that finds it
     ("command", "def main", GROUP, "help_text"),
     ("command", '"""Print a number."""', "", "help_text"),
     ("command", "print(number)", "1 / 0", "examples_succeed"),
+    ("command", "raise ConfigError(", "return print(", "mistakes_are_refused"),
+    ("command", 'raise ConfigError("expected a number")', "sys.exit(2)", "mistakes_are_refused"),
+    ("command", "raise ConfigError", "raise EngineDeadError", "mistakes_are_refused"),
     ("router", "% len(replicas)", "% 7", "one_of_the_replicas"),
     ("router", "len(request.prompt) %", "next(NUMBERS) %", "same_in_every_run"),
     ("router", "return", "replicas[0].sent += 1\n        return", "only_reads"),

@@ -41,6 +41,11 @@ RUN_TIME_ERRORS = (
 )
 
 
+def exit_code(error: DovetailError) -> int:
+    """Return the exit code of a command that raised this error."""
+    return 1 if isinstance(error, RUN_TIME_ERRORS) else 2
+
+
 class PluginCommand(TyperCommand):
     """Placeholder for a plugin's command in `--help`; imported when it runs."""
 
@@ -134,7 +139,7 @@ class DovetailGroup(TyperGroup):
             return super().main(*args, **kwargs)
         except DovetailError as error:
             self._tell(str(error))
-            sys.exit(1 if isinstance(error, RUN_TIME_ERRORS) else 2)
+            sys.exit(exit_code(error))
         except Exception as error:
             self._tell(
                 f"{describe(error)}\nThis is a fault in Dovetail or in a plugin. `dovetail "

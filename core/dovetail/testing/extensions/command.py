@@ -3,6 +3,7 @@
 class TestReport(CommandSuite):
     name = "fair-report"
     examples = (("trace.jsonl", "--top", "3"),)
+    refused = (("no-such-file.jsonl",), ("trace.jsonl", "--top", "-1"))
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
+from dovetail.cli.app import exit_code
 from dovetail.errors import DovetailError, describe
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedCommand
@@ -28,6 +30,8 @@ class CommandSuite(ExtensionSuite):
 
     # arguments of calls that succeed
     examples: ClassVar[Sequence[Sequence[str]]] = ()
+    # arguments of calls with a mistake of the user; see `test_mistakes_are_refused`
+    refused: ClassVar[Sequence[Sequence[str]]] = ()
 
     @classmethod
     def offers(cls, registry: Registry) -> Sequence[ResolvedCommand]:
@@ -93,6 +97,16 @@ class CommandSuite(ExtensionSuite):
                     f"{' '.join(odd)!r} raised {describe(raised) if raised else None}",
                 )
 
+    def test_mistakes_are_refused(self) -> None:
+        """A call of `refused` didn't end with exit code 2, or said nothing on stderr. Raise
+        `ConfigError`, which `dovetail` prints."""
+        for words in self.refused:
+            ran = self._call(*words)
+            code, told = _ending(ran)
+            called = " ".join((self.name, *words))
+            require(code == 2, f"{called} ended with {code}, expected 2: {ran.output}{told}")
+            require(told.strip(), f"{called} ended with 2, and says nothing on stderr")
+
     def test_it_leaves_nothing_running(self) -> None:
         """After an example a thread still runs that isn't a daemon, so that `dovetail` doesn't
         end. Join it."""
@@ -111,6 +125,14 @@ class CommandSuite(ExtensionSuite):
         from typer.testing import CliRunner
 
         return CliRunner().invoke(self.offer.typer_app(self.name), list(words))
+
+
+def _ending(ran: Any) -> tuple[int, str]:
+    """Return the exit code and the text on stderr that a call has under `dovetail`."""
+    raised = ran.exception
+    if isinstance(raised, DovetailError):
+        return exit_code(raised), ran.stderr + str(raised)
+    return ran.exit_code, ran.stderr
 
 
 def _commands(command: Any) -> Iterator[tuple[str, ...]]:
