@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -36,6 +38,7 @@ from dovetail.nn.linear import RowParallelLinear
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_executor import _Row, prefix_ids
 from dovetail_executors.local import LocalExecutor
+from dovetail_executors.options import LocalOptions
 from dovetail_executors.runtime.pooler import Pooler
 from dovetail_executors.runtime.step import Step
 from tests.conformance.mutants import mutant
@@ -1241,6 +1244,118 @@ class TakesOtherTokensWithTime(FakeExecutor):
 
     def other(self, row: NewRow) -> NewRow:
         return replace(row, token_ids=np.append(row.token_ids[:-1], 0).astype(np.int32))
+
+
+@mutant(caught_by="executor.impossible_step")
+class FailsAllRowsOfAStepThatRaised(FakeExecutor):
+    def submit(self, batch: Batch) -> Any:
+        try:
+            return super().submit(batch)
+        except DovetailError as error:
+            return batch, str(error)
+
+    def collect(self, handle: Any) -> Result:
+        if not isinstance(handle, tuple):
+            return super().collect(handle)
+        batch, reason = handle
+        now = self.context.clock.now()
+        failed = dict.fromkeys(range(len(batch.rows)), reason)
+        return Result(batch.step, np.full(len(batch.rows), -1), now, now, failed=failed)
+
+
+@mutant(caught_by="executor.kept_results", soon=True)
+class HasOneDictOfFailures(FakeExecutor):
+    failures: dict[int, str] = {}  # noqa: RUF012
+
+    def collect(self, handle: int) -> Result:
+        result = super().collect(handle)
+        self.failures.clear()
+        self.failures.update(result.failed)
+        return replace(result, failed=self.failures)
+
+
+@mutant(caught_by="executor.kept_results")
+class HasBuffersForLogprobs(LocalExecutor):
+    buffers: dict[tuple[int, ...], HostLogprobs] = {}  # noqa: RUF012
+
+    def collect(self, handle: Any) -> Result:
+        result = super().collect(handle)
+        if result.logprobs is None:
+            return result
+        kept = self.buffers.setdefault(result.logprobs.token_ids.shape, result.logprobs)
+        for name in ("token_ids", "logprobs", "ranks"):
+            getattr(kept, name)[...] = getattr(result.logprobs, name)
+        return replace(result, logprobs=kept)
+
+
+class _ReadsSampling(LocalExecutor):
+    """Samples by something other than a row's `sampling`."""
+
+    def read(self, sampling: RowSampling) -> RowSampling:
+        return sampling
+
+    def submit(self, batch: Batch) -> Any:
+        added = tuple(
+            new if new.sampling is None else replace(new, sampling=self.read(new.sampling))
+            for new in batch.added
+        )
+        return super().submit(replace(batch, added=added))
+
+
+@mutant(caught_by="executor.sampling_lists")
+class BansFourWords(_ReadsSampling):
+    def read(self, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, bad_words=sampling.bad_words[:4])
+
+
+@mutant(caught_by="executor.sampling_lists")
+class AllowsSixtyFourTokens(_ReadsSampling):
+    def read(self, sampling: RowSampling) -> RowSampling:
+        allowed = sampling.allowed_token_ids
+        return replace(sampling, allowed_token_ids=allowed and allowed[:64])
+
+
+@mutant(caught_by="executor.memory")
+class TakesAllTheMemoryItLikes(LocalExecutor):
+    def __init__(self, options: LocalOptions, context: ExecutorContext) -> None:
+        config = replace(context.config, kv_cache_memory=32 << 20)
+        super().__init__(options, replace(context, config=config))
+
+
+@mutant(caught_by="executor.unstarted")
+class OpensAPipeBeforeStart(FakeExecutor):
+    started = False
+
+    def __init__(self, options: FakeExecutorOptions, context: ExecutorContext) -> None:
+        super().__init__(options, context)
+        self.pipe = os.pipe()
+
+    def start(self) -> Capacity:
+        self.started = True
+        return super().start()
+
+    def stop(self) -> None:
+        if self.started:
+            self.started = False
+            for end in self.pipe:
+                os.close(end)
+
+
+@mutant(caught_by="executor.any_thread")
+class LogsStepsInADatabase(FakeExecutor):
+    """A connection of sqlite3 belongs to the thread that opened it."""
+
+    database: sqlite3.Connection | None = None
+
+    def start(self) -> Capacity:
+        self.database = sqlite3.connect(":memory:")
+        self.database.execute("create table steps (step integer)")
+        return super().start()
+
+    def submit(self, batch: Batch) -> int:
+        assert self.database is not None
+        self.database.execute("insert into steps values (?)", (batch.step,))
+        return super().submit(batch)
 
 
 def without_processors(row: NewRow) -> NewRow:

@@ -44,7 +44,7 @@ CLAUSES: Marks = {
     "QuantizationRef": TOLD,
     "ExecutorConfig": promised(
         "config/test_config.py::test_every_setting_of_an_executor_is_that_of_the_config",
-        by=("limits", "capacity", "settings", "settings_used"),
+        by=("limits", "capacity", "settings", "settings_used", "memory"),
     ),
     "ExecutorConfig.kv_cache_dtype": promised(
         "runtime/test_kv_scales.py::test_the_pool_holds_as_many_more_tokens_as_fp8_is_smaller",
@@ -125,7 +125,7 @@ CLAUSES: Marks = {
         "*": held("capacity", "limits"),
     },
     "NewRow": {
-        "Its tokens are sampled by": held("sampling", "seed"),
+        "Its tokens are sampled by": held("sampling", "sampling_lists", "seed"),
         "It may have run before": held("ids_stay", "returned_rows", "processors"),
         "in its blocks already": held("cached"),
         "Of a recurrent group": STATES,
@@ -176,7 +176,7 @@ CLAUSES: Marks = {
     "Masks": {"A line after": TOLD, "*": held("masks", "drafts_masks")},
     "HostLogprobs": held("logprobs", "prompt_logprobs"),
     "Result": {
-        "owned by the core": held("ownership"),
+        "owned by the core": held("ownership", "kept_results"),
         "began and ended": held("times", "durations"),
         "-1: none": held("results"),
         "one row per yielded token": held("logprobs", "drafts_logprobs"),
@@ -184,9 +184,9 @@ CLAUSES: Marks = {
         "Given exactly if": held("drafts", "results"),
         "results of features": held("pooled", "prompt_logprobs"),
         "recorded graphs that the step replayed": TOLD,
-        "why this row failed": held("results", "failed_row", "pooled_failed"),
+        "why this row failed": held("results", "failed_row", "pooled_failed", "impossible_step"),
     },
-    "Executor": TOLD,
+    "Executor": {"One thread at a time": held("any_thread"), "*": TOLD},
     "Executor.start": held("failed_start", "capacity"),
     "Executor.submit": {
         "Enqueue a step": TOLD,
@@ -207,5 +207,5 @@ CLAUSES: Marks = {
         "executors/test_hosts.py::test_a_host_that_is_lost_while_nothing_is_asked_is_found_by_check",
         by=("healthy", "dead_worker", "failure"),
     ),
-    "Executor.stop": held("stop", "leaves_nothing", "failed_start"),
+    "Executor.stop": held("stop", "leaves_nothing", "unstarted", "failed_start"),
 }

@@ -7,7 +7,6 @@ whatever the drafter proposes changes nothing of it, as in an engine. Needs no t
 from __future__ import annotations
 
 import random
-import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +28,7 @@ from dovetail.testing.checks import check, fail, require
 from dovetail.testing.elsewhere import HASH_SEEDS, answer_elsewhere
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.holding import reachable, require_bounded
+from dovetail.testing.suites.other_thread import in_thread
 from dovetail.testing.suites.process_state import (
     process_state,
     require_untouched_by_first_use,
@@ -289,7 +289,7 @@ class DrafterSuite(Suite):
         for seed in range(2):
             self._require_equal(
                 self._play(self._story(seed)),
-                self._play(self._story(seed), call=_in_thread),
+                self._play(self._story(seed), call=in_thread),
                 "the same, called from threads in turn,",
             )
 
@@ -610,25 +610,6 @@ class _Watch:
             "output_token_ids": list(request.output_token_ids),
             **{name: getattr(request, name) for name in fields},
         }
-
-
-def _in_thread(method: Callable[[], Any]) -> Any:
-    """Call a method in a new thread."""
-    result: list[Any] = []
-    raised: list[Exception] = []
-
-    def run() -> None:
-        try:
-            result.append(method())
-        except Exception as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
-    return result[0]
 
 
 def drafts_of_stories(suite: Binding, seeds: Sequence[int]) -> list[list[list[int]]]:

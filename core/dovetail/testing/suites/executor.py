@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 from dovetail.api.executor import Capacity
 from dovetail.errors import DovetailError, describe
@@ -45,6 +46,7 @@ from dovetail.testing.suites.footprint import (
     tensor_bytes,
 )
 from dovetail.testing.suites.holding import require_bounded
+from dovetail.testing.suites.other_thread import InThreads
 
 MUCH = 2**20  # bytes that no executor retains incidentally
 LONG = 40  # requests before an executor's size is taken
@@ -161,6 +163,41 @@ class ExecutorSuite(
         left = before.left_behind() + left
         require(not left, f"after stop there is still: {', '.join(left)}")
 
+    @check("executor.unstarted", since="1.1")
+    def test_what_was_not_started_leaves_nothing(self) -> None:
+        """An executor was made and stopped without `start`, and left threads, processes or open
+        files. Open what `stop` must close in `start`, or close it without one."""
+        stop(self._make(), "before start")
+        before = Footprint.now()
+        with temporary_folder() as folder:
+            stop(self._make(), "before start")
+            left = [f"temporary file {path.name}" for path in folder.iterdir()]
+        left = before.left_behind() + left
+        require(not left, f"without start, after stop there is still: {', '.join(left)}")
+
+    @check("executor.any_thread", since="1.1")
+    def test_any_thread_may_call(self) -> None:
+        """Each call came from another thread, one at a time, and one raised, or a request generated
+        other tokens. Keep nothing by thread: an engine may be started, stepped and stopped by
+        different ones."""
+        with self._shared_bench() as bench:
+            expected = {
+                name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {}))
+                for name in LENGTHS
+            }
+        executor = self._make()
+        caller: Any = InThreads(executor)
+        try:
+            bench = Bench(caller, caller.start())
+            self._add(bench, *LENGTHS)
+            bench.prefill(*LENGTHS)
+            caller.check()
+            bench.decode(*LENGTHS, steps=2)
+            for name in LENGTHS:
+                require_same(bench, name, expected[name], "called from threads in turn")
+        finally:
+            stop(caller, "from another thread")
+
     @check("executor.healthy", since="1.0")
     def test_check_is_quiet_while_all_is_well(self) -> None:
         """`check` raised although nothing is wrong. The server calls it repeatedly to see whether
@@ -222,6 +259,25 @@ class ExecutorSuite(
                 bench.decode(*LENGTHS, steps=2)
                 for name in LENGTHS:
                     require_same(bench, name, expected[name], "after a step that was refused")
+
+    @check("executor.impossible_step", since="1.1")
+    def test_a_step_that_can_not_be_computed_fails_no_single_rows(self) -> None:
+        """A step requested more tokens of a row than are known, and neither `submit` nor `collect`
+        raised, but `Result.failed` has rows, which the engine then ends as if the others could go
+        on. `failed` is for rows whose own values are wrong. An error of the whole step is an
+        exception, after which `check` says whether the executor can continue."""
+        with self._bench() as bench:
+            self._add(bench, *LENGTHS)
+            bench.prefill(*LENGTHS)
+            batch = bench.build({"c": 1, "a": 4})
+            try:
+                result = bench.executor.collect(bench.executor.submit(batch))
+            except Exception:  # of any type: `executor.failure` looks at what follows
+                return
+            require(
+                not result.failed,
+                f"4 tokens of a row were requested, which has 1: Result.failed is {result.failed}",
+            )
 
     @check("executor.neighbours", since="1.0")
     def test_a_row_does_not_depend_on_its_neighbours(self) -> None:

@@ -1,6 +1,10 @@
 """`ExecutorResults`: checks of results and their times."""
 
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import fields, is_dataclass
+from itertools import combinations, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -178,6 +182,36 @@ class ExecutorResults(ExecutorSubject):
                     "collected",
                 )
 
+    @check("executor.kept_results", since="1.1")
+    def test_kept_results_stay_as_they_were(self) -> None:
+        """A result, its log-probabilities or those of prompts changed when later steps ran, or
+        two results share an array, a dict or a list. Each result is the core's: make it of objects
+        of its own."""
+        asked: dict[str, Any] = (
+            {"logprobs": 2, "prompt_logprobs": 1} if self.declares("logprobs") else {}
+        )
+        results = []
+        copies = []
+        with self._shared_bench() as bench:
+            for turn in range(2):
+                for name in ("a", "c"):
+                    bench.add(name, bench.prompt(LENGTHS[name], turn), **asked)
+                for _ in range(3):
+                    results.append(bench.prefill("a", "c"))
+                    copies.append(deepcopy(results[-1]))
+                bench.remove("a", "c")
+        for result, copy in zip(results, copies, strict=True):
+            now = [_plain(value) for value in mutables(result)]
+            then = [_plain(value) for value in mutables(copy)]
+            require(now == then, f"step {result.step} gave {then}, and after later steps {now}")
+        for one, other in combinations(results, 2):
+            for value in mutables(one):
+                shared = [own for own in mutables(other) if _share(value, own)]
+                require(
+                    not shared,
+                    f"the results of steps {one.step} and {other.step} share {shared!r:.200}",
+                )
+
     @check("executor.durations", since="1.0")
     def test_a_step_takes_the_time_that_passes(self) -> None:
         """`ended - started` was a negligible part of the time between submit and collect of the
@@ -257,3 +291,36 @@ class ExecutorResults(ExecutorSubject):
                     f"a step ended at {result.ended}, and the clock went from {before} to "
                     f"{clock.now()}",
                 )
+
+
+def mutables(value: object) -> Iterator[object]:
+    """Yield the arrays, mappings, lists and sets in a value that someone could change."""
+    if is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from mutables(getattr(value, field.name))
+    elif isinstance(value, np.ndarray):
+        yield value
+    elif isinstance(value, Mapping):
+        if isinstance(value, dict):
+            yield value
+        for one in value.values():
+            yield from mutables(one)
+    elif isinstance(value, list | tuple | set):
+        if not isinstance(value, tuple):
+            yield value
+        for one in value:
+            yield from mutables(one)
+
+
+def _plain(value: object) -> object:
+    """Return a value in a form that can be compared."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    return repr(value)
+
+
+def _share(one: object, other: object) -> bool:
+    """Return True if a change of one is a change of the other."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.shares_memory(one, other)
+    return one is other

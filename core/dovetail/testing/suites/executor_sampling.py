@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dovetail.testing.checks import check, require
@@ -15,6 +15,8 @@ SEED = 0x5DEECE66D1234567
 BITS = 8  # of a seed that are changed in one step
 RETURNS = (1, 4)  # tokens after which a request is preempted
 COUNT = 6  # tokens that it generates
+LISTS = (1, 5, 100)  # entries of parameters that are lists
+LEADING = ("logit_bias", "allowed_token_ids")  # those that lead to a token
 
 
 class ExecutorSampling(ExecutorSubject):
@@ -85,6 +87,32 @@ class ExecutorSampling(ExecutorSubject):
                     f"with {fields}, token {token} was sampled again after it had been generated",
                 )
 
+    @check("executor.sampling_lists", since="1.1", capability="samples")
+    def test_all_entries_of_a_list_count(self) -> None:
+        """A row has 1, 5 or 100 `bad_words`, `stop_token_ids` before `min_tokens`,
+        `allowed_token_ids` or tokens in `logit_bias`, and one of them had no effect, the first or
+        the last; or not for a row that returned with tokens of its own."""
+        with self._shared_bench() as bench:
+            prompt = bench.prompt(9)
+            (greedy,) = _first(bench, prompt, {})
+            other, *fillers = (
+                token for token in range(bench.capacity.vocab_size) if token != greedy
+            )
+            for count in LISTS:
+                rows = [
+                    fields
+                    for at in (0, count - 1)
+                    for fields in _lists(greedy, other, fillers[: count - 1], at)
+                ]
+                for prompt_len in (len(prompt), len(prompt) - 2):
+                    told = {"prompt_len": prompt_len}
+                    tokens = _first(bench, prompt, *({**told, **fields} for fields in rows))
+                    for fields, token in zip(rows, tokens, strict=True):
+                        (name, *_) = fields
+                        right = token == other if name in LEADING else token != greedy
+                        which = f"{name} with {count} entries, after {len(prompt) - prompt_len}"
+                        require(right, f"{which} tokens of its own: token {token} was sampled")
+
     @check("executor.seed", since="1.0", capability="samples")
     def test_all_bits_of_a_seed_count(self) -> None:
         """Rows whose seeds differ in some of their 64 bits got the same tokens. Pass
@@ -143,6 +171,23 @@ def sampling_ways(likely: int) -> Mapping[str, dict[str, Any]]:
         "banned": {"bad_words": ((likely, likely), (0, 0), (1, 1), (0, 1, likely)), **few},
         "stopped": {"min_tokens": 6, "stop_token_ids": (likely,), **few},
     }
+
+
+def _lists(greedy: int, other: int, fillers: Sequence[int], at: int) -> list[dict[str, Any]]:
+    """Return parameters, each with a list in which one entry matters, at index `at`: it bans the
+    greedy token, or allows the other one or makes it the most likely."""
+
+    def with_one(one: Any, others: Iterable[Any]) -> tuple[Any, ...]:
+        entries = list(others)
+        entries.insert(at, one)
+        return tuple(entries)
+
+    return [
+        {"bad_words": with_one((greedy,), ((token,) for token in fillers))},
+        {"stop_token_ids": with_one(greedy, fillers), "min_tokens": 50},
+        {"logit_bias": with_one((other, 1e4), ((token, -1.0) for token in fillers))},
+        {"allowed_token_ids": with_one(other, fillers), "logit_bias": ((other, 1e4),)},
+    ]
 
 
 def _first(bench: Bench, tokens: list[int], *rows: dict[str, Any]) -> list[int]:

@@ -22,6 +22,7 @@ IMPOSSIBLE: tuple[dict[str, Any], ...] = (
     {"block_size": -16},
 )
 BLOCK_SIZES = (7, 32)
+MEMORIES = (8 << 20, 20 << 20)  # bytes of a pool
 DUMMY: dict[str, Any] = {"load_format": "dummy", "seed": 1}
 
 
@@ -69,6 +70,23 @@ class ExecutorSettings(ExecutorSubject):
                 found = _stream(bench)
             told = f"with {settings} it generated {first}, with seed {seed} {found}"
             require((found == first) == (seed == DUMMY["seed"]), told)
+
+    @check("executor.memory", since="1.1", capability="samples")
+    def test_the_pool_takes_the_memory_that_it_is_given(self) -> None:
+        """The pool's pages take more bytes than `kv_cache_memory`, or as many with two and a half
+        times the memory, although no option of the executor says otherwise."""
+        pages = []
+        for memory in MEMORIES:
+            with self._bench(kv_cache_memory=memory) as bench:
+                capacity = bench.capacity
+            pages.append(capacity.num_pages)
+            taken = capacity.num_pages * capacity.layout.page_bytes
+            told = f"{capacity.num_pages} pages of {capacity.layout.page_bytes} bytes"
+            require(taken <= memory, f"with kv_cache_memory {memory}, the pool has {told}")
+        require(
+            self.options or pages[0] < pages[1],
+            f"with kv_cache_memory {MEMORIES}, the pool has {pages} pages",
+        )
 
     def _require_used(self, settings: dict[str, Any]) -> list[int]:
         """Start with these settings, require that the capacity follows them, and return what is

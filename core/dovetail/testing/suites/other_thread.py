@@ -1,0 +1,39 @@
+"""`in_thread`: calls a method of a component from a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+def in_thread(method: Callable[[], Any]) -> Any:
+    """Call a method in a new thread. Raises what it raises."""
+    result: list[Any] = []
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            result.append(method())
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+    return result[0]
+
+
+class InThreads:
+    """Passes each call of a component's methods on from another thread."""
+
+    def __init__(self, component: Any) -> None:
+        self._component = component
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._component, name)
+        if not callable(value):
+            return value
+        return lambda *arguments: in_thread(lambda: value(*arguments))
