@@ -13,7 +13,8 @@ import torch
 from pydantic import BaseModel
 
 from dovetail.api.drafter import Drafter, DrafterContext
-from dovetail.api.kv_cache import Allocation, KVContext, Pages
+from dovetail.api.kv_cache import Allocation, KVCacheManager, KVContext, Pages
+from dovetail.api.logits_processor import LogitsProcessor
 from dovetail.api.model import BuildContext, ModelInputs
 from dovetail.api.observer import (
     EngineStopped,
@@ -25,19 +26,33 @@ from dovetail.api.observer import (
 )
 from dovetail.api.parser import Parser
 from dovetail.api.prefix_cache import PrefixCache
+from dovetail.api.sampler import Sampler
+from dovetail.api.scheduler import Scheduler
 from dovetail.api.tokenizer import Tokenizer
 from dovetail.errors import UnsupportedError
 from dovetail.request import Request
 from dovetail.testing.checks import Absent, CheckFailed, checks_of
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.drafter import DrafterSuite
+from dovetail.testing.suites.grammar import GrammarSuite
 from dovetail.testing.suites.kv_cache import KVCacheSuite
+from dovetail.testing.suites.logits_processor import LogitsProcessorSuite
 from dovetail.testing.suites.model import ModelSuite
 from dovetail.testing.suites.observer import ObserverSuite
 from dovetail.testing.suites.parser import ParserSuite
+from dovetail.testing.suites.sampler import SamplerSuite
+from dovetail.testing.suites.scheduler import SchedulerSuite
 from dovetail.testing.suites.tokenizer import TokenizerSuite
 from dovetail_models.qwen3 import Qwen3
+from tests.conformance.odd_backends import (
+    AtFirstUse,
+    InAThread,
+    LazyLists,
+    PicksAtTheEnd,
+)
 from tests.conformance.odd_parsers import CharByChar, Thoughts, WholeCalls
+from tests.conformance.odd_samplers import OneBuffer, OnTheHost, Slotted
+from tests.conformance.odd_schedulers import FromItsHeap, InAGenerator
 from tests.conformance.odd_tokenizers import BytesAsIds, Reluctant
 
 OF_ALL_KINDS = "hygiene."  # in processes of their own; `test_builtins.py` runs them
@@ -190,8 +205,32 @@ def test_a_tokenizer_in_an_odd_style_conforms(tokenizer: type[Tokenizer]) -> Non
 
 
 @pytest.mark.slow("replays the scripts of the kind")
-def test_a_manager_that_keeps_values_by_id_conforms() -> None:
-    run_checks(KVCacheSuite, component=ById)
+@pytest.mark.parametrize("manager", [ById, LazyLists])
+def test_a_manager_in_an_odd_style_conforms(manager: type[KVCacheManager]) -> None:
+    run_checks(KVCacheSuite, component=manager)
+
+
+@pytest.mark.slow("plays many scenarios")
+@pytest.mark.parametrize("policy", [FromItsHeap, InAGenerator])
+def test_a_policy_in_an_odd_style_conforms(policy: type[Scheduler]) -> None:
+    run_checks(SchedulerSuite, component=policy)
+
+
+@pytest.mark.slow("draws many tokens")
+@pytest.mark.parametrize("sampler", [OneBuffer])
+def test_a_sampler_in_an_odd_style_conforms(sampler: type[Sampler]) -> None:
+    run_checks(SamplerSuite, component=sampler)
+
+
+@pytest.mark.slow("changes many logits, number by number")
+@pytest.mark.parametrize("processor", [Slotted, OnTheHost])
+def test_a_logits_processor_in_an_odd_style_conforms(processor: type[LogitsProcessor]) -> None:
+    run_checks(LogitsProcessorSuite, component=processor)
+
+
+@pytest.mark.slow("tries many texts, in several processes")
+def test_a_drafter_that_proposes_in_a_thread_conforms() -> None:
+    run_checks(DrafterSuite, component=InAThread)
 
 
 @pytest.mark.slow("serves thousands of requests")
@@ -203,4 +242,16 @@ def test_an_observer_that_keeps_values_by_id_and_has_a_ring_conforms() -> None:
 @pytest.mark.parametrize("check", ["media_rows", "media_levels", "media_axes", "taps", "wanted"])
 def test_a_model_that_places_rows_by_index_conforms(check: str) -> None:
     suite = type("Made", (ModelSuite,), {"component": PlacesRowsByIndex})()
+    getattr(suite, f"test_{check}")()
+
+
+@pytest.mark.slow("compiles each grammar twice")
+def test_a_grammar_backend_that_compiles_at_the_first_use_conforms() -> None:
+    run_checks(GrammarSuite, component=AtFirstUse)
+
+
+@pytest.mark.slow("compares with transformers' models")
+@pytest.mark.parametrize("check", ["wanted", "inputs_and_results_are_the_callers", "taps"])
+def test_a_model_that_picks_states_at_the_end_conforms(check: str) -> None:
+    suite = type("Made", (ModelSuite,), {"component": PicksAtTheEnd})()
     getattr(suite, f"test_{check}")()

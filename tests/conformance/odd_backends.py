@@ -1,0 +1,197 @@
+"""Right managers of memory, drafters, grammars and models in styles that a suite might take for
+wrong."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import chain
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import BaseModel
+
+from dovetail.api.grammar import Grammar, GrammarBackend, GrammarSpec, Matcher
+from dovetail.api.kv_cache import (
+    Allocation,
+    KVCacheManager,
+    KVCapabilities,
+    KVContext,
+    PageCounts,
+    Pages,
+)
+from dovetail.api.model import BuildContext, ModelInputs
+from dovetail.errors import DovetailError
+from dovetail.request import Request
+from dovetail_drafters.ngram import NgramDrafter
+from dovetail_grammars.llguidance_backend import LLGuidance
+from dovetail_models.qwen3 import Qwen3
+
+if TYPE_CHECKING:
+    from dovetail.api.grammar import UInt32
+
+
+class LazyLists(KVCacheManager):
+    """Keeps the pages of freed requests as iterators over the lists that held them, and reads from
+    these only when a page is needed; gives out the others by number, the last first."""
+
+    capabilities = KVCapabilities(groups=True)
+
+    def __init__(self, options: BaseModel, context: KVContext) -> None:
+        super().__init__(options, context)
+        self.given = dict[str, tuple[int, list[list[int]]]]()  # tokens, pages by group
+        self.lists = deque[Iterator[int]]((iter(range(context.num_pages - 1, -1, -1)),))
+
+    def next_page(self) -> int:
+        for page in self.lists[0]:
+            return page
+        self.lists.popleft()
+        return self.next_page()
+
+    def held(self, request: Request) -> list[list[int]]:
+        if request.id not in self.given:
+            raise DovetailError(f"request {request.id!r} holds no blocks")
+        return self.given[request.id][1]
+
+    def pages_needed(
+        self, request: Request, num_tokens: int, without: Sequence[Request] = ()
+    ) -> int:
+        _, tables = self.given.get(request.id, (0, []))
+        freed = sum(map(len, chain.from_iterable(map(self.held, without))))
+        more = self.context.layout.pages(num_tokens) - sum(map(len, tables))
+        return max(0, more) - freed
+
+    def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        groups = self.context.layout.groups
+        before, tables = self.given.get(request.id, (1, [[] for _ in groups]))
+        if num_tokens < before:
+            raise DovetailError(f"{request.id!r} had {before} tokens, not {num_tokens}")
+        if self.pages_needed(request, num_tokens) > self.counts.empty:
+            return None
+        new = list[tuple[int, ...]]()
+        for group, table in zip(groups, tables, strict=True):
+            more = group.blocks(num_tokens) * group.pages_per_block - len(table)
+            new.append(tuple(self.next_page() for _ in range(more)))
+            table.extend(new[-1])
+        self.given[request.id] = (num_tokens, tables)
+        return Allocation(tuple(new))
+
+    def tables(self, request: Request) -> tuple[Pages, ...]:
+        return tuple(tuple(table) for table in self.held(request))
+
+    def commit(self, request: Request, upto: int) -> None:
+        self.held(request)
+        if not 0 <= upto <= self.context.layout.capacity(self.given[request.id][0]):
+            raise DovetailError(f"the blocks of {request.id!r} don't hold {upto} tokens")
+
+    def uncommit(self, request: Request, upto: int) -> None:
+        self.held(request)
+
+    def free(self, request: Request) -> None:
+        _, tables = self.given.pop(request.id, (0, []))
+        self.lists.extend(map(iter, filter(None, tables)))
+
+    def reset(self) -> None: ...
+
+    @property
+    def counts(self) -> PageCounts:
+        held = sum(len(table) for _, tables in self.given.values() for table in tables)
+        return PageCounts(empty=self.context.num_pages - held, held=held, cached=0)
+
+    def check_integrity(self) -> None:
+        empty = [list(pages) for pages in self.lists]
+        self.lists = deque(map(iter, empty))
+        held = (chain.from_iterable(tables) for _, tables in self.given.values())
+        pages = sorted(chain(*empty, *held))
+        if pages != list(range(self.context.num_pages)):
+            raise DovetailError(f"pages were lost or given out twice: {pages}")
+
+
+class InAThread(NgramDrafter):
+    """Proposes in a thread of its own, which it joins."""
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int]]:
+        proposed = Future[Sequence[Sequence[int]]]()
+        work = partial(super().propose, requests, most)
+
+        def run() -> None:
+            try:
+                proposed.set_result(work())
+            except BaseException as error:
+                proposed.set_exception(error)
+
+        thread = Thread(target=run)
+        thread.start()
+        thread.join()
+        return proposed.result()
+
+
+class AtFirstUse(LLGuidance):
+    """Compiles a spec to reject what is wrong with it, and once more when a mask is needed."""
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        compiles = partial(super().compile, spec)
+        compiles()
+        return LateGrammar(compiles)
+
+    def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
+        GrammarBackend.fill_many(self, matchers, words)
+
+
+class LateGrammar(Grammar):
+    def __init__(self, compiles: Callable[[], Grammar]) -> None:
+        self.compiles = compiles
+
+    @cached_property
+    def inner(self) -> Grammar:
+        return self.compiles()
+
+    def begin(self) -> Matcher:
+        return LateMatcher(self)
+
+
+class LateMatcher(Matcher):
+    def __init__(self, grammar: LateGrammar) -> None:
+        self.grammar = grammar
+
+    @cached_property
+    def inner(self) -> Matcher:
+        return self.grammar.inner.begin()
+
+    def fill(self, words: UInt32) -> None:
+        self.inner.fill(words)
+
+    def accept(self, token: int) -> bool:
+        return self.inner.accept(token)
+
+    def rollback(self, tokens: int) -> None:
+        self.inner.rollback(tokens)
+
+    def forced(self) -> Sequence[int]:
+        return tuple(self.inner.forced())
+
+    @property
+    def complete(self) -> bool:
+        return self.inner.complete
+
+
+class PicksAtTheEnd(Qwen3):
+    """Computes the states of all tokens, and picks the wanted ones on the host."""
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        forward = model.forward_tapped
+
+        def of_all(inputs: ModelInputs, taps: Sequence[int]) -> Any:
+            hidden, states = forward(replace(inputs, wanted=None), taps)
+            if inputs.wanted is None:
+                return hidden, states
+            picked = hidden.cpu().index_select(0, inputs.wanted.cpu()).to(hidden.device)
+            return picked, states if taps else picked
+
+        model.forward_tapped = of_all
+        return model  # type: ignore[no-any-return]
