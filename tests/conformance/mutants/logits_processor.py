@@ -500,3 +500,32 @@ class LowersThePrecisionOfAllProducts(Penalising):
     def prepare(self, max_rows: int) -> None:
         torch.set_float32_matmul_precision("high")
         super().prepare(max_rows)
+
+
+@mutant(caught_by="logits_processor.many_drafts")
+class CountsFourDrafts(Penalising):
+    def lengths(self, lines: Lines) -> torch.Tensor:
+        return self.context.history.num_tokens[lines.rows] + lines.ahead.clamp(max=4)
+
+
+class PenaltyOfIds(Penalty):
+    tokens: tuple[int, ...] = ()
+
+
+@mutant(caught_by="logits_processor.ids_outside")
+class TakesIdsOutsideForTheLast(Penalising):
+    Arguments = PenaltyOfIds
+
+    def prepare(self, max_rows: int) -> None:
+        super().prepare(max_rows)
+        self.chosen = torch.zeros((max_rows + 1, self.context.vocab_size))
+
+    def update(self, removed: Sequence[int], added: Sequence[ProcessedRow]) -> None:
+        super().update(removed, added)
+        for one in added:
+            self.chosen[one.row] = 0.0
+            for token in one.arguments.tokens:
+                self.chosen[one.row, min(token, self.context.vocab_size - 1)] = 1.0
+
+    def penalties(self, logits: torch.Tensor, lines: Lines) -> torch.Tensor:
+        return super().penalties(logits, lines) + self.chosen[lines.rows]

@@ -1499,3 +1499,30 @@ class LowersThePrecisionOfAllProducts(Misread):
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
         torch.set_float32_matmul_precision("high")
         return sampling
+
+
+@mutant(caught_by="sampler.many_repeats")
+class CountsInBytes(WithHistory):
+    """A token generated 256 times counts as one generated never."""
+
+    def told(self, history: RowHistory) -> RowHistory:
+        return replace(
+            history,
+            num_tokens=history.prompt_lens + (history.num_tokens - history.prompt_lens) % 256,
+        )
+
+
+@mutant(caught_by="sampler.processed_lines")
+class NumbersPartsOfLines(DefaultSampler):
+    """`process` is told the number of the part, of 32 lines each."""
+
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        process = inputs.process
+        if process is None:
+            return super().sample(inputs)
+
+        def in_parts(logits: torch.Tensor, first: int) -> None:
+            for number, part in enumerate(logits.split(32)):
+                process(part, first + number)
+
+        return super().sample(replace(inputs, process=in_parts))

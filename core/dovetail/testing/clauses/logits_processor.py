@@ -8,7 +8,7 @@ CLAUSES: Marks = {
     "module": {"allows none of them": held("banned"), "*": TOLD},
     "LogitsProcessorContext": {
         "only read": held("read_only"),
-        "most that": held("lines", "sizes"),
+        "most that": held("lines", "many_drafts", "sizes"),
         "*": TOLD,
     },
     "LogitsProcessorCapabilities": {
@@ -40,7 +40,7 @@ CLAUSES: Marks = {
         "forgotten": TOLD,
     },
     "LogitsProcessor.apply": {
-        "Change logits": held("examples", "read_only", "sizes"),
+        "Change logits": held("examples", "read_only", "sizes", "ids_outside"),
         "bitwise as they are": held("others"),
         "The history of a line": held("lines", "stale_history", "large_ids"),
         "What a line gets": held(

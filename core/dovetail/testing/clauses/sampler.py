@@ -25,6 +25,7 @@ CLAUSES: Marks = {
             "repetition_penalty",
             "presence_penalty",
             "frequency_penalty",
+            "many_repeats",
             "logit_bias",
             "allowed_token_ids",
         ),
@@ -85,7 +86,7 @@ CLAUSES: Marks = {
             "runtime/test_full_sampling.py::"
             "test_what_the_device_cannot_sample_in_a_graph_is_sampled_as_it_is",
         ),
-        "A `process`": held("processed", "fully_processed"),
+        "A `process`": held("processed", "processed_lines", "fully_processed"),
         "those of the given logits": held("processed_logprobs"),
         "`SamplerCapabilities.processors`": promised(
             "runtime/test_logits.py::"

@@ -39,6 +39,7 @@ from dovetail.testing.suites.logits_processor_subject import (
 )
 from dovetail.testing.suites.sampler_requests import JUNK
 
+MANY_DRAFTS = (1, 4, 8, 32)
 LARGE_VOCAB = 40_007  # where sums over the vocabulary are split among threads
 # bits of float32: NaNs, -0, the least number, inf, -inf
 SPECIAL = (
@@ -270,6 +271,27 @@ class LogitsProcessorSuite(LogitsProcessorIdentity):
             lines,
             self.bench(lines, places).apply(),
             self.bench(own).apply(),
+            "compared with a row that ends with the drafts",
+        )
+
+    @check("logits_processor.many_drafts", since="1.1")
+    def test_many_drafts(self) -> None:
+        """A line after 1, 4, 8 or 32 drafts doesn't get what a row gets whose output ends with
+        these, bit for bit. `context.max_drafts` says how many there may be."""
+        rows = [line for line in self.lines(drafts=False, rows=9)[0] if len(line.tokens) > 1]
+        lines = []
+        for place, row in enumerate(rows):
+            text = row.tokens * MANY_DRAFTS[-1]
+            if place % 2:  # of tokens that weren't there before
+                text = tuple((token + index) % VOCAB for index, token in enumerate(text))
+            lines += [replace(row, drafts=text[1 : 1 + count]) for count in MANY_DRAFTS]
+        places = [place for place in range(len(rows)) for _ in MANY_DRAFTS]
+        own = [replace(line, output=line.output + line.drafts, drafts=()) for line in lines]
+        width = WIDTH + MANY_DRAFTS[-1]
+        require_same(
+            lines,
+            self.bench(lines, places, width=width).apply(),
+            self.bench(own, width=width, max_drafts=MANY_DRAFTS[-1]).apply(),
             "compared with a row that ends with the drafts",
         )
 

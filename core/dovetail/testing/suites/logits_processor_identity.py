@@ -34,6 +34,7 @@ SHIFTS = (0, 2**16, 2**16 + 1, 2**17, 2**17 + 1)
 SEED = 0x5DEECE66D1234567
 BITS = (range(16), range(16, 32), range(32, 48), range(48, 64))  # of a seed
 IDS = (b"b"[0], b"c"[0], 5, 1)  # values of an argument
+OUTSIDE = (VOCAB, VOCAB + 1, MANY_IDS - 1)  # ids that are not in the vocabulary
 LONG = 200  # requests before a processor's size is taken
 GROWTH = 4 * LONG  # most bytes more that it may keep after the next ones
 
@@ -104,6 +105,22 @@ class LogitsProcessorIdentity(LogitsProcessorSubject):
                 f"{field!r}: lists of {len(values[0])} ids that differ only in the last one gave "
                 f"the same logits",
             )
+
+    @check("logits_processor.ids_outside", since="1.1")
+    def test_ids_outside_the_vocabulary(self) -> None:
+        """An id of an argument that is outside the vocabulary changed a logit. Requests are checked
+        against the tokenizer's ids, of which the model may have fewer: ignore others. This is
+        required of lists of integers that accept such an id."""
+        lines = self._asking()
+        for field in self._fields():
+            for inside in ([], [IDS[0]]):
+                for outside in OUTSIDE:
+                    found = self._with(lines, field, [inside, [*inside, outside]])
+                    require(
+                        found is None or _same(*found),
+                        f"{field!r}: {[*inside, outside]} gave other logits than {inside}, with a "
+                        f"vocabulary of {VOCAB} ids",
+                    )
 
     @check("logits_processor.long_use", since="1.0")
     def test_long_use(self) -> None:

@@ -8,7 +8,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from dovetail.api.sampler import Capture, SampledTokens, SampleInputs, TopLogprobs
+from dovetail.api.sampler import (
+    Capture,
+    RowSampling,
+    SampledTokens,
+    SampleInputs,
+    TopLogprobs,
+)
 from dovetail.testing.checks import check, require
 from dovetail.testing.suites.sampler_bench import Bench, Row
 from dovetail.testing.suites.sampler_graphs import SamplerGraphs
@@ -16,6 +22,7 @@ from dovetail.testing.suites.sampler_oracle import changed_logits
 from dovetail.testing.suites.sampler_rows import VOCAB, mixed_rows, random_rows, some_tokens
 from dovetail.testing.suites.sampler_subject import near, said
 
+MANY_LINES = 150
 NEVER = -1e30  # a logit below it can't be sampled
 CLOSE = 1e-4
 ASKED = (0, 2, None)  # log-probabilities of the rows
@@ -47,6 +54,13 @@ def leave_second(logits: torch.Tensor, first: int) -> None:
     logits.fill_(-torch.inf).scatter_(1, left, kept)
 
 
+def leave_own(logits: torch.Tensor, first: int) -> None:
+    """Leave each line only the token whose id is the line's index."""
+    lines = torch.arange(len(logits), device=logits.device)
+    logits.fill_(-torch.inf)
+    logits[lines, (first + lines) % logits.shape[1]] = 0.0
+
+
 class SamplerProcessors(SamplerGraphs):
     """Checks of the logits that a `process` gets, and of sampling from the logits that it leaves."""
 
@@ -67,6 +81,22 @@ class SamplerProcessors(SamplerGraphs):
                     f"{said(row.sampling)}: process left only token {process.left[place]}, and "
                     f"{tokens[place]} was sampled",
                 )
+
+    @check("sampler.processed_lines", since="1.1", capability="processors")
+    def test_processed_lines(self) -> None:
+        """In a batch of over a hundred lines `process` was told another index for some logits, so
+        that a line was sampled from what was left for another. `first` is the index of the first
+        line of the logits that it is given, in whatever parts."""
+        rows = [
+            Row([0.0] * MANY_LINES, RowSampling(temperature=0.0), (0,)) for _ in range(MANY_LINES)
+        ]
+        tokens = _sampled(self.bench(rows), leave_own).token_ids.tolist()
+        for place, token in enumerate(tokens):
+            require(
+                token == place,
+                f"of {MANY_LINES} lines, process left token {place} for line {place}, and {token} "
+                f"was sampled",
+            )
 
     @check("sampler.processed_logprobs", since="1.0", capability="processed_logprobs")
     def test_processed_logprobs(self) -> None:

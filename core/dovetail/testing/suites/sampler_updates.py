@@ -18,7 +18,7 @@ from dovetail.testing.suites.process_state import (
     require_untouched_by_first_use,
 )
 from dovetail.testing.suites.sampler_bench import Bench, Row
-from dovetail.testing.suites.sampler_oracle import distribution
+from dovetail.testing.suites.sampler_oracle import changed_logits, distribution
 from dovetail.testing.suites.sampler_requests import NEW_RULES
 from dovetail.testing.suites.sampler_rows import (
     SORTS,
@@ -34,6 +34,7 @@ REQUESTS = 150  # before a sampler's size is taken
 LARGE_VOCAB = 200_000
 LARGE_IDS = (70_001, 131_077, 199_999)  # unlike their lowest 16 bits, and 17
 MANY_DRAFTS = 20
+REPEATS = (255, 256, 300, 65_536)
 FILTERED = [token / -10 for token in range(20)]
 FILTERED_RULES: dict[str, Any] = {
     "logit_bias": ((15, 2.0), (16, 1.95)),
@@ -195,6 +196,26 @@ class SamplerUpdates(SamplerSubject):
             lines += [replace(row, drafts=drafts[:ahead]) for ahead in range(1 + most)]
             places += [place] * (1 + most)
         self.assert_greedy(lines, places)
+
+    @check("sampler.many_repeats", since="1.1")
+    def test_many_repeats(self) -> None:
+        """A token that was generated 255 to 300 times, or 65,536 times, was penalised as one that
+        was generated less often. `frequency_penalty` is multiplied by the count, however large."""
+        rows = []
+        for times in REPEATS:
+            logits = [0.0, 0.0, 0.0, 0.0]
+            logits[1] = times * 0.5
+            for more in (-0.25, 0.25):
+                logits[2] = more
+                sampling = RowSampling(temperature=0.0, frequency_penalty=0.5)
+                rows.append(Row((*logits[:3], -9.0), sampling, (3,), (1,) * times))
+        for row, token in zip(rows, self.bench(rows).tokens(), strict=True):
+            values = changed_logits(row.logits, row.sampling, row.prompt, row.output)
+            require(
+                values[token] == values.max(),
+                f"frequency_penalty=0.5 after {len(row.output)} times the token 1: the logits "
+                f"{list(row.logits)} become {values.tolist()}, and token {token} came",
+            )
 
     @check("sampler.rules_before_filters", since="1.0")
     def test_rules_before_filters(self) -> None:
