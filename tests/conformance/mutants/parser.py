@@ -576,3 +576,26 @@ class MapsTypes(MinimaxM2Calls):
             properties = schema.get("properties") if isinstance(schema, dict) else None
             for one in properties.values() if isinstance(properties, dict) else ():
                 hash(one.get("type") if isinstance(one, dict) else None)
+
+
+@mutant(caught_by="parser.broken_marks")
+class HoldsLinesAfterABracket(HermesCalls):
+    """After "<", a line is held back until ">", its end, or 200 characters."""
+
+    def __init__(self, options: BaseModel, context: ParserContext) -> None:
+        super().__init__(options, context)
+        self.line = ""
+
+    def feed(self, text: str) -> list[Event]:
+        events = list[Event]()
+        for character in text:
+            self.line += character
+            if character in ">\n" or "<" not in self.line or len(self.line) > 200:
+                events += super().feed(self.line)
+                self.line = ""
+        return events
+
+    def finish(self) -> list[Event]:
+        line = self.line
+        self.line = ""
+        return [*super().feed(line), *super().finish()]

@@ -9,8 +9,8 @@ nobody, which announces calls, is content.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
@@ -35,13 +35,70 @@ _CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 _MESSAGE = Marks("<|message|>")
 _BEGINS = Marks("<|start|>", "<|channel|>")
 _ENDS = Marks("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
-# Possessive, so that a long head of spaces isn't tried in all ways.
-_TO = rf"(?:\s*+to=(?P<{{}}>[^\s<>{{{{}}}}\"]{{{{1,{MAX_NAME}}}}}+))?\s*+"
-_HEAD = re.compile(
-    rf"(?:<\|start\|>\s*+(?:assistant)?{_TO.format('to_first')})?"
-    rf"<\|channel\|>\s*+(?P<channel>analysis|commentary|final){_TO.format('to')}"
-    rf"(?P<type>(?:<\|constrain\|>)?\s*+\w{{0,32}}+\s*+)<\|message\|>"
+
+
+class _Part(NamedTuple):
+    """Part of a message's head. Patterns are possessive, so that a long head of spaces isn't tried
+    in all ways."""
+
+    whole: str
+    cut: str = ""  # all its beginnings but the whole and nothing
+
+
+def _cut(text: str) -> str:
+    """Return a pattern of the beginnings of a text."""
+    return "|".join(re.escape(text[:end]) for end in range(1, len(text)))
+
+
+def _mark(text: str) -> _Part:
+    return _Part(re.escape(text), _cut(text))
+
+
+def _recipient(group: str) -> _Part:
+    name = r"[^\s<>{}\"]"
+    return _Part(
+        rf"(?:\s*+to=(?P<{group}>{name}{{1,{MAX_NAME}}}+))?",
+        rf"\s*+(?:{_cut('to=')}|to={name}{{0,{MAX_NAME}}}+)",
+    )
+
+
+_SPACE = _Part(r"\s*+")
+_AUTHOR = (
+    _mark("<|start|>"),
+    _SPACE,
+    _Part("(?:assistant)?", _cut("assistant")),
+    _recipient("to_first"),
+    _SPACE,
 )
+_CHANNEL = (
+    _mark("<|channel|>"),
+    _SPACE,
+    _Part(
+        "(?P<channel>analysis|commentary|final)",
+        "|".join(map(_cut, ("analysis", "commentary", "final"))),
+    ),
+    _recipient("to"),
+    _SPACE,
+    _Part(r"(?P<type>(?:<\|constrain\|>)?\s*+\w{0,32}+\s*+)", _cut("<|constrain|>")),
+    _mark("<|message|>"),
+)
+
+
+def _whole(parts: Sequence[_Part]) -> str:
+    return "".join(part.whole for part in parts)
+
+
+def _beginnings(parts: Sequence[_Part]) -> str:
+    """Return a pattern of texts that more text may complete."""
+    pattern = r"\Z"
+    for part in reversed(parts):
+        unnamed = re.sub(r"\(\?P<\w+>", "(?:", part.whole)
+        pattern = rf"(?:(?:{part.cut})?\Z|{unnamed}{pattern})"
+    return pattern
+
+
+_HEAD = re.compile(f"(?:{_whole(_AUTHOR)})?{_whole(_CHANNEL)}")
+_BEGINS_HEAD = re.compile(f"{_beginnings((*_AUTHOR, *_CHANNEL))}|{_beginnings(_CHANNEL)}")
 
 
 class HarmonyAnswer(OutputParser):
@@ -142,7 +199,7 @@ class HarmonyAnswer(OutputParser):
         """State: from a message's first mark to `<|message|>`."""
         stop = min(len(text), pos + MAX_HEAD)
         match = _MESSAGE.find(text[:stop], pos)
-        if match is None and stop < pos + MAX_HEAD:
+        if match is None and stop < pos + MAX_HEAD and _BEGINS_HEAD.fullmatch(text, pos):
             return self.hold(text, pos)
         head = _HEAD.fullmatch(text, pos, match.end()) if match is not None else None
         recipient = None if head is None else head["to"] or head["to_first"]

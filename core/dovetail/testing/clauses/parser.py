@@ -51,7 +51,10 @@ CLAUSES: Marks = {
     },
     "Parser.in_reasoning": held("reasoning"),
     "Parser.in_call": held("in_call"),
-    "Parser.feed": {"may be empty": held("chunking"), "isn't held back": held("streams")},
+    "Parser.feed": {
+        "may be empty": held("chunking"),
+        "isn't held back": held("streams", "broken_marks"),
+    },
     "Parser.finish": {"cut off before its name": held("content", "in_call"), "*": held("content")},
     "Parser.call_form": held("call_form"),
 }

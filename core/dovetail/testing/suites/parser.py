@@ -56,6 +56,8 @@ PARTS = 8  # of a mixture, at most
 PAIRS = 250  # pairs of cuts of an example, at most
 SLACK = 1_000  # characters that may be held back beyond MAX_HELD
 LAG = 100  # characters that prose may lag behind
+BROKEN_LAG = 64  # characters beyond the longest mark that text after a broken mark may lag behind
+BREAKS = "~"  # a character that is rare in marks
 MANY = 1_200  # answers, more than any small count that a parser might keep
 TIMES = 300  # that an example comes in one answer
 NEAR_MISSES = (
@@ -658,6 +660,36 @@ class ParserSuite(Suite):
             require(
                 emitted >= fed - LAG,
                 f"after {before!r} and {fed} characters of prose, it has emitted {emitted} of them",
+            )
+
+    @check("parser.broken_marks", since="1.1")
+    def test_text_after_a_broken_mark_is_not_held_back(self) -> None:
+        """After the beginning of a mark and a character that can't continue it, prose lags more
+        than 64 characters and a mark's length behind. Once the text can't be a mark any more, emit
+        it, instead of waiting for the end of the line or another character."""
+        marks = self._marks
+        may_lag = max(map(len, marks), default=0) + BROKEN_LAG
+        beginnings = dict.fromkeys(mark[:end] for mark in marks for end in range(1, len(mark)))
+        for beginning in beginnings:
+            broken = beginning + BREAKS
+            if not any(mark in broken or mark.startswith(broken) for mark in marks):
+                for before in ("", "Well, "):
+                    self._require_soon(f"{before}{broken} {WORDS * 5}", may_lag)
+
+    def _require_soon(self, text: str, may_lag: int) -> None:
+        """Require that a text is emitted at most `may_lag` characters late."""
+        parser = self._made()
+        emitted = 0
+        for fed, character in enumerate(text, start=1):
+            emitted += sum(
+                len(event.text)
+                for event in parser.feed(character)
+                if isinstance(event, Content | Reasoning)
+            )
+            require(
+                fed - emitted <= may_lag,
+                f"of {shown(text[:fed])}, in single characters, {fed - emitted} characters are "
+                f"held back",
             )
 
     @check("parser.held", since="1.0")
