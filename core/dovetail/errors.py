@@ -83,6 +83,15 @@ class EngineDeadError(DovetailError):
     reason = EndReason.ENGINE_DEAD
 
 
+# a command that raises one of these ends with 1; errors before the start: 2
+RUN_TIME_ERRORS = (PolicyError, SchedulerStalled, EngineDeadError)
+
+
+def exit_code(error: DovetailError) -> int:
+    """Return the exit code of a command that raised this error."""
+    return 1 if isinstance(error, RUN_TIME_ERRORS) else 2
+
+
 def describe(error: BaseException) -> str:
     """Return the type and text of an error, also if it comes from a plugin and its `__str__`
     raises."""

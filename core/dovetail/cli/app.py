@@ -22,28 +22,13 @@ from dovetail.cli.streams import OutputError, make_any_text_printable, tell
 from dovetail.errors import (
     ConfigError,
     DovetailError,
-    EngineDeadError,
     PluginError,
-    PolicyError,
-    SchedulerStalled,
     describe,
+    exit_code,
     shown,
 )
 from dovetail.registry.registry import Registry, built_ins_first
 from dovetail.registry.resolved import ResolvedCommand
-
-# exit code 1; errors before the start: 2
-RUN_TIME_ERRORS = (
-    PolicyError,
-    SchedulerStalled,
-    EngineDeadError,
-    OutputError,
-)
-
-
-def exit_code(error: DovetailError) -> int:
-    """Return the exit code of a command that raised this error."""
-    return 1 if isinstance(error, RUN_TIME_ERRORS) else 2
 
 
 class PluginCommand(TyperCommand):
@@ -139,7 +124,7 @@ class DovetailGroup(TyperGroup):
             return super().main(*args, **kwargs)
         except DovetailError as error:
             self._tell(str(error))
-            sys.exit(exit_code(error))
+            sys.exit(1 if isinstance(error, OutputError) else exit_code(error))
         except Exception as error:
             self._tell(
                 f"{describe(error)}\nThis is a fault in Dovetail or in a plugin. `dovetail "

@@ -14,8 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from dovetail.cli.app import exit_code
-from dovetail.errors import DovetailError, describe
+from dovetail.errors import DovetailError, describe, exit_code
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedCommand
 from dovetail.testing.checks import require
