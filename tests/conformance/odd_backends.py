@@ -1,20 +1,34 @@
-"""Right managers of memory, drafters, grammars and models in styles that a suite might take for
-wrong."""
+"""Right managers of memory, drafters, grammars and what runs on a device, in styles that a suite
+might take for wrong."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, count
 from threading import Thread
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from pydantic import BaseModel
 
+from dovetail.api.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCapabilities,
+    AttentionContext,
+    AttentionLayer,
+    LayerCache,
+    LayerSpec,
+)
+from dovetail.api.executor import Batch, ExecutorContext, Masks, Result
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarSpec, Matcher
 from dovetail.api.kv_cache import (
     Allocation,
@@ -28,6 +42,8 @@ from dovetail.api.model import BuildContext, ModelInputs
 from dovetail.errors import DovetailError
 from dovetail.request import Request
 from dovetail_drafters.ngram import NgramDrafter
+from dovetail_executors.local import LocalExecutor
+from dovetail_executors.options import LocalOptions
 from dovetail_grammars.llguidance_backend import LLGuidance
 from dovetail_models.qwen3 import Qwen3
 
@@ -195,3 +211,104 @@ class PicksAtTheEnd(Qwen3):
 
         model.forward_tapped = of_all
         return model  # type: ignore[no-any-return]
+
+
+class Transposed(AttentionBackend):
+    """Keeps K transposed in each block, and V by heads; gathers whole blocks."""
+
+    capabilities = AttentionCapabilities(groups=True, window=True, causal=True)
+    batch: AttentionBatch
+
+    def __init__(self, options: BaseModel, context: AttentionContext) -> None:
+        super().__init__(options, context)
+        self.dtype: torch.dtype = getattr(torch, context.dtype)
+
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        return TransposedLayer(spec, self)
+
+    def tensor_bytes(self, spec: LayerSpec, block_size: int) -> tuple[int, ...]:
+        return (block_size * spec.kv_heads * spec.head_size * self.dtype.itemsize,) * 2
+
+    def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None: ...
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self.batch = batch
+
+
+class TransposedLayer(AttentionLayer):
+    def __init__(self, spec: LayerSpec, backend: Transposed) -> None:
+        self.spec = spec
+        self.backend = backend
+
+    def bind(self, cache: LayerCache) -> None:
+        self.cache = cache
+        self.place = (cache.group, cache.page)
+        self.block_size = cache.block_size
+        sizes = (self.spec.kv_heads, self.spec.head_size, cache.block_size)
+        k, v = (of_pages.view(self.backend.dtype) for of_pages in cache.memory)
+        # [pages, kv_heads, head_size, block_size] and [pages, kv_heads, block_size, head_size]
+        self.k = k[:, : math.prod(sizes)].unflatten(1, sizes)
+        self.v = v[:, : math.prod(sizes)].unflatten(1, (sizes[0], sizes[2], sizes[1]))
+
+    def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        group, page = self.place
+        slots = self.backend.batch.slots[group][page]
+        pages = slots // self.block_size
+        offsets = slots % self.block_size
+        self.k[pages, :, :, offsets] = k
+        if v is not None:
+            self.v[pages, :, offsets] = v
+
+    def attend(self, q: torch.Tensor) -> torch.Tensor:
+        batch = self.backend.batch
+        group, page = self.place
+        tables = batch.block_tables[group][page].long()
+        rows = q[: batch.num_tokens].split(batch.host_query_lens.tolist())
+        lengths = batch.host_kv_lens.tolist()
+        outs = [self._attend_row(*row) for row in zip(rows, lengths, tables, strict=False)]
+        return torch.cat([*outs, torch.zeros_like(q[batch.num_tokens :])])
+
+    def _attend_row(self, q: torch.Tensor, length: int, table: torch.Tensor) -> torch.Tensor:
+        window = self.spec.window or length
+        begin = max(0, length - len(q) - window + 1) // self.block_size
+        pages = table[begin : -(-length // self.block_size)]
+        first = begin * self.block_size
+        k = self.k[pages].permute(1, 0, 3, 2).flatten(1, 2)[:, : length - first]
+        v = self.v[pages].transpose(0, 1).flatten(1, 2)[:, : length - first]
+        at = torch.arange(length - len(q), length, device=q.device)[:, None]
+        seen = torch.arange(first, length, device=q.device)
+        visible = (seen <= at) & (seen > at - window)
+        # what no query sees may be anything, NaN too
+        v = v.masked_fill(~visible.any(0)[:, None], 0)
+        k = k.masked_fill(~visible.any(0)[:, None], 0)
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            k[None],
+            v[None],
+            attn_mask=visible,
+            scale=self.spec.scale,
+            enable_gqa=True,
+        )
+        return out[0].transpose(0, 1)
+
+
+class NumbersAsHandles(LocalExecutor):
+    """Its handles are numbers, the first of them 0; its results are views and read-only maps."""
+
+    def __init__(self, options: LocalOptions, context: ExecutorContext) -> None:
+        super().__init__(options, context)
+        self.numbers = count()
+        self.steps = dict[int, Any]()
+
+    def submit(self, batch: Batch) -> Any:
+        number = next(self.numbers)
+        self.steps[number] = super().submit(batch)
+        return number
+
+    def sample(self, handle: Any, masks: Masks) -> None:
+        super().sample(self.steps[handle], masks)
+
+    def collect(self, handle: Any) -> Result:
+        result = super().collect(self.steps.pop(handle))
+        ids = np.repeat(result.token_ids, 2)[::2]
+        return replace(result, token_ids=ids, failed=MappingProxyType(dict(result.failed)))

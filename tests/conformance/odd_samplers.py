@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from dovetail.api.graphs import GraphSupport
 from dovetail.api.logits_processor import LogitsProcessor, LogitsProcessorContext, ProcessedRow
 from dovetail.api.sampler import (
     Lines,
+    RowSampling,
+    SampledRow,
     SampledTokens,
     SampleInputs,
+    Sampler,
+    SamplerCapabilities,
 )
+from dovetail.nn.logprobs import top_logprobs
 from dovetail_samplers.default import DefaultSampler
+
+Scores = NDArray[np.float64]  # [vocab_size]
+Rule = Callable[[Scores, Sequence[int], int], Scores]  # of scores, history and length of the prompt
+LEAST = np.finfo(np.float64).min
 
 
 class OneBuffer(DefaultSampler):
@@ -35,6 +45,121 @@ class OneBuffer(DefaultSampler):
         ids[:] = result.token_ids.cpu().numpy()
         inputs.logits.fill_(torch.nan)
         return replace(result, token_ids=torch.from_numpy(ids).to(result.token_ids.device))
+
+
+class InClosures(Sampler):
+    """Keeps the rules of a row in closures, works line by line with numpy, and makes a new
+    generator of noise for each token."""
+
+    capabilities = SamplerCapabilities(logprobs=True, drafts=True)
+
+    def prepare(self, max_rows: int) -> None:
+        self.draws = [drawing(RowSampling())] * max_rows
+        self.logprobs: dict[int, int] = {}
+
+    def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
+        for row in removed:
+            self.logprobs.pop(row, None)
+        for one in added:
+            self.draws[one.row] = drawing(one.sampling)
+            self.logprobs.pop(one.row, None)
+            if one.sampling.logprobs is not None:
+                self.logprobs[one.row] = one.sampling.logprobs
+
+    @torch.inference_mode()
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        rows = [] if inputs.host_rows is None else inputs.host_rows.tolist()
+        history = self.context.history
+        lengths = history.lengths(inputs.lines).tolist()
+        ids = [
+            self.draws[row](
+                logits.double().cpu().numpy(),
+                history.token_ids[row, :length].tolist(),
+                int(history.prompt_lens[row]),
+            )
+            for row, length, logits in zip(rows, lengths, inputs.logits, strict=True)
+        ]
+        tokens = torch.tensor(ids, dtype=torch.int64, device=inputs.logits.device)
+        most = max((self.logprobs.get(row, -1) for row in rows), default=-1)
+        return SampledTokens(
+            tokens, None if most < 0 else top_logprobs(inputs.logits, tokens, most)
+        )
+
+
+def drawing(sampling: RowSampling) -> Callable[[Scores, Sequence[int], int], int]:
+    """Return a function that draws a token from logits, a history and the length of its prompt."""
+    rules = list(rules_of(sampling))
+
+    @np.errstate(all="ignore")
+    def draw(scores: Scores, tokens: Sequence[int], prompt: int) -> int:
+        for rule in rules:
+            scores = rule(scores, tokens, prompt)
+        scores = np.nan_to_num(scores, nan=-np.inf, posinf=-LEAST, neginf=-np.inf)
+        if not sampling.temperature:
+            return int(scores.argmax())
+        scaled = (scores - max(scores.max(), LEAST)) / max(sampling.temperature, 1e-300)
+        order = np.argsort(-scaled, kind="stable")
+        weights = np.exp(scaled[order])
+        weights[sampling.top_k or len(weights) :] = 0
+        if sampling.top_p < 1:
+            before = weights.cumsum() - weights
+            weights[before >= sampling.top_p * weights.sum()] = 0
+        kept = (weights > 0) & (weights >= sampling.min_p)
+        kept[0] = True
+        key = np.array([sampling.seed % 2**64, len(tokens) - prompt], np.uint64)
+        noise = np.random.Generator(np.random.Philox(key=key)).gumbel(size=len(scores))
+        return int(order[np.where(kept, scaled[order] + noise[order], -np.inf).argmax()])
+
+    return draw
+
+
+def rules_of(sampling: RowSampling) -> Iterator[Rule]:
+    """Yield the rules of a request, in the order in which they are applied."""
+
+    def bias(scores: Scores, tokens: Sequence[int], prompt: int) -> Scores:
+        for token, value in sampling.logit_bias:
+            scores[token : token + 1] += value
+        return scores
+
+    def allow(scores: Scores, tokens: Sequence[int], prompt: int) -> Scores:
+        allowed = [id for id in sampling.allowed_token_ids or () if id < len(scores)]
+        only = np.full_like(scores, -np.inf)
+        only[allowed] = np.maximum(scores[allowed], LEAST)
+        return only
+
+    def ban(scores: Scores, tokens: Sequence[int], prompt: int) -> Scores:
+        left = scores.copy()
+        for *first, last in sampling.bad_words:
+            if list(tokens[max(0, len(tokens) - len(first)) :]) == first or not first:
+                left[last : last + 1] = -np.inf
+        if len(tokens) - prompt < sampling.min_tokens:
+            for token in sampling.stop_token_ids:
+                left[token : token + 1] = -np.inf
+        return scores if (left == -np.inf).all() else left
+
+    def penalise(scores: Scores, tokens: Sequence[int], prompt: int) -> Scores:
+        known = [id for id in {*tokens} if id < len(scores)]
+        values = scores[known]
+        penalty = sampling.repetition_penalty
+        scores[known] = np.where(values > 0, values / penalty, values * penalty)
+        output = [id for id in tokens[prompt:] if id < len(scores)]
+        counts = np.bincount(np.array(output, np.int64), minlength=len(scores))
+        scores -= counts * sampling.frequency_penalty
+        return scores - (counts > 0) * sampling.presence_penalty
+
+    if sampling.logit_bias:
+        yield bias
+    if sampling.allowed_token_ids is not None:
+        yield allow
+    if sampling.bad_words or sampling.min_tokens:
+        yield ban
+    penalties = (
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+    )
+    if penalties != (1, 0, 0):
+        yield penalise
 
 
 class Lowering(BaseModel):

@@ -38,26 +38,28 @@ class FromItsHeap(Scheduler):
 
 
 class InAGenerator(Scheduler):
-    """Is one generator, to which the steps are sent. It serves the requests of the client that got
-    the first turn least recently, then the others by arrival, and notes whose turn it is."""
+    """Is one generator, to which steps are sent, and which counts them. Serves by arrival, and
+    notes the count with the first request."""
+
+    capabilities = SchedulerCapabilities(order="arrival")
 
     def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
         super().__init__(options, context)
-        self.turns = self._take_turns()
-        next(self.turns)
+        self.counter = self._count()
+        next(self.counter)
 
     def schedule(self, step: Step) -> None:
-        self.turns.send(step)
+        self.counter.send(step)
 
-    def _take_turns(self) -> Generator[None, Step, None]:
-        turn = 0
+    def _count(self) -> Generator[None, Step, None]:
+        steps = 0
         while True:
-            turn += self._plan((yield), turn)
+            self._plan((yield), steps)
+            steps += 1
 
     @staticmethod
-    def _plan(step: Step, turn: int) -> int:
+    def _plan(step: Step, number: int) -> None:
         order = sorted((*step.running, *step.waiting), key=lambda request: request.arrival_time)
         for request in order[:1]:
-            step.note(request, f"turn {turn}")
+            step.note(request, f"step {number}")
         grant_in_order(step, order, lambda request: reversed(order))
-        return len(order[:1])

@@ -33,7 +33,9 @@ from dovetail.errors import UnsupportedError
 from dovetail.request import Request
 from dovetail.testing.checks import Absent, CheckFailed, checks_of
 from dovetail.testing.suite import Suite
+from dovetail.testing.suites.attention import AttentionSuite
 from dovetail.testing.suites.drafter import DrafterSuite
+from dovetail.testing.suites.executor import ExecutorSuite
 from dovetail.testing.suites.grammar import GrammarSuite
 from dovetail.testing.suites.kv_cache import KVCacheSuite
 from dovetail.testing.suites.logits_processor import LogitsProcessorSuite
@@ -48,10 +50,12 @@ from tests.conformance.odd_backends import (
     AtFirstUse,
     InAThread,
     LazyLists,
+    NumbersAsHandles,
     PicksAtTheEnd,
+    Transposed,
 )
 from tests.conformance.odd_parsers import CharByChar, Thoughts, WholeCalls
-from tests.conformance.odd_samplers import OneBuffer, OnTheHost, Slotted
+from tests.conformance.odd_samplers import InClosures, OneBuffer, OnTheHost, Slotted
 from tests.conformance.odd_schedulers import FromItsHeap, InAGenerator
 from tests.conformance.odd_tokenizers import BytesAsIds, Reluctant
 
@@ -217,7 +221,7 @@ def test_a_policy_in_an_odd_style_conforms(policy: type[Scheduler]) -> None:
 
 
 @pytest.mark.slow("draws many tokens")
-@pytest.mark.parametrize("sampler", [OneBuffer])
+@pytest.mark.parametrize("sampler", [OneBuffer, InClosures])
 def test_a_sampler_in_an_odd_style_conforms(sampler: type[Sampler]) -> None:
     run_checks(SamplerSuite, component=sampler)
 
@@ -248,6 +252,16 @@ def test_a_model_that_places_rows_by_index_conforms(check: str) -> None:
 @pytest.mark.slow("compiles each grammar twice")
 def test_a_grammar_backend_that_compiles_at_the_first_use_conforms() -> None:
     run_checks(GrammarSuite, component=AtFirstUse)
+
+
+@pytest.mark.slow("compares values with an oracle's")
+def test_an_attention_backend_that_keeps_k_transposed_conforms() -> None:
+    run_checks(AttentionSuite, component=Transposed)
+
+
+@pytest.mark.slow("starts many executors")
+def test_an_executor_whose_handles_are_numbers_conforms() -> None:
+    run_checks(ExecutorSuite, component=NumbersAsHandles)
 
 
 @pytest.mark.slow("compares with transformers' models")

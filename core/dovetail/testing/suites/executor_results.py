@@ -1,7 +1,6 @@
 """`ExecutorResults`: checks of results and their times."""
 
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from itertools import combinations, pairwise
 from typing import Any
@@ -191,18 +190,17 @@ class ExecutorResults(ExecutorSubject):
             {"logprobs": 2, "prompt_logprobs": 1} if self.declares("logprobs") else {}
         )
         results = []
-        copies = []
+        collected = []  # the contents of each result when it was collected
         with self._shared_bench() as bench:
             for turn in range(2):
                 for name in ("a", "c"):
                     bench.add(name, bench.prompt(LENGTHS[name], turn), **asked)
                 for _ in range(3):
                     results.append(bench.prefill("a", "c"))
-                    copies.append(deepcopy(results[-1]))
+                    collected.append(_contents(results[-1]))
                 bench.remove("a", "c")
-        for result, copy in zip(results, copies, strict=True):
-            now = [_plain(value) for value in mutables(result)]
-            then = [_plain(value) for value in mutables(copy)]
+        for result, then in zip(results, collected, strict=True):
+            now = _contents(result)
             require(now == then, f"step {result.step} gave {then}, and after later steps {now}")
         for one, other in combinations(results, 2):
             for value in mutables(one):
@@ -310,6 +308,11 @@ def mutables(value: object) -> Iterator[object]:
             yield value
         for one in value:
             yield from mutables(one)
+
+
+def _contents(value: object) -> list[object]:
+    """Return the contents of a value's `mutables`, as they are now."""
+    return [_plain(one) for one in mutables(value)]
 
 
 def _plain(value: object) -> object:
