@@ -291,6 +291,56 @@ class SwitchesThreadsMoreOften(Lookup):
         return super().propose(requests, most)
 
 
+@mutant(caught_by="drafter.strangers", soon=True)
+class ContinuesPromptsOfAll(Lookup):
+    """Continues a prompt as a longer one that begins with it."""
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        prompts = self.__dict__.setdefault("prompts", [])
+        prompts += [request.prompt_token_ids for request in requests]
+        return super().propose(requests, most)
+
+    def draft(self, request: Request) -> list[int]:
+        own = tuple(self.text(request))
+        for prompt in self.__dict__["prompts"]:
+            if len(own) >= 48 and len(prompt) > len(own) and tuple(prompt[: len(own)]) == own:
+                return list(prompt[len(own) :])
+        return super().draft(request)
+
+
+@mutant(caught_by="drafter.strangers")
+class LearnsFromSamples(Lookup):
+    def learned(self, request: Request) -> list[int]:
+        return self.answers.get(request.client or request.parent, [])
+
+    def on_finished(self, request: Request) -> None:
+        self.answers[request.client or request.parent] += request.output_token_ids
+
+
+@mutant(caught_by="drafter.ties")
+class BreaksTiesByHashes(Lookup):
+    def draft(self, request: Request) -> list[int]:
+        own = self.text(request)
+        ways = [place for place in range(RUN, len(own)) if own[place - RUN : place] == own[-RUN:]]
+        if not ways:
+            return []
+        return own[random.Random(hash(request.id)).choice(ways) :]
+
+
+@mutant(caught_by="drafter.forgets_anywhere")
+class KeepsRequestsByThread(Lookup):
+    def __init__(self, options: BaseModel, context: DrafterContext) -> None:
+        super().__init__(options, context)
+        self.local = threading.local()
+
+    def draft(self, request: Request) -> list[int]:
+        self.local.__dict__.setdefault("requests", {})[request.id] = request
+        return super().draft(request)
+
+    def on_finished(self, request: Request) -> None:
+        self.local.__dict__.setdefault("requests", {}).pop(request.id, None)
+
+
 class Named(ModelDrafter):
     @property
     def model(self) -> str:

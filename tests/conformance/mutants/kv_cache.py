@@ -1553,3 +1553,53 @@ class KeepsTheRequestsOfHits(PrefixCache):
 
     def on_hit(self, block: CachedBlock, request: Request) -> None:
         self.readers[block.key] = request
+
+
+class _JoinedChain(HashChain):
+    def __init__(self, request: Request, block_size: int, digest: Digest, after: int) -> None:
+        super().__init__(request, block_size, digest, None, after)
+        self._root = digest(",".join(request.cache_keys).encode())
+
+
+class _OwnChains(PrefixCache):
+    """Hashes prefixes by chains of its own."""
+
+    chain_type: type[HashChain] = HashChain
+
+    def _chain(self, request: Request) -> HashChain:
+        chain = self._chains.get(request.id)
+        if chain is None or chain.request is not request:
+            chain = self.chain_type(request, self._hash_tokens, self._digest, after=self._after)
+            self._chains[request.id] = chain
+        return chain
+
+
+@mutant(caught_by="kv_cache.joined_keys")
+class JoinsKeysByAComma(_OwnChains):
+    chain_type = _JoinedChain
+
+
+class _OneImage:
+    """A request with the first of its images only."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.media = request.media[:1]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.request, name)
+
+
+class _FirstImageChain(HashChain):
+    def extend(self, num_blocks: int) -> list[bytes]:
+        whole = self.request
+        self.request = _OneImage(whole)  # type: ignore[assignment]
+        try:
+            return super().extend(num_blocks)
+        finally:
+            self.request = whole
+
+
+@mutant(caught_by="kv_cache.media")
+class TellsPromptsApartByTheirFirstImage(_OwnChains):
+    chain_type = _FirstImageChain

@@ -13,10 +13,10 @@ CLAUSES: Marks = {
         "*": TOLD,
     },
     "Drafter": {
-        "one thread at a time": held("any_thread"),
-        "may only be proposed": held("client"),
+        "one thread at a time": held("any_thread", "forgets_anywhere"),
+        "may only be proposed": held("client", "strangers"),
         "It sees all tokens": held(
-            "request_untouched", "deterministic", "process_untouched", "first_use"
+            "request_untouched", "deterministic", "ties", "process_untouched", "first_use"
         ),
         "*": TOLD,
     },

@@ -17,7 +17,9 @@ CLAUSES: Marks = {
         "`trim`": held("trim"),
         "`groups`": held("table", "private"),
         "`states`": held("states", "state_copies"),
-        "`media`": promised("kv_cache/test_media.py::test_a_hit_ends_before_another_picture"),
+        "`media`": promised(
+            "kv_cache/test_media.py::test_a_hit_ends_before_another_picture", by=("media",)
+        ),
         "later versions": TOLD,
     },
     "Allocation": {
@@ -43,7 +45,7 @@ CLAUSES: Marks = {
     "KVCacheManager.lookup": {
         "a multiple of every": held("hit_length", "hit", "reuse", "generated"),
         "Fewer than": held("hit_length", "prompt_logprobs"),
-        "between equal": held("cache_keys"),
+        "between equal": held("cache_keys", "joined_keys"),
         "Changes nothing": held("pure"),
     },
     "KVCacheManager.pages_needed": {

@@ -10,6 +10,7 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
@@ -282,6 +283,70 @@ class DrafterSuite(Suite):
                     frozenset(self._names(one, OURS)),
                 )
 
+    @check("drafter.strangers", since="1.1")
+    def test_nothing_is_learned_from_equal_beginnings(self) -> None:
+        """A request was proposed tokens of another client's whose prompt begins with its own, of 80
+        tokens, or of another sample of its request, which has no client. Equal beginnings and equal
+        parents are no permission: key learned data by `request.client`, and by request if that is
+        None."""
+        for what, script in (("another client's prompt", _begins_alike), ("a sample", _samples)):
+            one, other = (script(self._vocab_size, others) for others in (1, 2))
+            self._require_equal(
+                self._play(one),
+                self._play(other),
+                f"with other tokens of {what},",
+                frozenset(["ours"]),
+            )
+
+    @check("drafter.ties", since="1.1")
+    def test_ties_are_broken_in_the_same_way_everywhere(self) -> None:
+        """Where a text has gone on in several ways after the same tokens, the drafter chose another
+        in another process. Break ties by position, not by hashes or the order of sets."""
+        if self.context is not DrafterSuite.context:
+            return  # a tokenizer of its own may not reach another process
+        mine = self.drafts_of_ties()
+        for hash_seed in HASH_SEEDS:
+            found = answer_elsewhere(
+                self,
+                f"{__name__}:drafts_of_ties",
+                what="another process can't draft",
+                hash_seed=hash_seed,
+            )
+            require(
+                found == mine,
+                f"in a process with PYTHONHASHSEED={hash_seed} it proposed other tokens",
+            )
+
+    def drafts_of_ties(self) -> list[list[list[int]]]:
+        """Return what a new drafter proposes for texts with ties."""
+        return [
+            [list(map(int, tokens)) for tokens in drafts]
+            for _, drafts in self._play(_tied(self._vocab_size))
+        ]
+
+    @check("drafter.forgets_anywhere", since="1.1")
+    def test_ends_are_told_by_another_thread(self) -> None:
+        """`on_finished` came from another thread than `propose`, and the drafter keeps a request or
+        its id, or proposes by the text of an earlier request with the same id. Keep nothing by
+        thread."""
+        subject = self._make()
+        with ThreadPoolExecutor(1) as asks, ThreadPoolExecutor(1) as ends:
+
+            def call(method: Callable[[], Any]) -> Any:
+                is_question = isinstance(method, partial) and method.func == subject.propose
+                thread = asks if is_question else ends
+                return thread.submit(method).result()
+
+            for seed in range(3):
+                acts = self._story(seed, clients=(None,))
+                self._require_equal(
+                    self._play(acts),
+                    self._play(acts, subject, call=call),
+                    "after requests with the same ids, which ended in another thread,",
+                )
+            for path, value in reachable(subject):
+                require(not isinstance(value, LiveRequest), f"{path} holds {value!r} after its end")
+
     @check("drafter.any_thread", since="1.0")
     def test_any_thread_may_call(self) -> None:
         """Called from another thread each time, it raised or proposed other tokens. Keep nothing by
@@ -541,6 +606,65 @@ def _story(
     return acts
 
 
+def _begins_alike(vocab_size: int, others: int) -> list[Act]:
+    """Make a script in which a prompt is the beginning of another client's."""
+    chance = random.Random(1)
+    begin = tuple(chance.choices(range(vocab_size), k=80))
+    answer = tuple(chance.choices(range(vocab_size), k=8))
+    theirs = begin + tuple(random.Random(others).choices(range(vocab_size), k=30))
+    asked = Ask(("ours",), (8,))
+    return [
+        Begin("theirs", theirs, answer, CLIENTS[1]),
+        Ask(("theirs",), (8,)),
+        Begin("ours", begin, answer, OURS),
+        asked,
+        Grow("theirs", 8),
+        End("theirs"),
+        asked,
+        Grow("ours", 8),
+        asked,
+        End("ours"),
+    ]
+
+
+def _samples(vocab_size: int, others: int) -> list[Act]:
+    """Make a script of two samples of a prompt without a client, of which one ends first. They
+    begin in the same way."""
+    prompt = tuple(random.Random(1).choices(range(vocab_size), k=20))
+    begin = tuple(random.Random(2).choices(range(vocab_size), k=20))
+    theirs = begin + tuple(random.Random(others + 2).choices(range(vocab_size), k=20))
+    asked = Ask(("ours",), (8,))
+    return [
+        Begin("theirs", prompt, theirs, None, parent="both"),
+        Begin("ours", prompt, begin, None, parent="both"),
+        Ask(("theirs", "ours"), (8, 8)),
+        Grow("theirs", 40),
+        Ask(("theirs",), (8,)),
+        End("theirs"),
+        asked,
+        Grow("ours", 10),
+        asked,
+        Grow("ours", 10),
+        asked,
+        End("ours"),
+    ]
+
+
+def _tied(vocab_size: int) -> list[Act]:
+    """Make a script of texts in which some tokens come again and again, each time with other
+    tokens after them."""
+    acts: list[Act] = []
+    for number in range(8):
+        chance = random.Random(number)
+        context = chance.choices(range(vocab_size), k=12)
+        text = [
+            token for _ in range(6) for token in (*context, *chance.choices(range(vocab_size), k=5))
+        ]
+        name = ALIKE.format(number)
+        acts += [Begin(name, (*text, *context), (), OURS), Ask((name,), (8,))]
+    return acts
+
+
 def _step(chance: random.Random, acts: list[Act], left: dict[str, int], most: int) -> None:
     """Ask for some requests; let some grow by a few tokens, and end those that are complete, or
     have waited long enough."""
@@ -617,4 +741,11 @@ def drafts_of_stories(suite: Binding, seeds: Sequence[int]) -> list[list[list[in
     named = {"component": suite.component, "options": suite.options}
     played = type("Elsewhere", (DrafterSuite,), named)()
     drafts: list[list[list[int]]] = played.drafts_of(seeds)
+    return drafts
+
+
+def drafts_of_ties(suite: Binding) -> list[list[list[int]]]:
+    """Return what a new drafter of the suite's proposes for texts with ties."""
+    named = {"component": suite.component, "options": suite.options}
+    drafts: list[list[list[int]]] = type("Elsewhere", (DrafterSuite,), named)().drafts_of_ties()
     return drafts

@@ -26,6 +26,7 @@ from dovetail.api.kv_cache import (
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import DovetailError
 from dovetail.request import Request
+from dovetail.request.media import MediaSpan
 from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
@@ -58,6 +59,8 @@ STATE_SHAPES = [
         100,
     ),
 ]
+MARKS = (*",;:|/-_. \n\0", "::", "', '", '", "')  # that may separate keys
+IMAGES = (1, 6, 13)  # first tokens of images, of 3 tokens each
 KEYS: tuple[tuple[str, ...], ...] = (
     (),
     ("a",),
@@ -557,6 +560,41 @@ class KVCacheSuite(Suite):
                     expected,
                     f"with cache_keys {others}, computed under {keys}",
                 )
+
+    @check("kv_cache.joined_keys", since="1.1", capability="reuse")
+    def test_keys_that_are_equal_when_joined_share_nothing(self) -> None:
+        """Tokens were found under `cache_keys` that are equal to the request's when they are
+        joined: ("a,b",) for ("a", "b"). Keys may have any character: write their lengths, or escape
+        what separates them."""
+        for mark in MARKS:
+            pairs = (((f"a{mark}b",), ("a", "b")), ((f"a{mark}", "b"), ("a", f"{mark}b")))
+            for keys, others in pairs:
+                kv = self._manager(4)
+                _compute(kv, make_request("first", range(8), keys=keys))
+                self._finds(
+                    kv,
+                    make_request("second", range(9), keys=others),
+                    0,
+                    f"with cache_keys {others}, computed under {keys}",
+                )
+
+    @check("kv_cache.media", since="1.1", capability="media")
+    def test_any_image_tells_prompts_apart(self) -> None:
+        """Prompts with the same tokens whose images differ shared blocks with the first image that
+        differs, or after it, or equal ones weren't found. All of `Request.media` counts, not only
+        the first."""
+        if not self.declares("reuse"):
+            return
+        for changed, start in enumerate(IMAGES):
+            kv = self._manager(4)
+            _compute(kv, make_request("first", range(20), media=_images()))
+            self._finds(kv, make_request("same", range(21), media=_images()), 20, "of equal images")
+            self._finds(
+                kv,
+                make_request("other", range(21), media=_images(changed)),
+                start // 4 * 4,
+                f"of {len(IMAGES)} images at {IMAGES}, number {changed} of which is another",
+            )
 
     @check("kv_cache.prompt_logprobs", since="1.0", capability="reuse")
     def test_a_request_for_prompt_logprobs_finds_nothing(self) -> None:
@@ -1079,3 +1117,11 @@ def _refused(call: Callable[[], object], what: str) -> None:
     except DovetailError:
         return
     fail(f"{what} was accepted; it must raise DovetailError")
+
+
+def _images(changed: int | None = None) -> tuple[MediaSpan, ...]:
+    """Return the images of a prompt. `changed`: the one that is another picture."""
+    return tuple(
+        MediaSpan(digest=bytes([index, index == changed]) * 16, start=start, stop=start + 3)
+        for index, start in enumerate(IMAGES)
+    )

@@ -32,6 +32,7 @@ from dovetail.api.kv_cache import (
 )
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import describe
+from dovetail.request.media import MediaSpan
 from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing.checks import CheckFailed
 
@@ -120,6 +121,7 @@ def make_request(
     *,
     keys: tuple[str, ...] = (),
     prompt_logprobs: int | None = None,
+    media: tuple[MediaSpan, ...] = (),
 ) -> LiveRequest:
     """Make a request as the engine does."""
     return LiveRequest(
@@ -128,6 +130,7 @@ def make_request(
         SamplingParams(prompt_logprobs=prompt_logprobs),
         max_tokens=1000,
         cache_keys=keys,
+        media=media,
     )
 
 
