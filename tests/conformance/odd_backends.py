@@ -28,6 +28,7 @@ from dovetail.api.attention import (
     LayerCache,
     LayerSpec,
 )
+from dovetail.api.drafter import Drafter
 from dovetail.api.executor import Batch, ExecutorContext, Masks, Result
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarSpec, Matcher
 from dovetail.api.kv_cache import (
@@ -144,6 +145,18 @@ class InAThread(NgramDrafter):
         thread.start()
         thread.join()
         return proposed.result()
+
+
+class Ranges(Drafter):
+    """Proposes that ids go on by one, as ranges in a tuple."""
+
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> tuple[range, ...]:
+        end = self.context.vocab_size or 0
+        lasts = [(*one.prompt_token_ids[-1:], *one.output_token_ids[-1:])[-1] for one in requests]
+        return tuple(
+            range(last + 1, min(last + 1 + limit, end))
+            for last, limit in zip(lasts, most, strict=True)
+        )
 
 
 class AtFirstUse(LLGuidance):

@@ -52,6 +52,7 @@ from tests.conformance.odd_backends import (
     LazyLists,
     NumbersAsHandles,
     PicksAtTheEnd,
+    Ranges,
     Transposed,
 )
 from tests.conformance.odd_parsers import CharByChar, Thoughts, WholeCalls
@@ -233,8 +234,9 @@ def test_a_logits_processor_in_an_odd_style_conforms(processor: type[LogitsProce
 
 
 @pytest.mark.slow("tries many texts, in several processes")
-def test_a_drafter_that_proposes_in_a_thread_conforms() -> None:
-    run_checks(DrafterSuite, component=InAThread)
+@pytest.mark.parametrize("drafter", [InAThread, Ranges])
+def test_a_drafter_in_an_odd_style_conforms(drafter: type[Drafter]) -> None:
+    run_checks(DrafterSuite, component=drafter)
 
 
 @pytest.mark.slow("serves thousands of requests")
