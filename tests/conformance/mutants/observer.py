@@ -430,3 +430,39 @@ class ReportsAtExit(Observer):
         atexit.register(self.report)
 
     def report(self) -> None: ...
+
+
+@mutant(caught_by="observer.reused_ids")
+class DropsIdsAtTheEndOfTheStep(Observer):
+    def __init__(self, options: BaseModel, context: ObserverContext) -> None:
+        super().__init__(options, context)
+        self.since: dict[str, float] = {}
+        self.ended: list[str] = []
+
+    def on_arrived(self, event: RequestArrived) -> None:
+        self.since[event.request.id] = event.time
+
+    def on_finished(self, event: RequestFinished) -> None:
+        self.last = event.time - self.since[event.request.id]
+        if event.more_steps:
+            self.ended.append(event.request.id)
+        else:
+            del self.since[event.request.id]
+
+    def on_step(self, event: StepFinished) -> None:
+        for name in self.ended:
+            self.since.pop(name, None)
+        self.ended.clear()
+
+
+@mutant(caught_by="observer.forgets_bytes")
+class CountsTheLastIds(Observer):
+    def __init__(self, options: BaseModel, context: ObserverContext) -> None:
+        super().__init__(options, context)
+        self.times: dict[bytes, int] = {}
+
+    def on_arrived(self, event: RequestArrived) -> None:
+        key = event.request.id.encode()
+        self.times[key] = self.times.pop(key, 0) + 1
+        if len(self.times) > 100:
+            del self.times[next(iter(self.times))]

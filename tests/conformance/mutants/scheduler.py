@@ -7,6 +7,7 @@ import math
 import random
 import socket
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -787,3 +788,32 @@ class CountsATokenForEachStep(Plain):
 
     def on_step(self, done: StepDone) -> None:
         assert all(ran.generated <= 1 for ran in done.ran)
+
+
+@mutant(caught_by="scheduler.order_ties")
+class BreaksTiesById(Scheduler):
+    capabilities = SchedulerCapabilities(order="arrival")
+
+    def schedule(self, step: Step) -> None:
+        order = sorted((*step.running, *step.waiting), key=lambda one: (one.arrival_time, one.id))
+        for request in order:
+            if not step.grant(request, evict=reversed(order)):
+                break
+
+
+@mutant(caught_by="scheduler.reused_ids")
+class RemembersLengthsByChecksum(Scheduler):
+    capabilities = SchedulerCapabilities(starves=True)
+
+    def on_arrived(self, request: Request) -> None:
+        lengths: dict[int, int] = self.__dict__.setdefault("lengths", {})
+        lengths.setdefault(zlib.crc32(request.id.encode()), request.prompt_tokens)
+
+    def length(self, request: Request) -> int:
+        lengths: dict[int, int] = self.__dict__["lengths"]
+        return lengths[zlib.crc32(request.id.encode())]
+
+    def schedule(self, step: Step) -> None:
+        for request in (*step.running, *sorted(step.waiting, key=self.length)):
+            if not step.grant(request):
+                break

@@ -10,7 +10,7 @@ CLAUSES: Marks = {
         "dropped after": held("raises_nothing"),
         "frozen values": held("no_effect"),
         "read-only": held("request_untouched"),
-        "may be reused": held("raises_nothing", "forgets"),
+        "may be reused": held("raises_nothing", "reused_ids", "forgets"),
         "*": TOLD,
     },
     "EngineStarted": TOLD,
@@ -23,7 +23,7 @@ CLAUSES: Marks = {
     "ObserverCapabilities": held("hygiene.capabilities", "raises_nothing"),
     "Observer": {
         "should return quickly": TOLD,
-        "An observer may keep": held("forgets", "long_run"),
+        "An observer may keep": held("forgets", "forgets_bytes", "long_run"),
         "*": held("hygiene.callbacks", "hygiene.signatures", "empty_run"),
     },
     "Observer.on_started": promised(

@@ -20,7 +20,7 @@ CLAUSES: Marks = {
     },
     "Step.wake_at": held("sound", "finishes"),
     "SchedulerCapabilities": {
-        "`order`": held("order"),
+        "`order`": held("order", "order_ties"),
         "The next four exempt": held("no_idling", "no_starvation", "no_rejection", "no_stalls"),
         "`prefill_limited`": held("prefill_limit"),
         "unless it stalls decodes": TOLD,
@@ -28,7 +28,7 @@ CLAUSES: Marks = {
     },
     "SchedulerContext": {"computed in a step": held("budget", "seqs"), "*": TOLD},
     "Scheduler": {
-        "may keep requests": held("forgets", "ids", "long_run"),
+        "may keep requests": held("forgets", "ids", "reused_ids", "long_run"),
         "may not read another": held("replay", "blocks", "read_only"),
         "ends the engine": held("sound", "aborts"),
         "*": TOLD,

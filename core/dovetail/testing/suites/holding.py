@@ -8,7 +8,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, ModuleType, UnionType
 
 from dovetail.engine.live_request import LiveRequest
 from dovetail.testing.checks import fail
@@ -16,11 +16,14 @@ from dovetail.testing.checks import fail
 DOUBLINGS = 3  # of the use, for a component whose size still grows
 
 
-def reachable(component: object) -> Iterator[tuple[str, object]]:
-    """Yield the requests and strings reachable from a component, each with the attribute path.
-    Requests aren't searched further, since they belong to the engine."""
+def reachable(
+    component: object, kinds: type | UnionType = LiveRequest | str
+) -> Iterator[tuple[str, object]]:
+    """Yield the objects of these kinds, by default requests and strings, that are reachable from a
+    component, each with the attribute path. Requests aren't searched further, since they belong to
+    the engine."""
     for path, value in _objects(component):
-        if isinstance(value, LiveRequest | str):
+        if isinstance(value, kinds):
             yield path, value
 
 
@@ -74,7 +77,7 @@ def _objects(component: object) -> Iterator[tuple[str, object]]:
         else:
             if isinstance(value, dict):
                 # not reported by the garbage collector
-                queue.extend((path, key) for key in value if isinstance(key, str))
+                queue.extend((path, key) for key in value if isinstance(key, str | bytes))
             queue.extend((path, part) for part in gc.get_referents(value))
 
 

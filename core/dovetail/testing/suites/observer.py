@@ -306,6 +306,29 @@ class ObserverSuite(Suite):
                     f"{path} holds the id {value!r} after its request's end",
                 )
 
+    @check("observer.reused_ids", since="1.1")
+    def test_an_id_is_free_once_its_request_has_ended(self) -> None:
+        """A request was aborted during its last step, another with its id arrived before the
+        `on_step` of that step, and a method raised. Drop the ended request by itself, not by its
+        id, which is another's by then."""
+        again: tuple[Act, ...] = (
+            *(Arrive((number, 5), max_tokens=20, id=f"r{number}") for number in range(3)),
+            Run(3),
+            Abort(1),
+            Arrive((9, 9), max_tokens=4, id="r1"),
+        )
+        spy = self._play(again)
+        spy.require_quiet("a run in which an id comes again before the step of its abort has ended")
+
+    @check("observer.forgets_bytes", since="1.1")
+    def test_ids_are_forgotten_in_any_form(self) -> None:
+        """The observer keeps the id of a request that has ended as bytes. Drop it in `on_finished`,
+        or in the next step if `more_steps` is true."""
+        spy = self._play(BUSY)
+        ids = {request.id.encode() for request in spy.world.requests}
+        for path, value in reachable(spy.observer, bytes):
+            require(value not in ids, f"{path} holds the id {value!r} after its request's end")
+
     @check("observer.long_run", since="1.0")
     def test_long_run(self) -> None:
         """After many requests the observer raised, or kept more than before. Bound what you keep of

@@ -31,6 +31,7 @@ from dovetail.testing.suites.scheduler_loads import (
     CROWDED,
     LONG_BATCH,
     LONG_BATCHES,
+    RETURNED_STEPS,
     THREE_GROUPS,
     VICTIMS,
     adapted,
@@ -44,6 +45,8 @@ from dovetail.testing.suites.scheduler_loads import (
     indivisible,
     pressed,
     ranked,
+    returning,
+    same_time,
     streamed,
 )
 from dovetail.testing.suites.scheduler_replay import blocking_calls, plans, plans_elsewhere
@@ -370,6 +373,35 @@ class SchedulerSuite(Suite):
             lambda world: None,
             inspect=inspect,
             decisions=True,
+        )
+
+    @check("scheduler.order_ties", since="1.1", capability="order")
+    def test_equal_arrivals_keep_their_order(self) -> None:
+        """Requests that arrived at the same time, equal in everything else, weren't served in the
+        order in which they were added. Sort with a stable sort, by the declared key alone: ids
+        don't count."""
+        world = self._world(Shape(max_num_seqs=1)).play(same_time())
+        _require_alive(world)
+        served = [request.id for request in world.finished]
+        added = [request.id for request in world.requests]
+        require(served == added, f"added in the order {added}, served in the order {served}")
+
+    @check("scheduler.reused_ids", since="1.1")
+    def test_an_id_says_nothing(self) -> None:
+        """A request was planned otherwise because its id had been that of another, which had
+        ended. Drop all values by its id in `on_finished`, in whatever form."""
+        served = {
+            earlier: self._world(Shape(token_budget=12)).play(returning(earlier))
+            for earlier in ("again", "before")
+        }
+        found, expected = (
+            [plan.granted for plan in world.watch.planned][-RETURNED_STEPS:]
+            for world in served.values()
+        )
+        require(
+            found == expected,
+            f"with ids of requests that had ended, {found} was granted; with ids that are new, "
+            f"{expected}",
         )
 
     @check("scheduler.recompute", since="1.0")

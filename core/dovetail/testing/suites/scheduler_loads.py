@@ -303,3 +303,33 @@ def crowded(overlap: bool) -> Scenario:
         seconds_per_token=0.0,
     )
     return Scenario(shape, tuple(replace(CROWD, delay=float(second)) for second in range(FLOOD_S)))
+
+
+def same_time() -> tuple[Arrive | Run, ...]:
+    """Equal requests at one time, whose ids are in another order than they are added in."""
+    return tuple(
+        Arrive((7, 7, 7), max_tokens=2, client="a", deadline=1e6, id=id) for id in "dbfacge"
+    )
+
+
+RETURNED_STEPS = 6  # the last of `returning` that are compared
+
+
+def returning(earlier: str) -> tuple[Arrive | Run, ...]:
+    """Requests of several lengths, which end, and then others whose ids begin with "again". Those
+    of the first begin with `earlier`, and are long where later ones are short."""
+
+    def some(name: str, order: int) -> list[Arrive]:
+        return [
+            Arrive(
+                tuple(range(4 + 3 * (order * index % 8))),
+                max_tokens=2,
+                client="a",
+                deadline=1e6,
+                predicted_tokens=2,
+                id=f"{name} {index}",
+            )
+            for index in range(8)
+        ]
+
+    return (*some(earlier, 1), Run(60), *some("again", 7))
