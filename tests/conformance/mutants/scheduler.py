@@ -817,3 +817,12 @@ class RemembersLengthsByChecksum(Scheduler):
         for request in (*step.running, *sorted(step.waiting, key=self.length)):
             if not step.grant(request):
                 break
+
+
+@mutant(caught_by="scheduler.no_starvation_beside")
+class ServesStreamsFirst(Scheduler):
+    def schedule(self, step: Step) -> None:
+        waiting = sorted(step.waiting, key=lambda request: request.tbt_s is None)
+        for request in (*step.running, *waiting):
+            if not step.grant(request):
+                break

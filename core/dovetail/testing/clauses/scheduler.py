@@ -21,7 +21,9 @@ CLAUSES: Marks = {
     "Step.wake_at": held("sound", "finishes"),
     "SchedulerCapabilities": {
         "`order`": held("order", "order_ties"),
-        "The next four exempt": held("no_idling", "no_starvation", "no_rejection", "no_stalls"),
+        "The next four exempt": held(
+            "no_idling", "no_starvation", "no_starvation_beside", "no_rejection", "no_stalls"
+        ),
         "`prefill_limited`": held("prefill_limit"),
         "unless it stalls decodes": TOLD,
         "*": held("hygiene.capabilities"),

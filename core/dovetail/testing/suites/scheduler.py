@@ -41,6 +41,7 @@ from dovetail.testing.suites.scheduler_loads import (
     crowded,
     drafted,
     flooded,
+    flooded_by,
     held_back,
     indivisible,
     pressed,
@@ -374,6 +375,18 @@ class SchedulerSuite(Suite):
             inspect=inspect,
             decisions=True,
         )
+
+    @check("scheduler.no_starvation_beside", since="1.1", capability="no_starvation")
+    def test_no_starvation_beside_others(self) -> None:
+        """A request starves while later arrivals are served that have a `tbt_s`, or each another
+        client. Let waiting count for all, or declare `starves`."""
+        for which in ("tbt_s", "client"):
+            scenario = flooded_by(which)
+            self._require_patience(
+                f"one beside others that differ in {which}",
+                scenario,
+                range(BEFORE_VICTIM, BEFORE_VICTIM + 1),
+            )
 
     @check("scheduler.order_ties", since="1.1", capability="order")
     def test_equal_arrivals_keep_their_order(self) -> None:

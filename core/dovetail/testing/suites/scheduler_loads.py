@@ -291,6 +291,20 @@ def flooded(victim: Arrive, overlap: bool) -> Scenario:
     )
 
 
+def flooded_by(which: str) -> Scenario:
+    """The same, for a victim like all others, which differ from it in `which`: "tbt_s" or
+    "client"."""
+    scenario = flooded(FLOOD, overlap=True)
+    victim = scenario.acts[BEFORE_VICTIM]
+    acts = [
+        replace(act, tbt_s=1.0) if which == "tbt_s" else replace(act, client=f"client {index}")
+        for index, act in enumerate(scenario.acts)
+        if isinstance(act, Arrive)
+    ]
+    acts[BEFORE_VICTIM : BEFORE_VICTIM + 1] = [victim] if isinstance(victim, Arrive) else []
+    return Scenario(scenario.shape, tuple(acts))
+
+
 def crowded(overlap: bool) -> Scenario:
     """The same, but more requests can start than finish: each needs three times the memory at its
     end, so the last is likely to be preempted."""
