@@ -114,6 +114,7 @@ class Admission:
         self._counted.discard(samples[0])
         for sample in samples:
             sample.siblings = ()
+            sample.gates.clear()  # of one that was aborted before it was shown
 
     def _samples(
         self, request: CheckedRequest, watchers: Sequence[TokenWatcher | None], client: Hashable
