@@ -134,6 +134,13 @@ SLOW_CHECKS = {
     f"{OF_MUTANTS}[executor-AdaptsSomeModulesOnly]": MANY_CASES,
     f"{OF_MUTANTS}[scheduler-GoesByTheHashOfClients]": PROCESS,
     f"{OF_MUTANTS}[scheduler-CountsLengthsOfEachRequest]": MANY_CASES,
+    f"{OF_MUTANTS}[logits_processor-LowersThePrecisionOfAllProducts]": PROCESS,
+    f"{OF_MUTANTS}[sampler-LowersThePrecisionOfAllProducts]": PROCESS,
+    **{
+        "tests/examples/test_samplers_extra.py::test_processors_pass_their_suite"
+        f"[{name}-logits_processor.first_use]": PROCESS
+        for name in ("dry", "top_n_sigma", "xtc")
+    },
     f"{OF_MUTANTS}[kv_cache-SharesBeforeItLooksForABlock]": MANY_CASES,
     f"{OF_MUTANTS}[kv_cache-KeepsANumberOfEachRequest]": MANY_CASES,
     f"{OF_MUTANTS}[logits_processor-KeepsAllSeeds]": MANY_CASES,
