@@ -44,9 +44,8 @@ class EncoderSlots(EngineFeature):
         """`cache_rows`: slots. `step_rows`: rows that a step encodes, if more than one item."""
         self.cache_rows = cache_rows
         self._step_rows = step_rows
-        self._free = np.arange(cache_rows, dtype=np.int32)[::-1].copy()  # a stack
-        self._free_rows = cache_rows
         self._held: dict[Key, Int32] = {}  # the slots of each item; the least recently used first
+        self.forget()
         self._in_step: dict[Key, int] = {}  # items of the step's grants -> number of grants
         self._to_encode: dict[Key, MediaItem] = {}  # of these, those that aren't held
 
@@ -65,8 +64,8 @@ class EncoderSlots(EngineFeature):
         encoded = {key: item.rows for key, item in self._to_encode.items()}
         read = {key: len(self._held[key]) for key in self._in_step if key in self._held}
         for item in request.items:
-            first, stop = item.span.start, item.span.stop
-            if stop <= start or first >= start + tokens:
+            span = item.span
+            if span.stop <= start or span.start >= start + tokens:
                 continue
             if not self._fits(_key(request, item), item.rows, encoded, read, step_rows):
                 return _before(item, start)
@@ -77,9 +76,8 @@ class EncoderSlots(EngineFeature):
     def _fits(
         self, key: Key, rows: int, encoded: dict[Key, int], read: dict[Key, int], step_rows: int
     ) -> bool:
-        """Return True if the step may read an item of so many rows. Then it is added to those that
-        the step encodes, or to those that it reads and the cache holds: of all of them, the cache
-        has the rows at once."""
+        """Return True if the step may read an item with `rows` rows, and add it to `encoded`, or to
+        `read` if the cache holds it. The cache must hold the rows of both at once."""
         if key in encoded or key in read:
             return True
         if rows + sum(encoded.values()) + sum(read.values()) > self.cache_rows:
@@ -148,7 +146,7 @@ class EncoderSlots(EngineFeature):
 
     def forget(self) -> None:
         self._held.clear()
-        self._free = np.arange(self.cache_rows, dtype=np.int32)[::-1].copy()
+        self._free = np.arange(self.cache_rows, dtype=np.int32)[::-1].copy()  # a stack
         self._free_rows = self.cache_rows
 
     @property

@@ -121,13 +121,15 @@ class EncodesMedia(StepFeature[ReadRows]):
 
     def wants(self, step: Step, note: ReadRows, host: HostInputs) -> Wanted:
         device = self._cache.device
-        total = len(host.token_indices)
-        is_row = np.zeros(total, np.bool_)
-        is_row[note.part.tokens] = True
-        slots = np.zeros(total, np.int64)
-        slots[note.part.tokens] = note.part.slots
-        rows = self._cache.index_select(1, to_device(slots, device))
-        inputs = {"rows": rows, "is_row": to_device(is_row, device)}
+        inputs: dict[str, torch.Tensor] = {}
+        if len(note.part.tokens):
+            total = len(host.token_indices)
+            is_row = np.zeros(total, np.bool_)
+            is_row[note.part.tokens] = True
+            slots = np.zeros(total, np.int64)
+            slots[note.part.tokens] = note.part.slots
+            inputs["rows"] = self._cache.index_select(1, to_device(slots, device))
+            inputs["is_row"] = to_device(is_row, device)
         if self._axes is not None:
             inputs["axes"] = to_device(self._axes.of_step(host), device)
         return Wanted(NO_TOKENS, inputs=inputs)
