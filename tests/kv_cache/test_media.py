@@ -31,7 +31,7 @@ def prompts(draw: st.DrawFn) -> tuple[list[int], tuple[MediaSpan, ...]]:
 
 
 def seen(prompt: tuple[list[int], tuple[MediaSpan, ...]]) -> list[object]:
-    """What a model sees at each place: a token, or a row of a picture."""
+    """Return the model's input at each position: a token, or a row of a picture."""
     tokens, spans = prompt
     contents: list[object] = [*tokens]
     for span in spans:

@@ -127,7 +127,7 @@ def part(inputs: ModelInputs, start: int, stop: int) -> ModelInputs:
 
 @torch.no_grad()
 def computed(bench: Bench, inputs: ModelInputs, chunk: int) -> torch.Tensor:
-    """Return our logits [tokens, vocab], of chunks of so many tokens."""
+    """Return our logits [tokens, vocab], computed in chunks of `chunk` tokens."""
     hidden = []
     for start in range(0, len(inputs.token_ids), chunk):
         own = part(inputs, start, start + chunk)

@@ -79,8 +79,8 @@ class Preparing:
 
     @contextmanager
     def admitted(self, client: Hashable, size: int, image_size: int = 0) -> Iterator[None]:
-        """Account for a request whose text and images have so many bytes. Raises `HttpError` 429 if
-        the client has too much of one of them pending."""
+        """Count `size` bytes of text and `image_size` bytes of images as pending for the client.
+        Raises `HttpError` 429 if either exceeds the client's limit."""
         with self._texts.admitted(client, size), self._images.admitted(client, image_size):
             yield
 

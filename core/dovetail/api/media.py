@@ -43,7 +43,7 @@ class MediaRows:
 
 @dataclass(frozen=True, slots=True)
 class MediaPlace:
-    """Where an item with positions on three axes is in its prompt."""
+    """Place of an image in its prompt, for models whose positions have three axes."""
 
     start: int  # index of its first placeholder
     grid: tuple[int, int, int]  # (time, height, width) in rows

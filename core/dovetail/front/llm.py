@@ -162,8 +162,8 @@ class LLM(SaysWhatIsMissing):
         """Answer one conversation or a list of them, with the model's chat template or the given
         one. The other options are those of `dovetail.front.chat.ChatOptions` and of `generate`.
         Parts of a message may be images: of type "image", with what `generate` takes, "image_url"
-        or "image_pil". Raises `RequestError` if there is no template, it rejects a conversation, or an option is
-        invalid."""
+        or "image_pil". Raises `RequestError` if there is no template, it rejects a conversation, or
+        an option is invalid."""
         if others:
             check_call("chat", others)
         options = ChatOptions(

@@ -28,7 +28,7 @@ Place = tuple[int, int | str | None]  # of a tensor in the model
 
 
 class Header(NamedTuple):
-    """What a file says of a tensor before it is read."""
+    """Data type and shape of a tensor, from the header of its file."""
 
     dtype: str  # such as "BF16"
     shape: tuple[int, ...]

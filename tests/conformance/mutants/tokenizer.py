@@ -520,7 +520,7 @@ class ContinuesTextsOnly(Bytes):
 
 @mutant(caught_by="tokenizer.chat_refuses")
 class LeavesOutTheMiddle(Bytes):
-    """Of long conversations."""
+    """Drops the middle messages of long conversations."""
 
     def encode_chat(self, chat: Chat) -> Sequence[int]:
         most = 64
@@ -587,7 +587,7 @@ class TakesToolsApart(Tools):
 
 @mutant(caught_by="tokenizer.exact")
 class KeepsTextsByACheckSum(Bytes):
-    """Of 32 bits."""
+    """Caches token ids by a 32-bit checksum of the text."""
 
     def __init__(self, options: BaseModel, context: TokenizerContext) -> None:
         super().__init__(options, context)

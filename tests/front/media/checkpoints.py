@@ -281,7 +281,7 @@ def image_prompts(
     max_model_len: int | None = None,
     **facts: Any,
 ) -> ImagePrompts:
-    """What prepares images for a checkpoint of a type, which is written to `directory`."""
+    """Write a checkpoint of a type to `directory`, and return the object that prepares its images."""
     directory.mkdir(exist_ok=True)
     config = write(directory, name)
     tokenizer = own_tokenizer(name)

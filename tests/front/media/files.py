@@ -36,7 +36,7 @@ def png(width: int, height: int, *parts: bytes, depth: int = 8, color: int = 2) 
 
 
 def zeros(count: int) -> bytes:
-    """That many zeros, compressed."""
+    """Return `count` zero bytes, compressed."""
     packer = zlib.compressobj(9)
     block = bytes(2**20)
     done = b"".join(packer.compress(block) for _ in range(count >> 20))

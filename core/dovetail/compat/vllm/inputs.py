@@ -9,7 +9,7 @@ from dovetail.compat.vllm.gaps import missing
 
 
 class _Images(TypedDict):
-    """What prompts with images have besides."""
+    """Keys that prompts with images have in addition to their text or token ids."""
 
     multi_modal_data: NotRequired[Mapping[str, Any] | None]
     mm_processor_kwargs: NotRequired[Mapping[str, Any] | None]

@@ -39,7 +39,7 @@ Connect = Callable[[str, int, float], socket.socket]
 
 
 class _Target(NamedTuple):
-    """Where a URL leads, if its host is allowed."""
+    """Parsed URL whose host is allowed, with the host and the port to connect to."""
 
     url: SplitResult
     host: str

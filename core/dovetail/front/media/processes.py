@@ -48,8 +48,8 @@ class PreparedImage:
 
 
 class _Kept:
-    """Images that were prepared last, within so many bytes: conversations repeat theirs with each
-    message. Thread safe."""
+    """LRU cache of prepared images, bounded in bytes. Conversations send the same images again with
+    each message. Thread safe."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -163,8 +163,8 @@ class ImagePrompts:
         and put their tokens in the places of their placeholders.
 
         Blocks. `wanted`: called before each image, in any thread; False ends the work with a
-        `RequestError`. Raises `RequestError` for what is wrong with the first image that can't be used, and
-        what `ImageProcesses.image` raises.
+        `RequestError`. Raises `RequestError` for the first image that can't be used, and what
+        `ImageProcesses.image` raises.
         """
         for prompt in prompts:
             check_count(prompt.images, self._limits)

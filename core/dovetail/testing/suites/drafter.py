@@ -300,7 +300,7 @@ class DrafterSuite(Suite):
 
     @check("drafter.ties", since="1.1")
     def test_ties_are_broken_in_the_same_way_everywhere(self) -> None:
-        """Where a text has gone on in several ways after the same tokens, the drafter chose another
+        """The same tokens have several continuations in a text, and the drafter chose another one
         in another process. Break ties by position, not by hashes or the order of sets."""
         if self.context is not DrafterSuite.context:
             return  # a tokenizer of its own may not reach another process

@@ -986,9 +986,9 @@ class ModelSuite(Suite):
 
 
 class Images:
-    """Tokens of one sequence, some of which are placeholders of images, and their rows: of the
-    first level the embeddings of other tokens, of `deeper` ones noise. What isn't to be read is
-    NaN."""
+    """Tokens of one sequence, some of which are placeholders of images, and their rows. Rows of the
+    first level are embeddings of other tokens; those of the `deeper` levels are random. Values that
+    the model must not read are NaN."""
 
     def __init__(self, config: Any, reference: Reference, deeper: int = 0) -> None:
         self.tokens = some_tokens(config, LENGTH_OF_IMAGES)

@@ -1,4 +1,4 @@
-"""What the events of a parser add up to, and the texts that its suite makes of examples."""
+"""The parser suite compares answers, to which events add up, and generates texts from examples."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ _LARGEST_SIDES = (4096, 2048, 1024, 512, 256, 64)
 
 @dataclass(frozen=True)
 class TowerPlan:
-    """What is known of a tower before its weights are read."""
+    """Properties of an image encoder, known before its weights are read."""
 
     directory: Path
     media_type: MediaType
