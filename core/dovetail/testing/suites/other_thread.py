@@ -1,9 +1,11 @@
-"""`in_thread`: calls a method of a component from a thread of its own."""
+"""`in_thread` calls a method of a component in a new thread; `InThreads` calls all, in turns."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from typing import Any
 
 
@@ -27,13 +29,18 @@ def in_thread(method: Callable[[], Any]) -> Any:
 
 
 class InThreads:
-    """Passes each call of a component's methods on from another thread."""
+    """Passes each call of a component's methods on from another thread than the call before.
+
+    The threads take turns and stay alive: the identifier of one that has ended is given to the
+    next, which would then pass for the same.
+    """
 
     def __init__(self, component: Any) -> None:
         self._component = component
+        self._threads = cycle([ThreadPoolExecutor(1) for _ in range(3)])
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._component, name)
         if not callable(value):
             return value
-        return lambda *arguments: in_thread(lambda: value(*arguments))
+        return lambda *arguments: next(self._threads).submit(value, *arguments).result()
