@@ -104,6 +104,7 @@ SLOW_CHECKS = {
     f"{OF_BUILTINS}model_qwen3_moe::test_weight_use": MANY_CASES,
     f"{OF_BUILTINS}sampler_default::test_rules_before_temperature": MANY_CASES,
     f"{OF_BUILTINS}sampler_default::test_large_vocabulary": MANY_CASES,
+    f"{OF_BUILTINS}sampler_default::test_first_use": PROCESS,
     f"{OF_BUILTINS}grammar_llguidance::test_it_accepts_just_what_the_mask_allows": MANY_CASES,
     f"{OF_BUILTINS}grammar_llguidance::test_regular_expressions_are_those_of_python": MANY_CASES,
     f"{OF_BUILTINS}grammar_llguidance::test_each_keyword_is_followed_or_refused_wherever_it_stands": MANY_CASES,
