@@ -23,7 +23,7 @@ from dovetail.request.media import MediaItem
 from dovetail_executors.runtime.towers import Tower
 from tests.adapters import config_of, weights_of
 from tests.e2e.reference import TIE
-from tests.media.checkpoints import checkpoint, picture, written
+from tests.media.checkpoints import checkpoint, picture, reference, written
 from tests.media.oracle import Prompt, tensors_of
 from tests.support import FULL
 
@@ -156,6 +156,40 @@ def test_a_picture_is_found_in_the_prefix_cache_and_another_is_not(name: str) ->
     assert cached[0] == 0
     assert cached[1] == cached[3] > len(text) - len(written(name))
     assert 0 < cached[2] <= 40
+
+
+@pytest.mark.parametrize("name", ["llava", "mistral3", "qwen3_vl", "smolvlm"])
+@pytest.mark.slow("makes an engine, and transformers' whole model")
+def test_log_probabilities_of_prompts_are_those_of_transformers_without_placeholders(
+    name: str,
+) -> None:
+    directory = checkpoint(name)
+    images = [picture(33, 50), picture(40, 64, seed=2)]
+    text = f"{written(name)} ab {written(name)} c"
+    prompt: Any = {"prompt": text, "multi_modal_data": {"image": images}}
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, prompt_logprobs=2)
+    with engine(directory, max_num_batched_tokens=16) as llm:
+        [output] = llm.generate(prompt, params, use_tqdm=False)
+    check(directory, output, images)
+    ids = output.prompt_token_ids
+    assert ids is not None
+    assert output.prompt_logprobs is not None
+    tensors = [tensors_of(directory, image) for image in images]
+    expected = Prompt(directory, ids, tensors).logits().log_softmax(-1)
+    placeholder = reference(directory).config.image_token_id
+    assert len(output.prompt_logprobs) == len(ids)
+    for place, found in enumerate(output.prompt_logprobs):
+        if not place or ids[place] == placeholder:
+            assert found is None
+            continue
+        assert found is not None
+        scores = expected[place - 1]
+        best = scores.topk(2).indices.tolist()
+        assert found.keys() == {ids[place], *best}
+        for token, one in found.items():
+            assert one.logprob == pytest.approx(float(scores[token]), abs=1e-4)
+        spelled = llm.engine.tokenizer.decode([ids[place]])
+        assert found[ids[place]].decoded_token == spelled
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.usefixtures("shared_image_processes"),
 ]
 GREEDY = {"temperature": 0}
+ABSENT = 1.0  # in place of a log-probability
 SIZES = ((24, 16), (30, 40), (47, 9))
 
 
@@ -48,6 +49,7 @@ class Told(NamedTuple):
     text: str
     prompt_tokens: int
     logprob: float  # of the first token
+    prompt_logprobs: list[float]  # of each token of the prompt
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +71,15 @@ def told(config: dict[str, Any]) -> dict[int, Told]:
             content = [{"type": "image", "image": picture(*size)} for size in SIZES[:count]]
             around = parts(CHAT)
             message = {"role": "user", "content": [around[0], *content, around[1]]}
-            params = SamplingParams(max_tokens=4, temperature=0, logprobs=0)
+            params = SamplingParams(max_tokens=4, temperature=0, logprobs=0, prompt_logprobs=0)
             [output] = llm.chat([message], params)
             [sample] = output.outputs
             first = sample.logprobs[0][sample.token_ids[0]].logprob  # type: ignore[index]
-            found[count] = Told(sample.text, len(output.prompt_token_ids), first)
+            of_prompt = [
+                next(iter(one.values())).logprob if one else ABSENT
+                for one in output.prompt_logprobs or ()
+            ]
+            found[count] = Told(sample.text, len(output.prompt_token_ids), first, of_prompt)
     assert len({one.logprob for one in found.values()}) == len(found)
     return found
 
@@ -117,6 +123,17 @@ def test_the_model_computes_the_same_images_as_in_a_program(
         body = asked(CHAT, *parts(CHAT, *SIZES[:count]), logprobs=True, **GREEDY)
         [choice] = httpx.post(url + CHAT, json=body, timeout=60).json()["choices"]
         assert choice["logprobs"]["content"][0]["logprob"] == pytest.approx(expected.logprob, 1e-4)
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_a_program(
+    url: str, told: dict[int, Told]
+) -> None:
+    for count, expected in told.items():
+        body = asked(CHAT, *parts(CHAT, *SIZES[:count]), prompt_logprobs=0, **GREEDY)
+        known = httpx.post(url + CHAT, json=body, timeout=60).json()["prompt_logprobs"]
+        own = [next(iter(one.values()))["logprob"] if one else ABSENT for one in known]
+        assert own == pytest.approx(expected.prompt_logprobs, 1e-4)
+        assert own.count(ABSENT) > count
 
 
 def test_streams_are_those_of_a_program(url: str, told: dict[int, Told]) -> None:

@@ -379,7 +379,9 @@ class RemoteEngine:
         pools = request.pooling is not None
         prompt = entered.prompt
         ids = entered.prompt_token_ids
-        group = RequestGroup(request.request_id, prompt, ids, params, samples, pools=pools)
+        group = RequestGroup(
+            request.request_id, prompt, ids, params, samples, pools=pools, media=request.media
+        )
         self._builder.expect(group, texts)
         confirmed = asyncio.get_running_loop().create_future() if request.extra else None
         entry = self._open[request.request_id] = _Open(group, listener, confirmed)

@@ -332,7 +332,10 @@ class LLMEngine(SaysWhatIsMissing):
         samples = self._admission.admit(entered.request, watchers, fields.client, exempt=exempt)
         ids = self._as_ids(entered.prompt_token_ids)
         pools = entered.request.pooling is not None
-        group = RequestGroup(request_id, entered.prompt, ids, params, samples, pools=pools)
+        media = entered.request.media
+        group = RequestGroup(
+            request_id, entered.prompt, ids, params, samples, pools=pools, media=media
+        )
         if entered.request.fields.arrival_time is not None:  # which policies may see later
             group.metrics.arrival_time = entered.request.fields.arrival_time
         self._groups[request_id] = group

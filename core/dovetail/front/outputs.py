@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dovetail.api.executor import HostLogprobs
     from dovetail.front.detokenizer import IncrementalText
     from dovetail.front.tokenizer import Tokenizer
+    from dovetail.request.media import MediaItem
 
 
 class SampleState(Protocol):
@@ -100,6 +101,7 @@ class RequestGroup(Generic[S]):
         "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
+        "runs",
         "samples",
         "unfinished",
     )
@@ -113,12 +115,14 @@ class RequestGroup(Generic[S]):
         samples: Sequence[S],
         *,
         pools: bool = False,
+        media: Sequence[MediaItem] = (),
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt  # its text, if it was one
         self.prompt_token_ids = prompt_token_ids
         self.params = params  # as the user gave them: `params.n` samples
         self.pools = pools  # its output is a `PoolingRequestOutput`
+        self.runs = [run for item in media for run in item.runs]  # of placeholders in the prompt
         self.kind = OutputKind(params.output_kind)
         self.samples = samples
         self.unfinished = len(samples)  # how many of them have yet to finish
@@ -419,7 +423,11 @@ class OutputBuilder:
             group.prompt_log.add(hosts, position)
         if added == left:
             group.prompt_log.end()
+        first = len(known)
         known.extend(group.prompt_log.drain())
+        for start, count in group.runs:  # placeholders aren't predicted
+            for place in range(max(start, first), min(start + count, len(known))):
+                known[place] = None
 
     def _log_of(self, group: RequestGroup[Any]) -> LogprobLog:
         """Return the log of a sample of a request that asks for log-probabilities."""

@@ -80,8 +80,6 @@ def check_with_images(params: SamplingParams) -> None:
     """Raise `RequestError` for parameters that a prompt with images can't be served with."""
     if params.truncate_prompt_tokens is not None:
         raise RequestError("truncate_prompt_tokens: a prompt with images can't be truncated")
-    if params.prompt_logprobs is not None:
-        raise RequestError("prompt_logprobs: a prompt with images has none: leave it out")
 
 
 def check_structured(structured: Structured, limits: Limits) -> None:

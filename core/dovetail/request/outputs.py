@@ -91,7 +91,8 @@ class RequestOutput:
     prompt_token_ids: Sequence[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[TokenLogprobMap | None] | None = None  # None for the first token
+    # None for the first token, and for each placeholder of an image
+    prompt_logprobs: list[TokenLogprobMap | None] | None = None
     # prompt tokens found in the prefix cache (for n > 1 by the first sample)
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
