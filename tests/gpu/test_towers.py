@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dovetail import LLM, SamplingParams
 from dovetail_executors.runtime.towers import find_tower
 from tests.gpu.device import on_a_gpu
 from tests.media.checkpoints import NAMES, checkpoint, picture
@@ -33,3 +34,20 @@ def test_rows_are_those_of_the_whole_model(
         assert rows.dtype == dtype
         error = (rows.float().cpu() - expected).abs().max() / expected.abs().max()
         assert error < allowed
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_answer_as_one() -> None:
+    directory = str(checkpoint("qwen3_vl"))
+    chats = [
+        [{"role": "user", "content": [image, {"type": "text", "text": f"What is {count}?"}]}]
+        for count in range(12)
+        for image in [{"type": "image_pil", "image_pil": picture(60 + 13 * count, 90 - 3 * count)}]
+    ]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    answers = []
+    for settings in ({}, {"tensor_parallel_size": 2}):
+        with LLM(directory, dtype="float32", max_model_len=1024, **settings) as llm:
+            outputs = llm.chat(chats, params, use_tqdm=False)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
