@@ -345,6 +345,22 @@ _KINDS = {
         text={**STATES, **EXPERTS, **_QUARTER, "shared_expert_intermediate_size": 24},
         vision=QWEN3_GRID,
     ),
+    "exaone4_5": Kind(
+        **_QWEN,
+        processor_class="Exaone4_5_Processor",
+        text={
+            "model_type": "exaone4",
+            "sliding_window": 16,
+            "sliding_window_pattern": "LG",
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        vision={
+            **GRID,
+            "num_key_value_heads": 1,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+    ),
     "glm4v": Kind(**_GLM, text=_HALF, vision={**GRID, "image_size": 32}),
     "glm4v_moe": Kind(**_GLM, text=_GLM_MOE, vision={**GRID, "image_size": 32}),
     "glm_ocr": Kind(**_GLM, text=_HALF, vision={**GRID, "image_size": 32}),

@@ -4,6 +4,7 @@ whatever happens to a request."""
 from __future__ import annotations
 
 import json
+import logging
 import random
 import shutil
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from tests.media.oracle import Prompt, tensors_of
 from tests.support import FULL
 
 SERVED = (
+    "exaone4_5",
     "glm4v",
     "glm4v_moe",
     "glm_ocr",
@@ -156,6 +158,32 @@ def test_a_picture_is_found_in_the_prefix_cache_and_another_is_not(name: str) ->
     assert cached[0] == 0
     assert cached[1] == cached[3] > len(text) - len(written(name))
     assert 0 < cached[2] <= 40
+
+
+@pytest.mark.parametrize("name", ["llava", "mistral3"])
+@pytest.mark.slow("makes an engine, and transformers' whole model")
+def test_language_models_of_transformers_read_rows(name: str) -> None:
+    directory = checkpoint(name)
+    images = [picture(40, 64), picture(33, 50, seed=2)]
+    text = f"a {written(name)} b {written(name)} c"
+    prompt: Any = {"prompt": text, "multi_modal_data": {"image": images}}
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    component = {"model.component": "transformers"}
+    with engine(directory, max_num_batched_tokens=16, **component) as llm:
+        [output] = llm.generate(prompt, params, use_tqdm=False)
+    check(directory, output, images)
+
+
+@pytest.mark.parametrize(("name", "lacks"), [("qwen2_vl", "axes"), ("qwen3_vl", "levels")])
+@pytest.mark.slow("makes an engine")
+def test_language_models_that_cannot_read_an_encoders_rows_serve_text(
+    name: str, lacks: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    component = {"model.component": "transformers"}
+    with caplog.at_level(logging.WARNING, "dovetail"), engine(checkpoint(name), **component) as llm:
+        assert llm.engine.capacity.media is None
+        assert llm.generate("abc", use_tqdm=False)[0].outputs[0].token_ids
+    assert f"only text: Transformers doesn't read them (ModelCapabilities.{lacks})" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["llava", "mistral3", "qwen3_vl", "smolvlm"])

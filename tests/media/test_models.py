@@ -36,8 +36,13 @@ def config_of(directory: Path) -> Any:
     return text_of(read_config(directory), directory)
 
 
+THROUGH_TRANSFORMERS = ("aya_vision", "exaone4_5")
 # types whose tokens attend to those before them
-SERVED = tuple(name for name in NAMES if media_type(name).both_ways == "none")
+SERVED = tuple(
+    name
+    for name in NAMES
+    if media_type(name).both_ways == "none" and name not in THROUGH_TRANSFORMERS
+)
 
 
 def our_model(directory: Path) -> Bench:

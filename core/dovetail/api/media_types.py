@@ -72,7 +72,7 @@ class MediaType:
         return 1 + len(layers)
 
     def merged(self, config: Mapping[str, Any]) -> int:
-        """Return how many patches, along height and width, make one row, for types with `axes`.
+        """Return how many patches, along height and width, make one row, for the layout "grid".
         Raises `ModelLoadError` if the config is malformed."""
         key = "spatial_merge_size"
         return max(1, _number(f"vision_config.{key}", _vision(config).get(key, 2)))
@@ -110,6 +110,7 @@ def _number(key: str, value: Any) -> int:
 
 _GEMMA3_IMAGE = ("boi_token_index", "boi_token_id")
 _TYPES = (
+    MediaType(model_type="exaone4_5", layout="grid"),
     MediaType(model_type="idefics3", layout="split"),
     MediaType(model_type="internvl", layout="crops"),
     MediaType(model_type="lighton_ocr", layout="block"),

@@ -47,12 +47,15 @@ class ParallelGroup(Protocol):
 class ModelCapabilities:
     """Features that a model supports. `tensor_parallel`: it can be split over ranks. `taps`: what
     it builds is `Tapped`. `types`: it reads `ModelInputs.types`. `media`: it reads
-    `ModelInputs.rows`, `is_row` and `axes`."""
+    `ModelInputs.rows[0]` and `is_row`. `levels`: it reads `ModelInputs.rows[1:]`, too. `axes`: it
+    reads `ModelInputs.axes`."""
 
     tensor_parallel: bool = False
     taps: bool = False
     types: bool = False
     media: bool = False
+    levels: bool = False
+    axes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +106,11 @@ class ModelInputs:
     types: torch.Tensor | None = None
     # only for a model with `ModelCapabilities.media`, and steps with images. [levels, tokens,
     # hidden] in the model's dtype: where `is_row` is set, rows[0] replaces the embedding, after its
-    # scale, and rows[i] is added to the residual stream after layer i - 1; elsewhere they mean
-    # nothing. Embeddings for single layers are those of `pad_token_id` there
+    # scale, and with `ModelCapabilities.levels` rows[i] is added to the residual stream after layer
+    # i - 1; elsewhere they mean nothing. Embeddings for single layers are those of `pad_token_id` there
     rows: torch.Tensor | None = None
     is_row: torch.Tensor | None = None  # [tokens] bool; None if and only if `rows` is
-    # [3, tokens] int64, of a model whose rotary positions have three axes (time, height, width):
+    # [3, tokens] int64, only for a model with `ModelCapabilities.axes`, whose rotary positions have three axes (time, height, width):
     # the positions to rotate by; None: `positions` on each axis, which after images are less than
     # the tokens' indices
     axes: torch.Tensor | None = None

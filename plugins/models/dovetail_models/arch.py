@@ -177,7 +177,9 @@ class DecoderArch(ConfigArch):
     """Architecture of a decoder. Its methods but `reasons_against_fields`, `size_reasons` and
     `rope_reasons` are called only for configs without reasons against them."""
 
-    capabilities = ModelCapabilities(tensor_parallel=True, taps=True, media=True)
+    capabilities = ModelCapabilities(
+        tensor_parallel=True, taps=True, media=True, levels=True, axes=True
+    )
     decoder = Decoder
 
     @abstractmethod

@@ -108,7 +108,7 @@ _SWITCHING_ROPES = (
 class Transformers(ModelArch):
     """Serves all causal language models of transformers that pass the check."""
 
-    capabilities = ModelCapabilities(tensor_parallel=True)
+    capabilities = ModelCapabilities(tensor_parallel=True, media=True)
 
     def __init__(self, options: NoOptions, context: ModelContext) -> None:
         super().__init__(options, context)
@@ -361,7 +361,13 @@ class TransformersModel(nn.Module):
         self._verdict.write(replaced=bool(self._layers.found))
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
-        hidden = _states(self._base, self._layers, inputs.token_ids, inputs.positions)
+        given = {"input_ids": inputs.token_ids[None]}
+        if inputs.rows is not None and inputs.is_row is not None:  # as the whole model does
+            text = self.model.get_input_embeddings()(inputs.token_ids)
+            given = {
+                "inputs_embeds": torch.where(inputs.is_row[:, None], inputs.rows[0], text)[None]
+            }
+        hidden = _states_of(self._base, self._layers, given, inputs.positions)
         return hidden if inputs.wanted is None else hidden.index_select(0, inputs.wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -515,10 +521,17 @@ def _has(base: nn.Module, name: str) -> bool:
 def _states(
     base: nn.Module, layers: Layers, token_ids: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
+    return _states_of(base, layers, {"input_ids": token_ids[None]}, positions)
+
+
+def _states_of(
+    base: nn.Module, layers: Layers, given: Mapping[str, torch.Tensor], positions: torch.Tensor
+) -> torch.Tensor:
+    """Return the states of tokens or embeddings, as arguments of transformers' model."""
     for rotary in layers.rotaries:
         rotary.begin(positions)
     states: torch.Tensor = base(
-        input_ids=token_ids[None], position_ids=positions[None], use_cache=False
+        **given, position_ids=positions[None], use_cache=False
     ).last_hidden_state[0]
     return states
 

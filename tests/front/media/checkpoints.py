@@ -150,6 +150,7 @@ KINDS = {
         Kind("qwen2_5_vl", processor="qwen2_5_vl.Qwen2_5_VLProcessor", **_QWEN),
         Kind("qwen3_vl", processor="qwen3_vl.Qwen3VLProcessor", **_QWEN),
         Kind("qwen3_5", processor="qwen3_vl.Qwen3VLProcessor", **_QWEN),
+        Kind("exaone4_5", processor="exaone4_5.Exaone4_5_Processor", **_QWEN),
         Kind(
             "lighton_ocr",
             "<|image_pad|>",

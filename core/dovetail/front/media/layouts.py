@@ -138,12 +138,15 @@ class _Grid(Layout):
                 arguments.pop(name, None)
         return {**arguments, "size": size} if options else arguments
 
-    def grid(self, image: PreparedImage) -> tuple[int, int, int]:
-        time, height, width = image.outputs["image_grid_thw"][0].tolist()
-        return time, height // self._merged, width // self._merged
+    def grid(self, image: PreparedImage) -> tuple[int, int, int] | None:
+        return self._sides(image) if self.media_type.axes else None
 
     def pieces(self, image: PreparedImage) -> Sequence[Piece]:
-        return (math.prod(self.grid(image)),)
+        return (math.prod(self._sides(image)),)
+
+    def _sides(self, image: PreparedImage) -> tuple[int, int, int]:
+        time, height, width = image.outputs["image_grid_thw"][0].tolist()
+        return time, height // self._merged, width // self._merged
 
     def max_patches(self, rows: int) -> int:
         return rows * self._merged**2

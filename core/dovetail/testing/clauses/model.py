@@ -20,7 +20,9 @@ CLAUSES: Marks = {
     "ModelCapabilities": {
         "`taps`": held("taps"),
         "`types`": held("types"),
-        "`media`": held("media_rows", "media_levels", "media_axes"),
+        "`media`": held("media_rows"),
+        "`levels`": held("media_levels"),
+        "`axes`": held("media_axes"),
         "*": held("hygiene.capabilities", "shards"),
     },
     "ModelInputs": {

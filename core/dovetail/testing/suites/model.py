@@ -578,7 +578,7 @@ class ModelSuite(Suite):
             some = bench.step(Chunk("some", images.tokens, 0), wanted=wanted, **images.part())
             assert_close(some, expected[wanted], f"{told}, of wanted tokens")
 
-    @check("model.media_levels", since="1.1", capability="media")
+    @check("model.media_levels", since="1.1", capability="levels")
     def test_media_levels(self) -> None:
         """`ModelInputs.rows[i]` isn't added to the residual stream after layer i - 1, of exactly
         the tokens where `is_row` is set; or not to those that are `wanted`."""
@@ -593,7 +593,7 @@ class ModelSuite(Suite):
             some = bench.step(Chunk("b", images.tokens, 0), wanted=wanted, **images.part())
             assert_close(some, expected[wanted], f"{told}, of wanted tokens")
 
-    @check("model.media_axes", since="1.1", capability="media")
+    @check("model.media_axes", since="1.1", capability="axes")
     def test_media_axes(self) -> None:
         """`ModelInputs.axes` that are the positions on each axis aren't the same as None; or
         `forward` changed them."""

@@ -194,8 +194,15 @@ class MediaPlan(FeaturePlan):
 
 def _lacks(tower: TowerPlan, plan: ModelPlan) -> str:
     """Return why the language model can't use a tower's rows, as a clause, or ""."""
-    if not plan.arch.capabilities.media:
-        return f"{type(plan.arch).__name__} doesn't read them (ModelCapabilities.media)"
+    can = plan.arch.capabilities
+    needed = {
+        "media": can.media,
+        "levels": can.levels or tower.levels == 1,
+        "axes": can.axes or not tower.media_type.axes,
+    }
+    lacking = [name for name, is_there in needed.items() if not is_there]
+    if lacking:
+        return f"{type(plan.arch).__name__} doesn't read them (ModelCapabilities.{lacking[0]})"
     if tower.media_type.both_ways != "none":
         return "attention in both directions isn't supported"
     return ""
