@@ -161,6 +161,7 @@ class Kind:
     top: Mapping[str, Any] = field(default_factory=dict)
     more_tokens: tuple[str, ...] = ()  # without a name
     model_type: str = ""  # empty: its name
+    in_template: str = ""  # an image that the chat template writes; empty: `written`
 
 
 _QWEN: dict[str, Any] = {
@@ -345,6 +346,29 @@ _KINDS = {
         text={**STATES, **EXPERTS, **_QUARTER, "shared_expert_intermediate_size": 24},
         vision=QWEN3_GRID,
     ),
+    "aya_vision": Kind(
+        tokens={
+            "image_token": "<|IMG_PATCH|>",
+            "start_of_img_token": "<|START_OF_IMG|>",
+            "end_of_img_token": "<|END_OF_IMG|>",
+        },
+        more_tokens=("TILE_GLOBAL", *(f"TILE_{number}" for number in range(1, 5))),
+        written="<|IMG_PATCH|>",
+        in_template="<image>",
+        processor_class="AyaVisionProcessor",
+        preprocessor={
+            "image_processor_type": "GotOcr2ImageProcessor",
+            **_OF_TILES,
+            "size": _SQUARE,
+            "crop_to_patches": True,
+            "min_patches": 1,
+            "max_patches": 4,
+        },
+        processor={"img_size": TILE, "patch_size": TILE_PATCH, "downsample_factor": 2},
+        text={"model_type": "cohere2", "sliding_window": 16, "sliding_window_pattern": 2},
+        vision={**SIGLIP, "num_channels": 3},
+        top={"downsample_factor": 2, "adapter_layer_norm_eps": 1e-6},
+    ),
     "exaone4_5": Kind(
         **_QWEN,
         processor_class="Exaone4_5_Processor",
@@ -482,7 +506,8 @@ def save_checkpoint(directory: Path, name: str, **top: Any) -> None:
         ("processor_config.json", kind.processor),
     ):
         (directory / file).write_text(json.dumps({**common, **settings}, indent=2))
-    template = _TEMPLATE.replace("WRITTEN", kind.written.replace("\n", "\\n"))
+    image = kind.in_template or kind.written
+    template = _TEMPLATE.replace("WRITTEN", image.replace("\n", "\\n"))
     (directory / "chat_template.jinja").write_text(template)
 
 

@@ -29,6 +29,7 @@ from tests.media.oracle import Prompt, tensors_of
 from tests.support import FULL
 
 SERVED = (
+    "aya_vision",
     "exaone4_5",
     "glm4v",
     "glm4v_moe",

@@ -43,6 +43,7 @@ class MediaType:
     layout: str = ""
     least_rows: int = 1  # an image with fewer is too small for the vision model
     in_prompt: tuple[str, ...] = ()  # keys of the id that stands for an image that isn't expanded
+    written: str = ""  # how chat templates write an image; empty: as the text of that id
     refused: str = ""  # why its images aren't served, as a clause; empty: they are
 
     def placeholder(self, config: Mapping[str, Any]) -> int:
@@ -110,6 +111,7 @@ def _number(key: str, value: Any) -> int:
 
 _GEMMA3_IMAGE = ("boi_token_index", "boi_token_id")
 _TYPES = (
+    MediaType(model_type="aya_vision", layout="named_crops", written="<image>"),
     MediaType(model_type="exaone4_5", layout="grid"),
     MediaType(model_type="idefics3", layout="split"),
     MediaType(model_type="internvl", layout="crops"),

@@ -208,7 +208,7 @@ class ChatFrontEnd:
         typed = None
         if self._images is not None and parts is not None and parts.images:
             check_count(parts.images, self._limits)
-            typed = Typed(self._images.text)
+            typed = Typed(self._images.text, self._images.written)
             written = typed.hidden(written)
         conversation = written["messages"]
         variables = {
@@ -375,7 +375,7 @@ class ChatFrontEnd:
 
     @property
     def _placeholder(self) -> str:
-        return "" if self._images is None else self._images.text
+        return "" if self._images is None else self._images.written
 
     def _find_reads(self, template: ChatTemplate, role: str) -> _Reads:
         """Found by rendering two words, as a text and as parts: a template that doesn't know parts

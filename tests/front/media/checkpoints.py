@@ -46,6 +46,8 @@ class Kind:
     tokens: Mapping[str, str] = field(default_factory=dict)  # names -> further special tokens
     extra: tuple[str, ...] = ()  # special tokens without a name
     in_prompt: str = ""  # the token of an image in a prompt, if that isn't `image_token`
+    # an image as the chat template writes it and the whole processor reads it; empty: `prompt_token`
+    written: str = ""
 
     @property
     def prompt_token(self) -> str:
@@ -135,6 +137,16 @@ KINDS = {
             },
         ),
         Kind(
+            "aya_vision",
+            "<|IMG_PATCH|>",
+            "GotOcr2ImageProcessor",
+            {"size": {"height": 16, "width": 16}, "min_patches": 1, "max_patches": 6},
+            "aya_vision.AyaVisionProcessor",
+            {"img_size": 16, "patch_size": 4, "downsample_factor": 2},
+            extra=("<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL", "TILE_1", "TILE_12"),
+            written="<image>",
+        ),
+        Kind(
             "smolvlm",
             image_processor="SmolVLMImageProcessor",
             processor="smolvlm.SmolVLMProcessor",
@@ -205,7 +217,7 @@ def tokenizer_of(kind: Kind) -> PreTrainedTokenizerFast:
         tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", extra_special_tokens=names
     )
     tokenizer.add_special_tokens({"additional_special_tokens": [*kind.extra]})
-    tokenizer.chat_template = _CHAT.replace("%IMAGE%", kind.prompt_token)
+    tokenizer.chat_template = _CHAT.replace("%IMAGE%", kind.written or kind.prompt_token)
     return tokenizer
 
 

@@ -372,6 +372,20 @@ def test_typed_placeholders_are_text_wherever_a_template_puts_them(
     chat.close()
 
 
+def test_a_template_may_write_images_otherwise_than_as_their_token(tmp_path: Path) -> None:
+    images = image_prompts("aya_vision", tmp_path)
+    chat = ChatFrontEnd(own_tokenizer("aya_vision"), Limits(), 10_000, images=images, local=True)
+    parts = [IMAGE, "<image>", images.text, IMAGE, "a<image>"]
+    prompt = chat.prompt([message(*parts)])
+    assert isinstance(prompt, ImagePrompt)
+    token = "<|IMG_PATCH|>"
+    assert prompt.text == f"<user>{token}<image>{token}{token}a<image><assistant>"
+    assert prompt.occurrences == (0, 2)
+    first, second = images.prepared(prompt).media
+    assert first.rows == second.rows
+    chat.close()
+
+
 @pytest.mark.parametrize(
     ("template", "times"),
     [

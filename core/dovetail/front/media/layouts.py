@@ -288,7 +288,11 @@ class _Crops(Layout):
     options = ("crop_to_patches", "min_patches", "max_patches")
 
     def pieces(self, image: PreparedImage) -> Sequence[Piece]:
-        return "<img>", self._each * int(image.outputs["num_patches"][0]), "</img>"
+        return "<img>", self._each * self._count(image), "</img>"
+
+    @staticmethod
+    def _count(image: PreparedImage) -> int:
+        return int(image.outputs["num_patches"][0])
 
     def max_patches(self, rows: int) -> int:
         return rows // max(1, self._each)
@@ -297,6 +301,29 @@ class _Crops(Layout):
     def _each(self) -> int:
         files = self.files
         return files.number("image_seq_length", files.processor, files.config, default=256)
+
+
+class _NamedCrops(_Crops):
+    """Crops of one size that say their number, the whole picture last, as Aya Vision has them."""
+
+    def pieces(self, image: PreparedImage) -> Sequence[Piece]:
+        crops = range(1, self._count(image))
+        pieces: list[Piece] = [self._mark("start_of_img_token", "<|START_OF_IMG|>")]
+        for number in crops:
+            pieces += [f"{self._mark('tile_token', 'TILE')}_{number}", self._each]
+        pieces += [self._mark("tile_global_token", "TILE_GLOBAL"), self._each]
+        return [*pieces, self._mark("end_of_img_token", "<|END_OF_IMG|>")]
+
+    def _mark(self, key: str, default: str) -> str:
+        return str(self.files.processor.get(key) or default)
+
+    @property
+    def _each(self) -> int:
+        files = self.files
+        size = files.number("img_size", files.processor, default=364)
+        patch = files.number("patch_size", files.processor, default=28)
+        patch *= files.number("downsample_factor", files.processor, default=1)
+        return (size // max(1, patch)) ** 2
 
 
 class _Split(Layout):
@@ -351,6 +378,7 @@ _LAYOUTS: Mapping[str, type[Layout]] = {
     "fixed": _Fixed,
     "grid": _Grid,
     "lines": _Lines,
+    "named_crops": _NamedCrops,
     "llava": _Llava,
     "scaled_tiles": _ScaledTiles,
     "split": _Split,

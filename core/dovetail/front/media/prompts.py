@@ -118,6 +118,11 @@ class ImagePrompts:
         """The text of `token_id`."""
         return self._spelled(self.token_id)
 
+    @cached_property
+    def written(self) -> str:
+        """How chat templates write an image."""
+        return self._type.written or self.text
+
     def _spelled(self, token_id: int) -> str:
         return self._tokenizer().token_strings([token_id])[0]
 

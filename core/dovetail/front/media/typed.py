@@ -18,9 +18,12 @@ from dovetail.errors import RequestError
 class Typed:
     """Hides the text of a placeholder for one rendering."""
 
-    def __init__(self, placeholder: str) -> None:
+    def __init__(self, placeholder: str, written: str) -> None:
+        """`written`: what a template writes for an image, in whose place `placeholder` is put."""
         self._placeholder = placeholder
+        self._written = written
         self._mark = secrets.token_hex(16)
+        self._mark_of_written = secrets.token_hex(16)  # if it is another text
 
     def hidden(self, value: Any) -> Any:
         """Return plain values in which a mark has the place of each placeholder, also in keys.
@@ -32,7 +35,8 @@ class Typed:
 
     def _hidden(self, value: Any) -> Any:
         if isinstance(value, str):
-            return value.replace(self._placeholder, self._mark)
+            hidden = value.replace(self._placeholder, self._mark)
+            return hidden.replace(self._written, self._mark_of_written)
         if isinstance(value, Mapping):
             return {self._hidden(key): self._hidden(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
@@ -43,12 +47,15 @@ class Typed:
         """Return a rendered text with what was hidden; of each image, which placeholder in it is
         its own; and their number. Raises `RequestError` if the template wrote more placeholders or
         fewer."""
-        pattern = f"{re.escape(self._placeholder)}|{self._mark}"
+        pattern = f"{re.escape(self._written)}|{self._mark}"
         found = [match.group() for match in re.finditer(pattern, text)]
         occurrences = [place for place, one in enumerate(found) if one != self._mark]
         if len(occurrences) != images:
             raise RequestError(
-                f"the chat template writes {self._placeholder!r} {len(occurrences)} times, and "
+                f"the chat template writes {self._written!r} {len(occurrences)} times, and "
                 f"the conversation has {images} images"
             )
-        return text.replace(self._mark, self._placeholder), tuple(occurrences), len(found)
+        shown = text.replace(self._written, self._placeholder)
+        shown = shown.replace(self._mark, self._placeholder)
+        shown = shown.replace(self._mark_of_written, self._written)
+        return shown, tuple(occurrences), len(found)
