@@ -27,9 +27,9 @@ from dovetail.front.worker_processes import WorkerEndedError, WorkerProcess, Wor
 
 _WORKER = Path(__file__).with_name("worker.py")
 _MOST = 16  # processes
-_OVERTIME_S = (
-    1.0  # the system ends a process whose processor time is up; this is for one that waits
-)
+# beyond `limits.max_image_s`, until a process that waits is ended; the system ends one whose
+# processor time is up
+OVERTIME_S = 1.0
 _TYPES = ("|b1", "|u1", "<i4", "<i8", "<f4", "<f8")  # of tensors
 
 
@@ -180,7 +180,7 @@ class ImageProcesses:
         with self._processes.one() as process:
             try:
                 line = json.dumps(request).encode()
-                answer: dict[str, Any] = process.ask(line, limits.max_image_s, _OVERTIME_S)
+                answer: dict[str, Any] = process.ask(line, limits.max_image_s, OVERTIME_S)
             except WorkerEndedError as ended:
                 raise RequestError(f"{place}: {_why_ended(ended.reason, limits)}") from None
         return answer
