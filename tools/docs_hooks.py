@@ -40,6 +40,7 @@ from dovetail.front import lora_files, tokenizer
 from dovetail.front.generation_config import GENERATION_CONFIG
 from dovetail.front.vllm_args import TABLE
 from dovetail.front.vllm_groups import GROUPS
+from dovetail.gguf import config as gguf_config
 from dovetail.registry.contract.document import FILE, shipped
 from dovetail.registry.contract.text import module_lines
 from dovetail.registry.registry import Registry
@@ -538,6 +539,7 @@ def all_file_keys() -> tuple[FileKeys, ...]:
         GENERATION_CONFIG,
         lora_files.KEYS,
         arch.KEYS,
+        gguf_config.KEYS,
         eagle3.KEYS,
         *sentence_transformers_files.ALL,
         gptq.KEYS,

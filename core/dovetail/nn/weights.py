@@ -1,5 +1,5 @@
-"""Loads weights from safetensors files directly into place: memory-mapped, each rank reads only its
-part, nothing is loaded twice or omitted."""
+"""Loads weights from safetensors files, or a GGUF file, directly into place: memory-mapped, each rank
+reads only its part, nothing is loaded twice or omitted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from dovetail.api.json_files import read_json_object
 from dovetail.api.media_types import OTHER_PARTS
 from dovetail.api.model import WeightRule
 from dovetail.errors import DovetailError, ModelLoadError
+from dovetail.gguf.unpacked import LINK, SUFFIX
 from dovetail.nn.format.stored import CheckpointTensor, StoredWeight
+from dovetail.nn.gguf_tensors import GgufTensors
 
 log = logging.getLogger("dovetail")
 
@@ -394,6 +396,8 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         return dict.fromkeys(_names_in(directory / _WEIGHTS), directory / _WEIGHTS)
     if (directory / _INDEX).is_file():
         return _sharded_files(directory)
+    if (directory / LINK).is_file():
+        return dict.fromkeys(_names_in(directory / LINK), directory / LINK)
     others = sorted(
         p.name
         for p in directory.iterdir()
@@ -401,12 +405,13 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     )
     found = f"found {', '.join(others[:5])}" if others else "found no weights at all"
     hint = ""
-    if others and not any(name.endswith(".safetensors") for name in others):
-        gguf = next((f", gguf_file={name!r}" for name in others if name.endswith(".gguf")), "")
+    if others and all(name.endswith(SUFFIX) for name in others):
+        hint = "; name the GGUF file as the model"
+    elif others and not any(name.endswith(".safetensors") for name in others):
         hint = (
-            f"; convert them to safetensors: "
-            f"AutoModelForCausalLM.from_pretrained(DIRECTORY{gguf}).save_pretrained(ANOTHER), of "
-            f"transformers"
+            "; convert them to safetensors: "
+            "AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(ANOTHER), of "
+            "transformers"
         )
     raise ModelLoadError(f"{directory}: neither {_WEIGHTS} nor {_INDEX}; {found}{hint}")
 
@@ -440,7 +445,7 @@ def _names_in(path: Path) -> list[str]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        opened = safe_open(path, framework="pt")
+        opened = GgufTensors(path) if path.suffix == SUFFIX else safe_open(path, framework="pt")
     except FileNotFoundError as error:
         raise ModelLoadError(f"{path}: no such file") from error
     except (OSError, SafetensorError) as error:

@@ -1,5 +1,5 @@
-"""Resolution of a model's name to its files: bundled with a plugin, in a local directory, or on the
-Hugging Face hub."""
+"""Resolution of a model's name to its files: bundled with a plugin, in a local directory or GGUF
+file, or on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Literal
 from dovetail.api.component import BundledModel
 from dovetail.base.where import Where, did_you_mean
 from dovetail.errors import ConfigError, MissingExtraError, ModelLoadError, shown
+from dovetail.gguf.unpacked import SUFFIX, gguf_in, unpacked_model
 from dovetail.registry.plugin import NAMESPACE, PluginOrigin
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
@@ -35,7 +36,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 class ModelPlace:
     """The place that a model's name refers to, before anything is fetched."""
 
-    kind: Literal["bundled", "directory", "hub"]
+    kind: Literal["bundled", "directory", "gguf", "hub"]
     name: str  # as given
     path: Path | None = None  # None: on the hub
     origin: PluginOrigin | None = None  # the plugin that bundles it
@@ -43,21 +44,23 @@ class ModelPlace:
     def __str__(self) -> str:
         if self.kind == "bundled":
             return f"{self.path} (bundled with {self.origin})"
-        return (
-            str(self.path) if self.kind == "directory" else f"{self.name} on the Hugging Face hub"
-        )
+        return f"{self.name} on the Hugging Face hub" if self.path is None else str(self.path)
 
 
 def resolve_model(name: str, registry: Registry) -> Path:
-    """Return the directory of a model's files, after fetching them from the hub if necessary.
-    Raises `ConfigError` or `ModelLoadError`, saying what was tried."""
+    """Return the directory of a model's files, after fetching them from the hub or unpacking them
+    from a GGUF file if necessary. Raises `ConfigError` or `ModelLoadError`, saying what was tried,
+    and `UnsupportedError` for a GGUF file of another kind."""
     place = locate_model(name, registry)
+    if place.kind == "gguf" and place.path is not None:
+        return unpacked_model(place.path)
     return _fetch(name, registry) if place.path is None else place.path
 
 
 def locate_model(name: str, registry: Registry, key: str = "model") -> ModelPlace:
-    """Find a model: a bundled one ("demo", "distribution:name"), else an existing directory, else a
-    hub id. Raises `ConfigError`, naming the config's key, if the name fits none or two of these."""
+    """Find a model: a bundled one ("demo", "distribution:name"), else an existing directory or GGUF
+    file, else a hub id. Raises `ConfigError`, naming the config's key, if the name fits none or two
+    of these."""
     bundled = _find_bundled(name, registry)
     directory = _path(name)
     if bundled is not None:
@@ -66,14 +69,22 @@ def locate_model(name: str, registry: Registry, key: str = "model") -> ModelPlac
             raise ConfigError(f"{key}: {name!r} is both {both}")
         return ModelPlace("bundled", name, _bundled_path(*bundled), bundled[0])
     if directory is not None and directory.is_dir():
-        _refuse_gguf_alone(name, directory, key)
+        files = gguf_in(directory)
+        if len(files) > 1:
+            found = ", ".join(file.name for file in files[:5])
+            raise ConfigError(
+                f"{key}: {name!r} holds {len(files)} GGUF files ({found}) and no config.json: name "
+                f"one of them"
+            )
+        if files:
+            return ModelPlace("gguf", name, files[0].resolve())
         return ModelPlace("directory", name, directory.resolve())
-    if directory is not None and directory.suffix == ".gguf":
-        raise ConfigError(f"{key}: {shown(name)} is a GGUF file; {_from_gguf(directory.name)}")
+    if directory is not None and directory.suffix == SUFFIX and directory.is_file():
+        return ModelPlace("gguf", name, directory.resolve())
     if directory is not None and directory.exists():
         raise ConfigError(
             f"{key}: {shown(name)} is a file; a model is a directory with config.json and "
-            f"safetensors files, a config ends in .yaml or .yml"
+            f"safetensors files, or a GGUF file, a config ends in .yaml or .yml"
         )
     if not _HUB_ID.fullmatch(name) or len(name) > MAX_HUB_ID:
         raise ConfigError(
@@ -120,25 +131,6 @@ def _path(name: str) -> Path | None:
     except (OSError, RuntimeError, ValueError):
         return None
     return path
-
-
-def _refuse_gguf_alone(name: str, directory: Path, key: str) -> None:
-    if not (directory / "config.json").exists() and (
-        files := sorted(file.name for file in directory.glob("*.gguf"))
-    ):
-        raise ConfigError(
-            f"{key}: {name!r} holds GGUF files and no config.json; {_from_gguf(files[0])}"
-        )
-
-
-def _from_gguf(file: str) -> str:
-    """Return advice on how to convert a GGUF file to a format that can be read."""
-    return (
-        "those aren't read: take the safetensors files that it was made from, or convert it with "
-        "transformers, in a full format: "
-        f"AutoModelForCausalLM.from_pretrained(DIRECTORY, "
-        f"gguf_file={file!r}).save_pretrained(ANOTHER), and AutoTokenizer likewise"
-    )
 
 
 def _find_bundled(name: str, registry: Registry) -> tuple[PluginOrigin, BundledModel] | None:
