@@ -37,6 +37,20 @@ def tensors_of(directory: Path, image: Image.Image) -> Tensors:
     return {name: np.asarray(value) for name, value in outputs.items() if name not in COUNTED}
 
 
+def tensors_of_all(directory: Path, images: Sequence[Image.Image]) -> list[Tensors]:
+    """Return what the image processor makes of the pictures of one prompt, for each."""
+    processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
+    if "batch_num_images" not in processor.model_input_names or len(images) == 1:
+        return [tensors_of(directory, image) for image in images]
+    outputs = processor([[*images]], return_tensors="np") if images else {}
+    counts = {"batch_num_images": np.array([len(images)])}
+    names = [name for name in outputs if name not in (*COUNTED, *counts)]
+    return [
+        {name: np.asarray(outputs[name])[place : place + 1] for name in names} | counts
+        for place in range(len(images))
+    ]
+
+
 def spelled_out(tensors: Tensors) -> dict[str, NDArray[Any]]:
     """Return tensors whose pixels may be bytes with the numbers that these stand for."""
     numbers = dict(tensors)

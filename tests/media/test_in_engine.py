@@ -25,7 +25,7 @@ from dovetail_executors.runtime.towers import Tower
 from tests.adapters import config_of, weights_of
 from tests.e2e.reference import TIE
 from tests.media.checkpoints import checkpoint, picture, reference, written
-from tests.media.oracle import Prompt, tensors_of
+from tests.media.oracle import Prompt, tensors_of_all
 from tests.support import FULL
 
 SERVED = (
@@ -88,7 +88,7 @@ def check(
     assert len(tokens) == NEW
     assert all([*sample.token_ids] == tokens for sample in output.outputs)
     assert output.prompt_token_ids is not None
-    tensors = [tensors_of(directory, image) for image in images]
+    tensors = tensors_of_all(directory, images)
     logits = Prompt(directory, output.prompt_token_ids, tensors, typed).logits(*tokens)
     for token, scores in zip(tokens, logits[-NEW - 1 : -1], strict=True):
         best = int(scores.argmax())
@@ -203,7 +203,7 @@ def test_log_probabilities_of_prompts_are_those_of_transformers_without_placehol
     ids = output.prompt_token_ids
     assert ids is not None
     assert output.prompt_logprobs is not None
-    tensors = [tensors_of(directory, image) for image in images]
+    tensors = tensors_of_all(directory, images)
     expected = Prompt(directory, ids, tensors).logits().log_softmax(-1)
     placeholder = reference(directory).config.image_token_id
     assert len(output.prompt_logprobs) == len(ids)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from tests.media.checkpoints import NAMES, checkpoint, picture, reference
-from tests.media.oracle import TEXT, Prompt, rows_of, tensors_of
+from tests.media.oracle import TEXT, Prompt, rows_of, tensors_of, tensors_of_all
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -30,9 +31,26 @@ def test_logits_are_those_of_the_whole_model_and_of_spans_alone(name: str) -> No
     assert typed.logits(placeholder).isfinite().all()
 
 
+def test_several_images_of_a_prompt_are_those_of_the_whole_model() -> None:
+    """LLaVA-OneVision's have no tiles then."""
+    directory = checkpoint("llava_onevision")
+    model = reference(directory)
+    images = [picture(40, 64), picture(91, 17, seed=1)]
+    each = tensors_of_all(directory, images)
+    rows = [[model.config.image_token_id] * rows_of(directory, one).shape[1] for one in each]
+    ids = [70, *rows[0], 71, *rows[1], 72]
+    assert (
+        len(rows[0]) == len(rows[1]) < rows_of(directory, tensors_of(directory, images[0])).shape[1]
+    )
+    processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
+    whole = whole_logits(model, ids, processor([images], return_tensors="np"))
+    oracle = Prompt(directory, ids, each).logits()
+    torch.testing.assert_close(oracle, whole, rtol=0, atol=1e-6)
+
+
 @torch.no_grad()
 def whole_logits(model: Any, ids: list[int], tensors: Any) -> torch.Tensor:
-    """Return the logits [tokens, vocab] of transformers for a prompt with one image."""
+    """Return the logits [tokens, vocab] of transformers for a prompt with images."""
     token_ids = torch.tensor([ids])
     inputs = {name: torch.as_tensor(value) for name, value in tensors.items()}
     known = inspect.signature(model.forward).parameters

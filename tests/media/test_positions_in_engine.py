@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dovetail import LLM, RequestOutput, SamplingParams
 from tests.media.checkpoints import TEXT, checkpoint, picture, written
-from tests.media.oracle import Prompt, tensors_of
+from tests.media.oracle import Prompt, tensors_of_all
 
 pytestmark = pytest.mark.usefixtures("shared_image_processes")
 NEW = 6
@@ -41,7 +41,7 @@ def check(name: str, samples: int = 1, new: int = NEW, **settings: Any) -> list[
         outputs = llm.generate(given, sampling, use_tqdm=False)
     for output, (_, images) in zip(outputs, asked, strict=True):
         assert output.prompt_token_ids is not None
-        tensors = [tensors_of(directory, image) for image in images]
+        tensors = tensors_of_all(directory, images)
         expected = Prompt(directory, output.prompt_token_ids, tensors).greedy(new)
         assert [list(sample.token_ids) for sample in output.outputs] == [expected] * samples
     return outputs

@@ -78,7 +78,7 @@ def test_several_images_have_the_tokens_of_the_whole_processor(name: str, tmp_pa
             + "\n\n?"
         )
         got = prepared(images, name, text, pictures)
-        expected = whole(images=pictures, text=[for_whole(name, text)])["input_ids"][0]
+        expected = whole(images=[pictures], text=[for_whole(name, text)])["input_ids"][0]
         assert list(got.token_ids) == list(expected)
         row_id = own_tokenizer(name).encode(KINDS[name].image_token)[0]
         ends = [0]

@@ -42,6 +42,8 @@ class Layout(ABC):
     joins_newlines = False
     # pixels travel as bytes: nothing is filled up after they are normalized
     as_bytes = False
+    # an image beside others of its prompt is prepared in another way than a single one
+    knows_others = False
 
     def __init__(self, files: _Files, media_type: MediaType) -> None:
         self.files = files
@@ -219,13 +221,18 @@ class _Tiles(_Llava):
 
 
 class _ScaledTiles(_Tiles):
-    """As LLaVA-OneVision has it: a picture of many tiles is scaled down to fewer rows."""
+    """As LLaVA-OneVision has it: a picture of many tiles is scaled down to fewer rows, and only the
+    one of a prompt has tiles."""
+
+    knows_others = True
 
     def pieces(self, image: PreparedImage) -> Sequence[Piece]:
         files = self.files
         size = files.number("image_size", files.vision, default=384)
         default = (size // self._patch) ** 2
         base = files.number("num_image_tokens", files.processor, default=default)
+        if image.outputs["batch_num_images"][0] > 1:
+            return (base + 1,)  # the end of a line
         lines = math.isqrt(base)
         return (base + self._of_tiles(image, lines, lines),)
 

@@ -117,10 +117,11 @@ class ImageProcesses:
         max_patches: int | None = None,
         *,
         as_bytes: bool = False,
+        beside_others: bool = False,
     ) -> PreparedImage:
         """Return an image, prepared. `data`: its file; None for an image of Pillow. `arguments`: of
         the call of the image processor. `max_patches`: of what the processor tells before it
-        begins. `as_bytes`: see `worker.prepared`.
+        begins. `as_bytes`, `beside_others`: see `worker.prepared`.
 
         Raises `RequestError` for what is wrong with the image, `UnsupportedError` if the
         checkpoint's image processor can't be made, `MissingExtraError` without Pillow.
@@ -132,6 +133,7 @@ class ImageProcesses:
             "model_dir": self._model_dir,
             "arguments": dict(arguments),
             "as_bytes": as_bytes,
+            "beside_others": beside_others,
             "max_patches": max_patches,
         }
         key = given.key(settings)

@@ -179,7 +179,12 @@ class ImagePrompts:
                 for prompt in prompts:
                     settings = {**self.facts.options, **prompt.options}
                     arguments = self._layout.with_options(settings)
-                    prepare = partial(self._image, arguments=arguments, wanted=wanted)
+                    prepare = partial(
+                        self._image,
+                        arguments=arguments,
+                        wanted=wanted,
+                        beside_others=self._layout.knows_others and len(prompt.images) > 1,
+                    )
                     images.append([threads.submit(prepare, source) for source in prompt.images])
                 return [
                     self._with_images(prompt, self._within_model(each))
@@ -248,7 +253,12 @@ class ImagePrompts:
         return _Newlines(text, count)
 
     def _image(
-        self, source: ImageSource, arguments: Mapping[str, Any], wanted: Callable[[], bool]
+        self,
+        source: ImageSource,
+        arguments: Mapping[str, Any],
+        wanted: Callable[[], bool],
+        *,
+        beside_others: bool,
     ) -> PreparedImage:
         if not wanted():
             raise RequestError(f"{source.place}: nobody waits for it any more")
@@ -261,8 +271,14 @@ class ImagePrompts:
         most = self._layout.max_patches(
             min(self.facts.cache_rows, self._max_model_len or self.facts.cache_rows)
         )
-        as_bytes = self._layout.as_bytes
-        return self._processes.image(source, data, arguments, most, as_bytes=as_bytes)
+        return self._processes.image(
+            source,
+            data,
+            arguments,
+            most,
+            as_bytes=self._layout.as_bytes,
+            beside_others=beside_others,
+        )
 
     def _expanded(self, pieces: Sequence[Piece]) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of an image, and its runs: (index of the first token, number)."""

@@ -123,18 +123,27 @@ def check_patches(
 
 
 def prepared(
-    processor: Any, image: Image.Image, arguments: dict[str, Any], *, as_bytes: bool = False
+    processor: Any,
+    image: Image.Image,
+    arguments: dict[str, Any],
+    *,
+    as_bytes: bool = False,
+    beside_others: bool = False,
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Return what the checkpoint's processor makes of an image.
 
     `as_bytes`: pixels aren't rescaled and normalized, but bytes, a quarter of the size; what these
-    become is in "pixel_table" [3, 256], for each channel. Raises `RefusedError`.
+    become is in "pixel_table" [3, 256], for each channel. `beside_others`: as one of several of a
+    prompt, where the processor makes a difference. Raises `RefusedError`.
     """
     as_bytes = as_bytes and processor.do_rescale and processor.do_normalize
     plain = {"do_rescale": False, "do_normalize": False} if as_bytes else {}
     try:
-        outputs = processor(image, return_tensors="np", **arguments, **plain)
+        images = [[image, image]] if beside_others else image
+        outputs = processor(images, return_tensors="np", **arguments, **plain)
         tensors = {name: np.asarray(value) for name, value in outputs.items()}
+        if beside_others:
+            tensors = {name: value[:1] for name, value in tensors.items()}
         if as_bytes:
             tensors["pixel_values"] = tensors["pixel_values"].astype(np.uint8)
             tensors["pixel_table"] = _table(processor)
@@ -184,21 +193,28 @@ def answer_of(request: dict[str, Any]) -> dict[str, Any]:
             check(request["size"])
             image = Image.frombytes("RGB", tuple(request["size"]), data)
         del data
-        outputs = prepared(processor, image, arguments, as_bytes=request["as_bytes"])
+        beside_others = request["beside_others"]
+        outputs = prepared(
+            processor,
+            image,
+            arguments,
+            as_bytes=request["as_bytes"],
+            beside_others=beside_others,
+        )
     except RefusedError as refused:
         return {"refused": str(refused)}
     return {
-        "digest": _digest(image, processor, request["arguments"]),
+        "digest": _digest(image, processor, [arguments, beside_others]),
         "size": image.size,
         "tensors": _write(outputs, Path(request["target"])),
     }
 
 
-def _digest(image: Image.Image, processor: Any, arguments: dict[str, Any]) -> str:
+def _digest(image: Image.Image, processor: Any, settings: list[Any]) -> str:
     """Hash the pixels, the size, and the settings with which they are prepared."""
     import hashlib
 
-    settings = [processor.to_dict(), arguments, image.size]
+    settings = [processor.to_dict(), *settings, image.size]
     state = hashlib.sha256(json.dumps(settings, sort_keys=True, default=repr).encode())
     state.update(image.tobytes())
     return state.hexdigest()
