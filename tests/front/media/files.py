@@ -11,6 +11,8 @@ import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from dovetail.front.media.worker import MOST_READS
+
 
 def picture(width: int = 23, height: int = 17, seed: int = 0) -> Image.Image:
     """A picture of random pixels."""
@@ -84,7 +86,16 @@ def scans(count: int) -> bytes:
     return data[:-2] + data[last:-2] * count + data[-2:]
 
 
+def inside(data: bytes, at: int, parts: bytes) -> bytes:
+    """A file with something put in."""
+    return data[:at] + parts + data[at:]
+
+
 GOOD = file_of(picture())
+JPEG = file_of(picture(), "JPEG")
+GIF = file_of(picture(), "GIF")
+AFTER_HEAD = {"PNG": 33, "GIF": 13 + 3 * 256}  # bytes, where other parts may come
+MANY = MOST_READS + 1
 HOSTILE: dict[str, bytes] = {  # what is refused
     "empty": b"",
     "text": b"an image, honestly",
@@ -124,5 +135,17 @@ HOSTILE: dict[str, bytes] = {  # what is refused
     "half a gif": file_of(picture(99, 99), "GIF")[:900],
     "head of a png": GOOD[:20],
     "wrong checksum": GOOD[:50] + bytes([GOOD[50] ^ 1]) + GOOD[51:],
+    "png of many chunks": inside(GOOD, AFTER_HEAD["PNG"], chunk(b"tEXt", b"a\0b") * MANY),
+    "png of many empty chunks": inside(GOOD, AFTER_HEAD["PNG"], chunk(b"IDAT", b"") * MANY),
+    "jpeg of many markers": inside(JPEG, 2, b"\xff\xfe\x00\x02" * MANY),
+    "jpeg of many profiles": inside(JPEG, 2, b"\xff\xe2\x00\x10ICC_PROFILE\0\1\1" * MANY),
+    "jpeg filled up": inside(JPEG, 2, b"\xff" * MANY),
+    "jpeg of zeros": inside(JPEG, JPEG.index(b"\xff\xdb"), bytes(MANY)),
+    "gif of many comments": inside(GIF, AFTER_HEAD["GIF"], b"\x21\xfe\x01a\0" * MANY),
+    "gif of a long comment": inside(GIF, AFTER_HEAD["GIF"], b"\x21\xfe" + b"\x01a" * MANY + b"\0"),
+    "palette that is too short": png(
+        16, 16, chunk(b"tRNS", bytes(300)), chunk(b"IDAT", zeros(16 * 17)), color=3
+    ),
+    "webp without its picture": webp(width=7_000, height=7_000) + bytes(100),
     "jpeg of garbage": b"\xff\xd8\xff\xe0" + bytes(range(256)) * 20,
 }

@@ -33,6 +33,9 @@ from dovetail.front.worker_processes import OUT_OF_MEMORY, bound_process, own_me
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 MAX_RATIO = 200  # of an image's longer side to the shorter: some processors scale by the shorter
+# Calls that read of a file. Pillow reads each chunk or marker by a few, and an image in the usual
+# chunks of 8 KiB needs some 10,000 for 20 MiB; ten millions of tiny ones would take ten seconds.
+MOST_READS = 100_000
 _LONGEST_REASON = 300  # characters
 _BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a")
 
@@ -42,6 +45,19 @@ class RefusedError(Exception):
 
 
 Size = tuple[int, int]  # width and height in pixels
+
+
+class _File(io.BytesIO):
+    """A file that may be read `MOST_READS` times: a decoder's work for each part of it is bounded by
+    that, whatever its format."""
+
+    _reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._reads += 1
+        if self._reads > MOST_READS:
+            raise RefusedError("its file has too many parts")
+        return super().read(size)
 
 
 def decoded(
@@ -56,7 +72,7 @@ def decoded(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            image = Image.open(_File(data), formats=FORMATS)
             size = image.size
             check_size(size, max_pixels)
             check(size)
