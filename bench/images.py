@@ -2,10 +2,12 @@
 and beside vLLM if it can be imported.
 
     python -m bench.images --engine dovetail text vllm --json images.json
+    python -m bench.images --engine beside
 
 The model has the shape of Qwen3-VL-8B and random weights, in bfloat16. A request has an image of
 1,024 x 1,024 pixels, 1,024 rows, and 200 tokens are generated. `text`: the same language model and
-as many tokens of text, without an encoder.
+as many tokens of text, without an encoder. `beside`: requests of text only, of an engine with an
+encoder and of one without in turn, in one process.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +105,9 @@ PREPROCESSOR: dict[str, Any] = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
+BESIDE_RUNS = 7  # of each engine
+BESIDE_REQUESTS = 128
+BESIDE_KV = "16GiB"
 Generate = Callable[[list[dict[str, Any]], int], int]  # prompts, tokens of each -> tokens of all
 
 
@@ -214,6 +220,71 @@ def run_dovetail(directory: Path, *, text: bool) -> dict[str, Any]:
         return {"start_s": started, "details": details, **figures, **parts}
 
 
+def run_beside(directory: Path) -> dict[str, Any]:
+    """Return the seconds of requests of text on two engines, without an encoder and with one, and
+    whether their tokens and their hits in the prefix cache are equal."""
+    from dovetail import LLM
+
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_num_seqs": BESIDE_REQUESTS,
+        "max_model_len": 2048,
+        "kv_cache_memory": BESIDE_KV,
+    }
+    results: dict[str, Any] = {}
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(LLM(str(directory), **settings, **{"media.images": images}))
+            for name, images in (("without", False), ("with", True))
+        }
+        found: dict[str, list[Any]] = {name: [] for name in engines}
+        many: dict[str, list[float]] = {name: [] for name in engines}
+        one: dict[str, list[float]] = {name: [] for name in engines}
+        for run in range(BESIDE_RUNS + 1):
+            order = [*engines] if run % 2 else [*reversed(engines)]
+            for name in order:
+                seconds, outputs = _text_run(engines[name], run)
+                alone, _ = _text_run(engines[name], run, requests=1)  # of these, so it hits
+                if run:  # the first warms up
+                    many[name].append(seconds)
+                    one[name].append(alone)
+                    found[name].append(outputs)
+        for name, engine in engines.items():
+            results[name] = {
+                "seconds": statistics.median(many[name]),
+                "all_seconds": many[name],
+                "one_s": statistics.median(one[name]),
+                "cached_tokens": engine.engine.stats().cached_tokens,
+            }
+    results["tokens_equal"] = found["with"] == found["without"]
+    results["with / without"] = {
+        key: results["with"][key] / results["without"][key]
+        for key in ("seconds", "one_s", "cached_tokens")
+    }
+    return results
+
+
+def _text_run(llm: Any, seed: int, requests: int = BESIDE_REQUESTS) -> tuple[float, list[Any]]:
+    """Return the seconds of requests of 100 to 1,024 tokens, half of which begin alike, and the
+    tokens that they get, 256 each."""
+    import random
+
+    from dovetail import SamplingParams
+
+    numbers = random.Random(seed)
+    shared = [numbers.randrange(FIRST_SPECIAL) for _ in range(512)]
+    work = []
+    for index in range(requests):
+        own = [numbers.randrange(FIRST_SPECIAL) for _ in range(numbers.randint(100, 1024))]
+        work.append({"prompt_token_ids": [*shared, *own[:512]] if index % 2 else own})
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=256)
+    begun = time.perf_counter()
+    outputs = llm.generate(work, params, use_tqdm=False)
+    seconds = time.perf_counter() - begun
+    return seconds, [list(output.outputs[0].token_ids) for output in outputs]
+
+
 def run_vllm(directory: Path) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
@@ -241,6 +312,8 @@ def run(engine: str, directory: Path) -> dict[str, Any]:
     try:
         if engine == "vllm":
             return run_vllm(directory)
+        if engine == "beside":
+            return run_beside(directory)
         return run_dovetail(directory, text=engine == "text")
     except Exception as error:
         return {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
@@ -250,7 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ["dovetail", "text", "vllm"]
+    names = ["dovetail", "text", "vllm", "beside"]
     parser.add_argument("--engine", nargs="+", default=["dovetail", "text"], choices=names)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
