@@ -13,6 +13,7 @@ import pytest
 
 from dovetail import LLM, AsyncLLMEngine, LLMEngine, SamplingParams
 from dovetail.errors import RequestError
+from dovetail.front import prompts
 from dovetail.request.pooling import PoolingParams
 from dovetail.request.sampling_params import BeamSearchParams
 from tests.media.checkpoints import checkpoint, picture, written
@@ -62,6 +63,26 @@ def test_an_image_is_given_in_any_form(llm: LLM, tmp_path: Path) -> None:
     given = {"prompt_token_ids": ids, "multi_modal_data": {"image": path}}
     assert tokens(llm, given) == [expected]
     assert tokens(llm, [text, "see"], multi_modal_data=[{"image": path}, None])[0] == expected
+
+
+def test_prompts_of_several_parts_are_answered_in_order(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"{written(NAME)} {number}" for number in range(5)]
+    expected = [tokens(llm, prompt(text=text))[0] for text in texts]
+    monkeypatch.setattr(prompts, "IMAGES_AT_ONCE", 2)
+    assert tokens(llm, [prompt(text=text) for text in texts]) == expected
+
+
+def test_an_image_that_cant_be_used_aborts_the_prompts_before_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "IMAGES_AT_ONCE", 1)
+    endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    with pytest.raises(RequestError, match="by its content"):
+        llm.generate([prompt(), prompt(b"no image")], endless, use_tqdm=False)
+    assert tokens(llm, prompt())
+    assert not llm.engine.has_unfinished_requests()
 
 
 def test_another_image_has_another_answer_of_the_same_length(llm: LLM) -> None:

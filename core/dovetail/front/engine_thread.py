@@ -215,9 +215,10 @@ class EngineThread:
     def _drop(self, request_ids: Sequence[str], unreads: Mapping[int, Unread]) -> None:
         """Abort requests, but for those whose id is another's by now, or that were never added."""
         engine = self._engine()
-        if engine is None or not request_ids:
+        if engine is None:
             return
-        for place, unread in unreads.items():
+        added = {place: unread for place, unread in unreads.items() if place < len(request_ids)}
+        for place, unread in added.items():
             if self._readers.get(request_ids[place]) is unread:
                 del self._readers[request_ids[place]]
                 engine.abort_request(request_ids[place])

@@ -98,8 +98,9 @@ class LLM(SaysWhatIsMissing):
         the checkpoint's image processor. A prompt that is a mapping may have both itself.
 
         Returns an output for each prompt, in the order of the prompts, whatever the `output_kind`.
-        Raises `RequestError` if any is invalid, before anything is computed, and `EngineDeadError`
-        if the engine fails or is closed meanwhile. Ctrl-C aborts the requests; the engine stays
+        Raises `RequestError` if any is invalid, before anything is computed; prompts with images
+        are prepared while others are computed, and one that is invalid aborts these. Raises
+        `EngineDeadError` if the engine fails or is closed meanwhile. Ctrl-C aborts the requests; the engine stays
         usable. Python's garbage collector is paused until the first step has run.
         """
         if others:
@@ -116,8 +117,8 @@ class LLM(SaysWhatIsMissing):
             priority=priority,
         )
         with _no_collection() as begun:
-            tokenized = self.engine.all_tokenized(prompts, cut=any(map(cuts, params)))
-            return self._collected(tokenized, params, fields, begun, use_tqdm)
+            parts = self.engine.tokenized_in_parts(prompts, cut=any(map(cuts, params)))
+            return self._collected(parts, params, fields, begun, use_tqdm)
 
     def stream(
         self,
@@ -140,7 +141,9 @@ class LLM(SaysWhatIsMissing):
             len(prompts), extra=extra, predicted_tokens=predicted_tokens, lora_request=lora_request
         )
         tokenized = self.engine.all_tokenized(prompts, cut=any(map(cuts, params)))
-        return OutputStream(self.engine, tokenized, params, fields)
+        stream = OutputStream[RequestOutput](self.engine)
+        stream.add(tokenized, params, fields)
+        return stream
 
     def chat(
         self,
@@ -255,7 +258,7 @@ class LLM(SaysWhatIsMissing):
         prompts = self.engine.pooling.source(prompts, params, prompt_name).all()
         with _no_collection() as begun:
             fields = _fields_of_each(len(prompts), lora_request=lora_request)
-            return self._collected(prompts, params, fields, begun, use_tqdm)
+            return self._collected([(slice(None), prompts)], params, fields, begun, use_tqdm)
 
     def reward(
         self,
@@ -364,7 +367,7 @@ class LLM(SaysWhatIsMissing):
         with _no_collection() as begun:
             each = [plan.params] * count
             outputs: list[PoolingRequestOutput[PoolingOutput]] = self._collected(
-                prompts, each, fields, begun, use_tqdm
+                [(slice(None), prompts)], each, fields, begun, use_tqdm
             )
         return [_score_of(pair, outputs, plan) for pair in range(len(pairs))]
 
@@ -422,58 +425,67 @@ class LLM(SaysWhatIsMissing):
 
     def _collected(
         self,
-        prompts: Sequence[Prompt],
+        parts: Iterable[tuple[slice, Sequence[Prompt]]],
         params: Sequence[SamplingParams] | Sequence[PoolingParams],
         fields: Sequence[Mapping[str, Any]],
         begun: Callable[[], None],
         use_tqdm: bool | Bar,
     ) -> list[Any]:
         """Add requests, as `OutputStream` does, and wait until all have finished. Return their
-        outputs in order."""
+        outputs in order. `parts`: consecutive prompts and their places; requests of one part are
+        computed while the next is made."""
         outputs: dict[int, Any] = {}
         speed = _Speed(self.engine)  # before the first step, which may compute all prompts
-        stream = OutputStream[Any](self.engine, prompts, params, fields, begun)
-        with stream, _bar(use_tqdm, total=len(prompts), desc="requests", unit="req") as bar:
+        stream = OutputStream[Any](self.engine)
+        with stream, _bar(use_tqdm, total=len(params), desc="requests", unit="req") as bar:
+            for part, prompts in parts:
+                stream.add(prompts, params[part], fields[part], begun)
             for output in stream:
                 outputs[output.prompt_index] = output
                 bar.set_postfix_str(speed.text(), refresh=False)
                 bar.update()
-        return [outputs[place] for place in range(len(prompts))]
+        return [outputs[place] for place in range(len(params))]
 
 
 class OutputStream(Generic[O]):
     """An iterator of outputs, and a context that ends with `close`. One thread reads it. The engine
     doesn't wait for the reader: deltas that it hasn't read are joined, for each prompt."""
 
-    def __init__(
+    def __init__(self, engine: LLMEngine) -> None:
+        self._thread = engine.run_in_thread()
+        self._engine = engine
+        # places of prompts whose `Unread` has something
+        self._ready: SimpleQueue[int] = SimpleQueue()
+        # of unfinished requests, by the place of the prompt
+        self._readers: dict[int, Unread] = {}
+        self._ids = list[str]()  # of all requests, in the order of the prompts
+
+    def add(
         self,
-        engine: LLMEngine,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams] | Sequence[PoolingParams],
         fields: Sequence[Mapping[str, Any]],
         begun: Callable[[], None] = lambda: None,
     ) -> None:
-        """Add all requests or none, before any is computed, under new ids; `begun` is called after
-        the next step. `fields`: other arguments of `LLMEngine.add_request`, by name. Raises as that
-        does."""
-        self._thread = thread = engine.run_in_thread()
-        # places of prompts whose `Unread` has something
-        self._ready: SimpleQueue[int] = SimpleQueue()
-        self._readers = {  # of unfinished requests, by the place of the prompt
+        """Add all requests or none, before any of them is computed, under new ids; `begun` is
+        called after the next step. `fields`: other arguments of `LLMEngine.add_request`, by name.
+        Raises as that does; the stream is closed then."""
+        engine = self._engine
+        thread = self._thread
+        readers = {
             place: Unread(
                 partial(self._ready.put, place),
                 joins=getattr(one, "output_kind", None) is OutputKind.DELTA,
             )
-            for place, one in enumerate(params)
+            for place, one in enumerate(params, len(self._ids))
         }
-        self._ids = ids = list[str]()  # of all requests, in the order of the prompts
-        readers = [*self._readers.values()]
+        self._readers |= readers
 
         def add() -> None:
             new = engine.new_ids(len(readers))
             engine.add_list(zip(new, prompts, params, fields, strict=True))
-            ids.extend(new)
-            for request_id, unread in zip(ids, readers, strict=True):
+            self._ids.extend(new)
+            for request_id, unread in zip(new, readers.values(), strict=True):
                 thread.read(request_id, unread)
             thread.submit(begun)
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dovetail")
 
 PROMPT_COST = 32  # of a prompt beside its characters, in characters
+IMAGES_AT_ONCE = 16  # that are prepared before the first are computed
 IMAGE_COST = 50_000  # of an image to prepare, likewise: about as long as a text takes
 _DATA = "multi_modal_data"
 _OPTIONS = "mm_processor_kwargs"
@@ -189,6 +190,15 @@ class PromptSource:
     def all(self) -> list[Prompt]:
         """Make all prompts."""
         return self.make(slice(None))
+
+    def parts(self) -> Iterator[tuple[slice, list[Prompt]]]:
+        """Make all prompts, and yield parts of them with their places: all at once, or if there are
+        images, about as many as are prepared at once."""
+        if not any(self.images):
+            yield slice(None), self.all()
+            return
+        for part, _ in self.slices(IMAGES_AT_ONCE * (IMAGE_COST + PROMPT_COST)):
+            yield part, self.make(part)
 
     def slices(self, most: int) -> Iterator[tuple[slice, int]]:
         """Yield consecutive slices, each with its cost: at most `most`, unless of one prompt."""
