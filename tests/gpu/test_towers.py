@@ -1,4 +1,5 @@
-"""Towers on a GPU compute the rows that transformers' whole models compute on a CPU."""
+"""Towers on a GPU compute the rows that transformers' whole models compute on a CPU, those of grids
+without a wait for the device."""
 
 from __future__ import annotations
 
@@ -51,3 +52,25 @@ def test_two_ranks_answer_as_one() -> None:
             outputs = llm.chat(chats, params, use_tqdm=False)
         answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1]
+
+
+# GLM-4V's embeddings read the grid on the device
+@pytest.mark.parametrize(
+    "name", ["exaone4_5", "glm_ocr", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
+)
+def test_encoding_waits_for_nothing(name: str) -> None:
+    directory = checkpoint(name)
+    plan = find_tower(directory)
+    assert plan is not None
+    tower = plan.build(torch.bfloat16, torch.device("cuda"))
+    items = []
+    for size in SIZES:
+        tensors = tensors_of(directory, picture(*size))
+        items.append(item_of(tensors, rows_of(directory, tensors).shape[1]))
+    tower.encode(items[0])  # compiling kernels may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for item in items:
+            tower.encode(item)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

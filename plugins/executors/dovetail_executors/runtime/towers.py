@@ -37,6 +37,7 @@ from dovetail.nn.weights import (
     tensors_named,
 )
 from dovetail.request.media import MediaItem
+from dovetail_executors.runtime.tower_grids import Grids
 
 log = logging.getLogger("dovetail")
 
@@ -96,6 +97,7 @@ class Tower:
         self._model = model
         self._dtype = dtype
         self._device = device
+        self._grids = Grids.of(model, device)
 
     @torch.inference_mode()
     def encode(self, item: MediaItem) -> torch.Tensor:
@@ -151,6 +153,8 @@ class Tower:
         placed = {name: self._placed(name, array) for name, array in tensors.items()}
         if (table := placed.pop("pixel_table", None)) is not None:
             placed["pixel_values"] = _looked_up(placed["pixel_values"], table)
+        if self._grids is not None:
+            placed |= self._grids.arguments(torch.as_tensor(tensors["image_grid_thw"]))
         try:
             found = self._model.get_image_features(**placed, return_dict=True)
         except Exception as error:  # transformers raises any exception
@@ -161,7 +165,8 @@ class Tower:
     def _placed(self, name: str, array: Any) -> torch.Tensor:
         """Return a tensor of an item on the device, numbers in the model's dtype."""
         own = np.require(array, requirements="W")  # torch has no tensors that can't be written
-        if name in _ON_HOST:
+        on_host = self._grids is not None and self._grids.on_host and name == "image_grid_thw"
+        if name in _ON_HOST or on_host:
             return torch.from_numpy(own)
         tensor = to_device(own, self._device)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
