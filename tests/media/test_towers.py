@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.pixtral import modeling_pixtral
 
 from dovetail.errors import DovetailError, ModelLoadError
 from dovetail.request.media import MediaItem
@@ -46,6 +47,15 @@ def test_rows_are_those_of_the_whole_model(name: str) -> None:
         assert rows.shape == expected.shape
         assert rows.shape[0] == tower.plan.levels
         torch.testing.assert_close(rows, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["pixtral", "mistral3", "lighton_ocr"])
+def test_pixtral_makes_no_mask_for_one_picture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = checkpoint(name)
+    tensors = tensors_of(directory, picture(33, 50))
+    count = rows_of(directory, tensors).shape[1]
+    monkeypatch.delattr(modeling_pixtral, "generate_block_attention_mask")
+    tower_of(directory).encode(item_of(tensors, count))
 
 
 @pytest.fixture(params=NAMES)

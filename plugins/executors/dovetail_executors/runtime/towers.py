@@ -12,6 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from dovetail.nn.weights import (
 )
 from dovetail.request.media import MediaItem
 from dovetail_executors.runtime.tower_grids import Grids
+from dovetail_executors.runtime.tower_masks import without_mask
 
 log = logging.getLogger("dovetail")
 
@@ -81,9 +83,10 @@ class TowerPlan:
                 self.sources[source]: tensor.to(device, dtype)
                 for source, tensor in tensors_named(self.directory, self.sources.__contains__)
             }
-        model = _without_parameters(self.config, dtype)
+        model = _without_parameters(deepcopy(self.config), dtype)  # which towers change
         model.load_state_dict(tensors, assign=True)
         model.requires_grad_(False)
+        without_mask(model)
         return Tower(self, model.to(device), dtype, device)
 
 
