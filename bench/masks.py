@@ -39,7 +39,7 @@ SKIPPED = 10
 def context_of(directory: Path) -> GrammarContext:
     tokenizer = Tokenizer.load(directory)
     plain, _ = token_bytes(tokenizer, VOCABULARY)
-    stop = tokenizer.eos_token_id
+    stop = tokenizer.own.eos_token_id
     return GrammarContext(plain, frozenset() if stop is None else frozenset([stop]), VOCABULARY)
 
 

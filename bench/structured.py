@@ -209,7 +209,7 @@ def main() -> None:
         for name in TOKENIZER_FILES:
             shutil.copy(args.tokenizer / name, directory)
         end = {
-            "eos_token_id": Tokenizer.load(args.tokenizer).eos_token_id
+            "eos_token_id": Tokenizer.load(args.tokenizer).own.eos_token_id
         }  # as real models have one
         (Path(directory) / "generation_config.json").write_text(json.dumps(end))
         if args.schemas is not None:
