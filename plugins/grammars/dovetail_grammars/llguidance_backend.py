@@ -150,8 +150,14 @@ class LLGuidance(GrammarBackend):
             "nothing follows it", "no value satisfies the schema: its parts contradict each other"
         )
 
+    def accept_many(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> Sequence[bool]:
+        return self._fill.accept(cast("Sequence[LLMatcher]", matchers), tokens)
+
     def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
         self._fill(cast("Sequence[LLMatcher]", matchers), words)
+
+    def start_fill(self, matchers: Sequence[Matcher], words: UInt32) -> Callable[[], None] | None:
+        return self._fill.start(cast("Sequence[LLMatcher]", matchers), words)
 
     def _json_options(self) -> Mapping[str, Any]:
         """Options for white space and string escapes: with \\u, a key of the schema could be

@@ -15,7 +15,10 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 import llguidance
 import numpy as np
@@ -23,13 +26,14 @@ import numpy as np
 from dovetail.api.grammar import Grammar, GrammarContext, Matcher
 from dovetail.errors import DovetailError
 from dovetail_grammars.failing import Failing, forced_tokens, may_fail, require_none_failed
-from dovetail_grammars.positions import Tracker
+from dovetail_grammars.positions import Position, Tracker
 from dovetail_grammars.string_tokens import StringMask, StringTokens
 
 if TYPE_CHECKING:
     from dovetail.api.grammar import UInt32
 
 MOST_THREADS = 4  # by default: idle ones slow down the engine's thread
+WORTH_A_THREAD = 8  # masks; fewer are filled before they could be waited for
 MOST_LANES = 16
 # Of the automaton of a grammar's first lane; all others together have as many, which bounds memory
 MOST_STATES = 250_000
@@ -111,6 +115,11 @@ class _Side:
         self.inner: Any = None
         self.seen = 0  # number of tokens consumed
 
+    @property
+    def is_up_to_date(self) -> bool:
+        """True if `inner` is in the right lane and has consumed all tokens."""
+        return self._made_of is self.lanes.firsts and self.seen == len(self.tokens)
+
     def go_on(self) -> None:
         """Advance `inner` past all tokens. Raises `DovetailError` if it can't continue."""
         firsts = self.lanes.firsts
@@ -187,13 +196,19 @@ class LLGrammar(Grammar):
         return LLMatcher(self)
 
 
+# Where an answer is before a token, or at its end: its position, the number of characters of its
+# string so far, and numbers of tokens: of the whole's and the rest's matcher, of those that neither
+# needs, and of these before the present string. No class: one is made for each token.
+_Mark = tuple[Position, int, int, int, int, int]
+
+
 class LLMatcher(Failing):
     """The library's matchers with our own handling of the end: the library accepts any number of
     stop ids without counting them.
 
     In a string that is constrained only in length, they are asked once, since allowed tokens change
-    only with the number of characters left. They consume its tokens when something after it is
-    needed; the rest's matcher not even then, since nothing there depends on them.
+    only with the number of characters left. They don't consume its plain tokens, since nothing
+    after the string depends on them: only if its length matters, as within a character.
     """
 
     def __init__(self, grammar: LLGrammar) -> None:
@@ -211,11 +226,8 @@ class LLMatcher(Failing):
             self._strings, self._rest = grammar.fill.strings, _Side(grammar.rest)
             self._characters = self._strings.characters
             self._lengths = self._strings.lengths
-            # Before each token and at the end: position, characters of its string so far, number
-            # of tokens in the rest's matcher
-            self._positions = [self._tracker.start]
-            self._counts = [0]
-            self._spelled = [0]
+            self._marks: list[_Mark] = [(self._tracker.start, 0, 0, 0, 0, 0)]
+            self._plain: list[int] = []
 
     @property
     def side(self) -> _Side:
@@ -236,48 +248,81 @@ class LLMatcher(Failing):
             check(self._whole.inner)
             self.running = not ends
             return ends
-        if self._tracker is not None:
-            return self._go_on(self._tracker, token)
-        if not self._whole.allows(token):
+        if not self._allows(token):
             return False
-        self._whole.tokens.append(token)
-        self._whole.go_on()
+        self._append(token)
+        if self._tracker is None or not self._marks[-1][0].within:
+            self._whole.go_on()
         return True
 
-    def _go_on(self, tracker: Tracker, token: int) -> bool:
-        position = self._positions[-1]
-        before = self._counts[-1]
-        room = self.room
-        characters = self._characters[token]
-        # restrained: what follows the string may depend on the token
-        restrained = room is None or before < position.least
-        begins = False
-        if room is not None and self._lengths[token] > room:
+    def accepts(self, token: int) -> bool:
+        """Do as `accept`, but return False for a token at which it has failed."""
+        try:
+            return self.accept(token)
+        except DovetailError:
             return False
-        if room is None or not characters:
-            known = self.known
-            if not (known.allows(token) if known is not None else self.side.allows(token)):
+
+    def _allows(self, token: int) -> bool:
+        """Return True if a token of text is allowed next. The library's matcher, if it is asked,
+        may have consumed it."""
+        if self._tracker is None:
+            return self._whole.allows(token)
+        room = self.room
+        if room is not None:
+            if self._lengths[token] > room:
                 return False
-        if restrained or not characters:
-            self._rest.tokens += self._strings.spelled(token)
+            if self._characters[token]:
+                return True
+        return self.side.allows(token) if self.known is None else self.known.allows(token)
+
+    def stays(self, token: int) -> bool:
+        """Advance by `token` if it is plain content of the string that the answer is in, and
+        allowed; neither of the library's matchers needs it then."""
+        room = self.room
+        if room is None or self.failure is not None or not 0 <= token < len(self._characters):
+            return False
+        added = self._characters[token]
+        position, characters, whole, rest, plain, unread = self._marks[-1]
+        if not added or added > room or characters < position.least:
+            return False
+        self._plain.append(token)
+        self._marks.append((position, characters + added, whole, rest, plain + 1, unread))
+        self.room = room - added
+        return True
+
+    def _append(self, token: int) -> None:
+        """Note an allowed token of text. The library's matchers consume it later."""
+        if self._tracker is None:
+            self._whole.tokens.append(token)
+        elif not self.stays(token):
+            self._append_read(self._tracker, token)
+
+    def _append_read(self, tracker: Tracker, token: int) -> None:
+        """Advance by a token that both of the library's matchers need."""
+        position, before, _, _, plain, unread = self._marks[-1]
+        characters = self._characters[token]
+        restrained = self.room is None or before < position.least
+        begins = False
         if not (characters and position.stays):
             position, characters, begins = tracker.step(
                 position, token, self._context.token_bytes[token] or b""
             )
         count = characters if begins else before + characters
-        self._whole.tokens.append(token)
-        self._positions.append(position)
-        self._counts.append(count)
-        self._spelled.append(len(self._rest.tokens))
         self.room = None if position.longest is None else position.longest - count
         if begins or restrained or self.room is None:
             self.known = None
-        if not position.within:
-            self._whole.go_on()
-        return True
+        if begins or self.room is None:
+            if position.in_string and not begins:  # its length matters
+                self._whole.tokens += self._plain[unread:]
+            unread = plain
+        self._whole.tokens.append(token)
+        self._rest.tokens += self._strings.spelled(token)
+        mark = (position, count, len(self._whole.tokens), len(self._rest.tokens), plain, unread)
+        self._marks.append(mark)
 
     def rollback(self, tokens: int) -> None:
-        accepted = len(self._whole.tokens) + (not self.running)
+        texts = len(self._whole.tokens) if self._tracker is None else len(self._marks) - 1
+        accepted = texts + (not self.running)
         if not 0 <= tokens <= accepted:
             raise ValueError(f"can't roll back {tokens} tokens: {accepted} were accepted")
         if tokens and not self.running:
@@ -285,14 +330,17 @@ class LLMatcher(Failing):
             tokens -= 1
         if not tokens:
             return
-        to = len(self._whole.tokens) - tokens
-        self._whole.go_back(to)
+        to = texts - tokens
         self.known = None
-        if self._tracker is not None:
-            del self._positions[to + 1 :], self._counts[to + 1 :], self._spelled[to + 1 :]
-            self._rest.go_back(self._spelled[-1])
-            longest = self._positions[-1].longest
-            self.room = None if longest is None else longest - self._counts[-1]
+        if self._tracker is None:
+            self._whole.go_back(to)
+            return
+        del self._marks[to + 1 :]
+        position, characters, whole, rest, plain, _ = self._marks[-1]
+        self._whole.go_back(whole)
+        self._rest.go_back(rest)
+        del self._plain[plain:]
+        self.room = None if position.longest is None else position.longest - characters
 
     @may_fail
     def forced(self) -> Sequence[int]:
@@ -305,15 +353,17 @@ class LLMatcher(Failing):
     def complete(self) -> bool:
         if self.failure is not None:
             return False
-        if not self.running or (self._tracker is not None and self._positions[-1].within):
-            return not self.running
+        if not self.running:
+            return True
+        if self._tracker is not None and self._marks[-1][0].within:
+            return False
         self._whole.go_on()
         return bool(self._whole.inner.is_stopped())
 
     def know(self, rest: UInt32) -> None:
         """Store the library's mask of the rest's tokens, in a string with `room`."""
         if self._tracker is not None:
-            self.known = self._tracker.mask(self._positions[-1], rest)
+            self.known = self._tracker.mask(self._marks[-1][0], rest)
 
 
 class Fill:
@@ -322,10 +372,8 @@ class Fill:
     def __init__(self, context: GrammarContext, strings: StringTokens, threads: int | None) -> None:
         self.context = context
         self.strings = strings
-        self._threads = threads or min(MOST_THREADS, os.cpu_count() or 1)
-        self._most_lanes = min(MOST_LANES, 2 * self._threads)
-        # Created when several masks are first filled at once, since its threads have a cost
-        self._executor: Any = None
+        self._num_threads = threads or min(MOST_THREADS, os.cpu_count() or 1)
+        self._most_lanes = min(MOST_LANES, 2 * self._num_threads)
         # of the library's masks: it adds a stop id if there is none
         self._width = -(-(context.vocab_size + (not context.stop_ids)) // 32)
         # the bits that belong to the vocabulary
@@ -336,52 +384,161 @@ class Fill:
 
         Raises `DovetailError` if one has failed.
         """
+        filling = self._prepare(matchers, words)
+        filling.ask()
+        filling.finish()
+
+    def start(self, matchers: Sequence[LLMatcher], words: UInt32) -> Callable[[], None] | None:
+        """Do as `__call__`, in the background; see `start_fill` of the backend."""
+        filling = self._prepare(matchers, words)
+        if len(filling.sides) < WORTH_A_THREAD:
+            filling.ask()
+            return filling.finish
+        wait = self._background.run(filling.ask)
+
+        def finish() -> None:
+            wait()
+            filling.finish()
+
+        return finish
+
+    def _prepare(self, matchers: Sequence[LLMatcher], words: UInt32) -> _Filling:
+        """Write the masks that are known, and prepare to ask the library for the others."""
         require_none_failed(matchers)
-        running = [(matcher, line) for line, matcher in enumerate(matchers) if matcher.running]
-        if len(running) < len(matchers):
-            words.fill(0)
-        asked = [(matcher, line) for matcher, line in running if matcher.known is None]
-        if asked:
-            self._ask(asked, words)
-        for matcher, line in running:
-            if matcher.known is not None and matcher.room is not None:
+        asked: list[tuple[LLMatcher, int]] = []
+        for line, matcher in enumerate(matchers):
+            if not matcher.running:
+                words[line] = 0
+            elif matcher.known is None:
+                asked.append((matcher, line))
+            elif matcher.room is not None:
                 words[line] = self.strings.within(matcher.known, matcher.room)
+        wide = words
+        if asked and words.shape[1] != self._width:
+            wide = np.zeros((len(words), self._width), dtype=np.uint32)
+        return _Filling(self, asked, words, wide)
 
-    def _ask(self, asked: list[tuple[LLMatcher, int]], words: UInt32) -> None:
-        """Write the library's masks of these answers to their rows; in a string with room, also
-        store them."""
-        wide = (
-            words
-            if words.shape[1] == self._width
-            else np.zeros((len(words), self._width), dtype=np.uint32)
-        )
-        sides = [(matcher.side, line) for matcher, line in asked]
-        if len(sides) > 1:
-            self._together(sides, wide)
-        for side, line in sides:
-            if len(sides) == 1 or side.inner.is_error():
-                side.fill(wide[line])
-        if wide is not words:
-            words[...] = wide[:, : words.shape[1]]
-        if not self.context.stop_ids:
-            words[:, -1] &= self._last_word
-        for matcher, line in asked:
-            if matcher.room is not None:
-                matcher.know(words[line])
-
-    def _together(self, sides: list[tuple[_Side, int]], words: UInt32) -> None:
-        if self._executor is None:
-            self._executor = llguidance.LLExecutor(self._threads)
+    def prepare(self, sides: Sequence[tuple[_Side, int]]) -> list[tuple[Any, int]]:
+        """Return the library's matchers, ready to be asked together for their masks."""
         for side, _ in sides:
-            side.go_on()
-        # to reduce contention between threads
-        by_lane = sorted([(id(side.first), line, side.inner) for side, line in sides])
-        rows = [(inner, line) for _, line, inner in by_lane]
-        self._executor.unsafe_compute_mask_ptr(
-            rows, words.ctypes.data, words.strides[0], len(words)
-        )
+            if not side.is_up_to_date:
+                side.go_on()
         for lanes, answers in Counter([side.lanes for side, _ in sides]).items():
             lanes.widen(min(1 << (answers - 1).bit_length(), self._most_lanes))
+        return [(side.inner, line) for side, line in sorted(sides, key=_lane)]
+
+    def trim(self, line: UInt32) -> None:
+        """Clear the bits beyond the vocabulary."""
+        if not self.context.stop_ids:
+            line[-1] &= self._last_word
+
+    def accept(self, matchers: Sequence[LLMatcher], tokens: Sequence[int]) -> list[bool]:
+        """Advance matchers by a token each; see `accept_many` of the backend.
+
+        One after the other: the library consumes a token in a microsecond, which is less than it
+        takes to wake threads.
+        """
+        return [
+            matcher.stays(token) or matcher.accepts(token)
+            for matcher, token in zip(matchers, tokens, strict=True)
+        ]
+
+    @cached_property
+    def threads(self) -> Any:
+        """The library's threads. They have a cost, so they are created when first needed."""
+        return llguidance.LLExecutor(self._num_threads)
+
+    @cached_property
+    def _background(self) -> Background:
+        return Background("dovetail-grammar-masks")
+
+
+class _Filling:
+    """Masks of some answers, which the library is asked for."""
+
+    def __init__(
+        self, fill: Fill, asked: list[tuple[LLMatcher, int]], words: UInt32, wide: UInt32
+    ) -> None:
+        """`wide` [m, …]: as `words`, or wider if the library's masks are."""
+        self._fill = fill
+        self._asked = asked
+        self._words = words
+        self._wide = wide
+        self.sides = [(matcher.side, line) for matcher, line in asked]
+        self._rows = fill.prepare(self.sides) if len(asked) > 1 else []
+
+    def ask(self) -> None:
+        """Have the library fill the masks, in parallel, without Python's lock."""
+        if self._rows:
+            wide = self._wide
+            threads = self._fill.threads
+            threads.unsafe_compute_mask_ptr(
+                self._rows, wide.ctypes.data, wide.strides[0], len(wide)
+            )
+
+    def finish(self) -> None:
+        """Read the library's masks. Raises `DovetailError` if a matcher has failed."""
+        words, wide = self._words, self._wide
+        for side, line in self.sides:
+            if not self._rows or side.inner.is_error():
+                side.fill(wide[line])
+        for matcher, line in self._asked:
+            if wide is not words:
+                words[line] = wide[line, : words.shape[1]]
+            self._fill.trim(words[line])
+            if matcher.room is not None:
+                matcher.know(words[line])
+                assert matcher.known is not None
+                words[line] = self._fill.strings.within(matcher.known, matcher.room)
+
+
+class Background:
+    """A thread for calls that release Python's lock while they work, one at a time.
+
+    The caller goes on as soon as the call has released the lock, and gives it up only where it
+    waits: otherwise the thread would wait for it, as long as the interpreter's switch interval.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._begun = threading.Semaphore(0)
+        self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
+        run = partial(_run, self._calls, self._begun, self._ended)
+        threading.Thread(target=run, name=name, daemon=True).start()
+        finalize(self, self._calls.put, None)
+
+    def run(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Begin `call`. Return a function that waits for its end, and raises what it raised."""
+        self._calls.put(call)
+        self._begun.acquire()
+        return self._wait
+
+    def _wait(self) -> None:
+        error = self._ended.get()
+        if error is not None:
+            raise error
+
+
+def _run(
+    calls: SimpleQueue[Callable[[], None] | None],
+    begun: threading.Semaphore,
+    ended: SimpleQueue[BaseException | None],
+) -> None:
+    """Run calls until there is None; end with the object whose thread this is."""
+    while (call := calls.get()) is not None:
+        begun.release()
+        try:
+            call()
+        except BaseException as error:  # raised where its end is awaited
+            ended.put(error)
+        else:
+            ended.put(None)
+        del call
+
+
+def _lane(of: tuple[_Side, int]) -> int:
+    """Return a key that sorts by lanes, to reduce contention between threads."""
+    return id(of[0].first)
 
 
 def check(inner: Any) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from dovetail_grammars.specs import target
 from dovetail_grammars.string_tokens import StringMask
 
@@ -134,7 +136,8 @@ class Position:
     is_key: bool  # the current string, or the next one
     key: bytes | None  # as far as it has been written; None: not in the schema
     unfinished: int  # remaining bytes of an incomplete character; or _ESCAPED
-    steps: dict[int, Step] = field(default_factory=dict)  # by token, computed on demand
+    # by token, or by the bytes from where it ends the string; computed on demand
+    steps: dict[int | bytes, Step] = field(default_factory=dict)
     masks: list[StringMask] = field(default_factory=list)  # seen so far, latest first
     # tokens of whole characters without quotes or backslashes lead back to it
     stays: bool = field(init=False)
@@ -276,20 +279,27 @@ class Tracker:
 
     def step(self, position: Position, token: int, text: bytes) -> Step:
         """Return the effect of `token` with bytes `text` at a position where it is allowed."""
-        step = position.steps.get(token)
+        key: int | bytes = token
+        if position.stays:
+            # only what follows the string counts, and that of few tokens differs
+            end = text.find(_QUOTE)
+            if end >= 0 and _BACKSLASH not in text[:end]:
+                key = text = text[end:]
+        step = position.steps.get(key)
         if step is None:
             step = self._go(position, text)
             self._remember(1)
-            position.steps[token] = step
+            position.steps[key] = step
         return step
 
     def mask(self, position: Position, rest: UInt32) -> StringMask:
         """Return `rest` as a mask of the strings at a position; equal masks are the same object
         while cached."""
+        words = rest.tobytes()
         for mask in position.masks:
-            if (mask.rest == rest).all():
+            if mask.words == words:
                 return mask
-        mask = StringMask(rest.copy())
+        mask = StringMask(np.frombuffer(words, np.uint32), words)
         self._remember(_MASK)
         position.masks = [mask, *position.masks[: _MASKS - 1]]
         return mask

@@ -3,6 +3,7 @@ left determines which are allowed."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
@@ -28,6 +29,7 @@ class StringMask:
     of a JSON string. Independent of how many more characters the string may have."""
 
     rest: UInt32
+    words: bytes  # of `rest`
 
     def allows(self, token: int) -> bool:
         return bool(int(self.rest[token >> 5]) >> (token & 31) & 1)
@@ -44,10 +46,14 @@ class StringTokens:
     def characters(self) -> Sequence[int]:
         """Number of characters by token; 0 for those of the rest."""
         stops = self._context.stop_ids
-        return [
-            0 if id in stops else _characters(text)
-            for id, text in enumerate(self._context.token_bytes)
-        ]
+        # no list of objects: it is read at random places, once a token
+        return array(
+            "I",
+            [
+                0 if id in stops else _characters(text)
+                for id, text in enumerate(self._context.token_bytes)
+            ],
+        )
 
     @cached_property
     def rest(self) -> GrammarContext:
@@ -124,7 +130,7 @@ class StringTokens:
         """Number of characters by token that it adds to the string in which it begins, which it may
         end."""
         texts = zip(self._context.token_bytes, self.characters, strict=True)
-        return [characters or _until_quote(text or b"") for text, characters in texts]
+        return array("I", [characters or _until_quote(text or b"") for text, characters in texts])
 
 
 def _characters(text: bytes | None) -> int:
