@@ -167,8 +167,9 @@ class AtFirstUse(LLGuidance):
         compiles()
         return LateGrammar(compiles)
 
-    def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
-        GrammarBackend.fill_many(self, matchers, words)
+    accept_many = GrammarBackend.accept_many
+    start_fill = GrammarBackend.start_fill
+    fill_many = GrammarBackend.fill_many
 
 
 class LateGrammar(Grammar):

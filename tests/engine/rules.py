@@ -3,7 +3,7 @@ a mask made too early is wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -76,10 +76,47 @@ class RuleBackend(GrammarBackend):
     def __init__(self, vocab_size: int, token_bytes: Sequence[bytes | None] | None = None) -> None:
         spelled = token_bytes or [b"%d " % token for token in range(vocab_size)]
         super().__init__(NoOptions(), GrammarContext(spelled, frozenset(), vocab_size))
+        self.fills = 0
 
     def compile(self, spec: GrammarSpec) -> Rule:
         modulus, length = spec.text.split()
         return Rule(int(modulus), int(length), self.context.vocab_size)
+
+    def accept_many(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> Sequence[bool]:
+        """Advance two of three."""
+        return [
+            index % 3 != 2 and _advances(matcher, token)
+            for index, (matcher, token) in enumerate(zip(matchers, tokens, strict=True))
+        ]
+
+    def start_fill(
+        self, matchers: Sequence[Matcher], words: NDArray[np.uint32]
+    ) -> Callable[[], None] | None:
+        """Fill the masks in the end, and require that nobody has used the matchers or their memory
+        before; two of three times."""
+        self.fills += 1
+        if self.fills % 3 == 0:
+            return None
+        places = [_place(matcher) for matcher in matchers]
+        words[:] = self.fills
+
+        def finish() -> None:
+            assert places == [_place(matcher) for matcher in matchers], "a matcher was used"
+            assert (words == self.fills).all(), "the memory of the masks was used"
+            self.fill_many(matchers, words)
+
+        return finish
+
+
+def _advances(matcher: Matcher, token: int) -> bool:
+    try:
+        return matcher.accept(token)
+    except ValueError:  # it raises again
+        return False
+
+
+def _place(matcher: Matcher) -> int:
+    return len(matcher.tokens) if isinstance(matcher, RuleMatcher) else 0
 
 
 def compiled(grammar: Grammar) -> Future[Grammar]:

@@ -42,7 +42,7 @@ API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "attention": "1.0",
     "model": "1.1",
     "sampler": "1.0",
-    "grammar": "1.0",
+    "grammar": "1.1",
     "executor": "1.1",
     "observer": "1.1",
     "drafter": "1.1",

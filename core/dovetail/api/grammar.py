@@ -9,7 +9,7 @@ need torch: masks are numpy arrays, one bit per token id.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -143,9 +143,25 @@ class GrammarBackend(ABC):
         a spec becomes a `RequestError` too.
         """
 
+    def accept_many(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> Sequence[bool]:
+        """Advance distinct matchers by one token each, where that can be done together. Return for
+        each whether it was advanced. The others are unchanged, unless they have failed: the engine
+        calls `accept` of each, which tells why. Raises nothing. Override it to use several cores;
+        the default advances none."""
+        return [False] * len(matchers)
+
     def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
         """Call `fill` of each of these distinct matchers with its row of words [m, ceil(vocab_size
         / 32)], which are contiguous. Override it to use several cores. Raises `DovetailError` if
         one has failed: calling `fill` of each tells which."""
         for matcher, line in zip(matchers, words, strict=True):
             matcher.fill(line)
+
+    def start_fill(self, matchers: Sequence[Matcher], words: UInt32) -> Callable[[], None] | None:
+        """Begin what `fill_many` does, and return a function that waits for its end and raises as
+        `fill_many` does. Until the engine has called it, it uses neither these matchers nor
+        `words`, and calls no method of the backend but `compile`. None: the engine calls
+        `fill_many`, as it does by default. Override it if masks are filled without Python's lock:
+        the engine plans the next step meanwhile, and a thread that needed the lock would wait for
+        it."""
+        return None

@@ -27,6 +27,7 @@ class Constraint:
         "_compiling",
         "_left",
         "_matcher",
+        "_seen",
         "_tail",
         "_token_bytes",
         "backend",
@@ -61,6 +62,7 @@ class Constraint:
             else token_bytes or ()
         )
         self._matcher: Matcher | None = None
+        self._seen: Finish | bool = False  # see `saw`
 
     def closed(self) -> bool:
         return self._compiling is not None and not self._compiling.done()
@@ -129,7 +131,14 @@ class Constraint:
                 return index
         return len(drafts)
 
+    def saw(self, end: Finish | bool) -> None:
+        """Note that the matcher has accepted the next token for `see` already, or why it failed at
+        it."""
+        self._seen = end
+
     def see(self, token: int) -> Finish | None:
+        if self._seen:
+            return self._see_again()
         if self._after:
             if self._left is not None:
                 self._left = self._left - 1 if self.forced in (None, token) else 0
@@ -148,6 +157,15 @@ class Constraint:
                 f"grammar backend is at fault",
             )
         return Finish(EndReason.STOP, keeps_token=True) if matcher.complete else None
+
+    def _see_again(self) -> Finish | None:
+        """Return the end by a token that the matcher has accepted already."""
+        seen = self._seen
+        self._seen = False
+        if isinstance(seen, Finish):
+            return seen
+        complete = self._matcher is not None and self._matcher.complete
+        return Finish(EndReason.STOP, keeps_token=True) if complete else None
 
     def _look_for_beginning(self, text: bytes) -> None:
         """Look for `after`.

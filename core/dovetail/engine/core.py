@@ -44,7 +44,7 @@ from dovetail.engine.feature import EngineFeature
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery, InFlightStep
 from dovetail.engine.live_request import LiveRequest, Status
-from dovetail.engine.masks import fill_masks
+from dovetail.engine.masks import MaskFill, accept_tokens
 from dovetail.engine.stand_in import plan_by_arrival
 from dovetail.engine.stats import EngineStats, ObserverHub, StormWatch
 from dovetail.engine.step import PlannedStep
@@ -114,6 +114,7 @@ class EngineCore:
         self._arrived_until = -math.inf  # the latest arrival time that policies have seen
         self._orders = count()
         self._flights: list[InFlightStep] = []
+        self._masks: MaskFill | None = None  # of the oldest step, if they are being filled
         self._index = 0
         # not by a step's results: rejected, failed
         self._finished: dict[LiveRequest, Finish] = {}
@@ -225,6 +226,10 @@ class EngineCore:
         """Collect the steps in flight, stop the executor, notify the observers."""
         flights = self._flights
         self._flights = []
+        masks = self._masks
+        self._masks = None
+        if masks is not None:  # until then, the executor's memory is written to
+            masks.finish()
         try:
             for flight in flights:
                 if self.dead is None:
@@ -247,7 +252,8 @@ class EngineCore:
                 if self._flights:
                     last = self._flights[-1]
                     arrival = self._arrivals.next_time
-                    self.plan_timing.wait_until_due(last, arrival, wait_until)
+                    wait = partial(self._wait_sampled, wait_until)
+                    self.plan_timing.wait_until_due(last, arrival, wait)
                 planned = self._plan_and_submit(partial(self._ask, "schedule"))
                 if planned.granted and self._may_submit():
                     return
@@ -264,7 +270,7 @@ class EngineCore:
     def _may_submit(self) -> bool:
         return not self._flights or (
             len(self._flights) < self.max_in_flight
-            and not self._flights[-1].unsampled
+            and (not self._flights[-1].unsampled or self._masks is not None)
             and self.plan_timing.may_overlap(self._flights)
         )
 
@@ -293,6 +299,7 @@ class EngineCore:
             flight = self._batches.build(step, drafts, constrained=self._constrained > 0)
             self.books.submitted(flight.requests)
             flight.core_s = time.perf_counter() - begun
+            self._finish_masks()
             flight.handle = self.executor.submit(flight.batch)
             flights.append(flight)
             for feature in flight.features:
@@ -303,11 +310,14 @@ class EngineCore:
         return step
 
     def _collect(self, delivery: Delivery) -> None:
+        self._finish_masks()
         flight = self._flights.pop(0)
         result = self.executor.collect(flight.handle)
         begun = time.perf_counter()
         flight.take(result, self.clock.now())
         self.plan_timing.collected(flight)
+        if self._constrained:
+            accept_tokens(flight)
         self._deliver(flight, delivery)
         self.plan_timing.settled(flight, self.stats)
         self.stats.count(flight, len(delivery.requests))
@@ -323,7 +333,10 @@ class EngineCore:
         if self.observers.listens:
             self._tell_of(flight, len(delivery.requests))
         if self._flights and self._flights[0].unsampled:
-            self._sample_late(self._flights[0])
+            masks = MaskFill(self._flights[0], self._vocab_size, self.executor.mask_words)
+            self._masks = masks
+            if not masks.start():
+                self._finish_masks()
 
     def _deliver(self, flight: InFlightStep, delivery: Delivery) -> None:
         """Give the unfinished requests their tokens, and find those that end with this step."""
@@ -363,11 +376,27 @@ class EngineCore:
 
     def _sample_late(self, flight: InFlightStep) -> None:
         """Sample the oldest step, which is late: its matchers have seen all tokens before it."""
-        masks, failed = fill_masks(flight, self._vocab_size, self.executor.mask_words)
+        self._masks = MaskFill(flight, self._vocab_size, self.executor.mask_words)
+        self._finish_masks()
+
+    def _finish_masks(self) -> None:
+        """Sample the oldest step once its masks are filled, if they are being filled."""
+        filling = self._masks
+        if filling is None:
+            return
+        flight = self._flights[0]
+        masks, failed = filling.finish()
+        self._masks = None
         flight.unsampled = False
         self.executor.sample(flight.handle, masks)
         for request, finish in failed.items():
-            self._finish(request, finish, deliver=True)
+            if request.status is not Status.FINISHED:
+                self._finish(request, finish, deliver=True)
+
+    def _wait_sampled(self, wait_until: WaitUntil, instant: float) -> None:
+        """Wait for `instant`; the device needn't wait for masks meanwhile."""
+        self._finish_masks()
+        wait_until(instant)
 
     # Nothing to do
 

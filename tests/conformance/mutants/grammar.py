@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dovetail.api.grammar import Grammar, GrammarContext, GrammarSpec, Matcher
+from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher
 from dovetail.errors import DovetailError, RequestError
 from dovetail_grammars.llguidance_backend import LLGuidance
 from dovetail_grammars.options import GrammarOptions
@@ -61,17 +62,21 @@ class WrappedGrammar(Grammar):
         return self.matcher(self.real.begin(), self.context)
 
 
-class Wrapping(LLGuidance):
+class OneByOne(LLGuidance):
+    """Has matchers of another class, which its base can't use together."""
+
+    accept_many = GrammarBackend.accept_many
+    start_fill = GrammarBackend.start_fill
+    fill_many = GrammarBackend.fill_many
+
+
+class Wrapping(OneByOne):
     """Begins matchers of another class."""
 
     matcher: type[Wrapped] = Wrapped
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         return WrappedGrammar(super().compile(spec), self.matcher, self.context)
-
-    def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
-        for matcher, line in zip(matchers, words, strict=True):
-            matcher.fill(line)
 
 
 @mutant(caught_by="grammar.mask")
@@ -108,14 +113,11 @@ class HasOneStopId(Wrapping):
 
 
 @mutant(caught_by="grammar.mask")
-class ForcesOneTokenization(LLGuidance):
+class ForcesOneTokenization(OneByOne):
     """Leaves the library's own habit alone, as far as one byte goes."""
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         return WrappedGrammar(super().compile(spec), _LongestOnly, self.context)
-
-    def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
-        Wrapping.fill_many(self, matchers, words)  # type: ignore[arg-type]
 
 
 class _LongestOnly(Wrapped):
@@ -503,7 +505,7 @@ class PassesOverAFailedOneAmongMany(Wrapping):
 
 
 @mutant(caught_by="grammar.failed", error=DovetailError)
-class FailsTogether(LLGuidance):
+class FailsTogether(OneByOne):
     """One answer's failure is its grammar's."""
 
     def compile(self, spec: GrammarSpec) -> Grammar:
@@ -521,9 +523,6 @@ class FailsTogether(LLGuidance):
 
         return WrappedGrammar(super().compile(spec), Together, self.context)
 
-    def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
-        Wrapping.fill_many(self, matchers, words)  # type: ignore[arg-type]
-
 
 @mutant(caught_by="grammar.threads")
 class KeepsTheSpecThatItCompiles(LLGuidance):
@@ -534,7 +533,7 @@ class KeepsTheSpecThatItCompiles(LLGuidance):
 
 
 @mutant(caught_by="grammar.shared")
-class FillsTheMemoryOfItsGrammar(LLGuidance):
+class FillsTheMemoryOfItsGrammar(OneByOne):
     """Writes masks to memory that all matchers of a grammar share, and copies them afterwards."""
 
     def compile(self, spec: GrammarSpec) -> Grammar:
@@ -547,10 +546,6 @@ class FillsTheMemoryOfItsGrammar(LLGuidance):
                 words[:] = shared
 
         return WrappedGrammar(super().compile(spec), Filling, self.context)
-
-    def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
-        for matcher, line in zip(matchers, words, strict=True):
-            matcher.fill(line)
 
 
 @mutant(caught_by="grammar.fill_many")
@@ -901,3 +896,45 @@ class LeavesOutTheLastOfMany(LLGuidance):
     def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
         count = len(matchers) if len(matchers) < 8 else len(matchers) // 4 * 4
         super().fill_many(matchers[:count], words[:count])
+
+
+@mutant(caught_by="grammar.accept_many")
+class AcceptsWhatIsForbiddenAmongMany(LLGuidance):
+    def accept_many(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> Sequence[bool]:
+        return [True] * len(super().accept_many(matchers, tokens))
+
+
+@mutant(caught_by="grammar.accept_many")
+class AdvancesManyTwice(LLGuidance):
+    """Says nothing of those that it advanced."""
+
+    def accept_many(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> Sequence[bool]:
+        return [False] * len(super().accept_many(matchers, tokens))
+
+
+@mutant(caught_by="grammar.accept_many")
+class AdvancesInAnotherOrder(LLGuidance):
+    def accept_many(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> Sequence[bool]:
+        return super().accept_many(matchers[::-1], tokens)[::-1]
+
+
+@mutant(caught_by="grammar.start_fill")
+class EndsBeforeItsMasksAreFilled(LLGuidance):
+    def start_fill(self, matchers: Sequence[Matcher], words: UInt32) -> Callable[[], None] | None:
+        return lambda: None
+
+
+@mutant(caught_by="grammar.start_fill")
+class StartsWithTheLastMasksOnly(LLGuidance):
+    """From nine on, the last eight."""
+
+    def start_fill(self, matchers: Sequence[Matcher], words: UInt32) -> Callable[[], None] | None:
+        return super().start_fill(matchers[-8:], words[-8:])
+
+
+@mutant(caught_by="grammar.start_fill")
+class StartsWhatHasFailed(LLGuidance):
+    def start_fill(self, matchers: Sequence[Matcher], words: UInt32) -> Callable[[], None] | None:
+        with suppress(DovetailError):
+            return super().start_fill(matchers, words)
+        return lambda: None

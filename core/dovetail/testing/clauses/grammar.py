@@ -57,6 +57,14 @@ CLAUSES: Marks = {
         "exception that a library": held("refuses"),
         "Compile `spec`": held("same_text"),
     },
+    "GrammarBackend.accept_many": {
+        "Override it": TOLD,
+        "*": held("accept_many"),
+    },
+    "GrammarBackend.start_fill": {
+        "Begin what": held("start_fill"),
+        "*": TOLD,
+    },
     "GrammarBackend.fill_many": {
         "Raises `DovetailError`": held("failed"),
         "Override it": TOLD,

@@ -609,6 +609,95 @@ class GrammarSuite(Suite):
                     f"row {line} of {number} masks at once isn't the mask that fill writes",
                 )
 
+    @check("grammar.accept_many", since="1.1")
+    def test_tokens_accepted_together_are_accepted_as_one_by_one(self) -> None:
+        """`accept_many` says that it advanced an answer whose mask forbids the token, or that has
+        failed or ended; or changes one that it says it left as it was; or later masks differ from
+        those after `accept`; or it raises."""
+        together = [matcher for _, matcher, _ in self._places(8)]
+        apart = [matcher for _, matcher, _ in self._places(8)]
+        chance = random.Random(5)
+        for number in (1, 2, len(together), len(together), MANY, len(together)):
+            tokens = [self._likely_token(matcher, chance) for matcher in apart[:number]]
+            advanced = self._backend.accept_many(together[:number], tokens)
+            require(
+                len(advanced) == len(tokens),
+                f"accept_many of {len(tokens)} answers returns {len(advanced)} values",
+            )
+            for matcher, twin, token, done in zip(together, apart, tokens, advanced, strict=False):
+                accepted = twin.accept(token)
+                what = f"token {token}, which accept {'accepts' if accepted else 'rejects'}"
+                require(accepted or not done, f"accept_many advanced an answer by {what}")
+                require(
+                    done or matcher.accept(token) == accepted,
+                    f"accept_many said that it left an answer as it was before {what}: it didn't",
+                )
+                require(
+                    (_mask(matcher) == _mask(twin)).all() and matcher.complete == twin.complete,
+                    f"accept_many, which returned {done}, left another answer behind {what}",
+                )
+        for backend, answers, failed in self._stuck():
+            token = ids_of("b")[0]
+            require(
+                not backend.accept_many(answers, [token] * len(answers))[failed],
+                "accept_many advanced an answer that had failed",
+            )
+
+    @check("grammar.start_fill", since="1.1")
+    def test_masks_that_are_started_are_there_in_the_end(self) -> None:
+        """When the function that `start_fill` returns has returned, masks differ from those that
+        `fill` writes, or rows are as they were; or neither raised `DovetailError` for an answer
+        that has failed."""
+        matchers = list[Matcher]()
+        while len(matchers) < MANY:
+            matchers += [matcher for _, matcher, _ in self._places(8)]
+        expected = np.stack([_mask(matcher) for matcher in matchers[:MANY]])
+        for number in (*range(1, MANY + 1), MANY, MANY):
+            words = np.full_like(expected[:number], 0xFFFFFFFF)
+            wait = self._backend.start_fill(matchers[:number], words)
+            if wait is None:
+                continue
+            wait()
+            for line, (found, wanted) in enumerate(zip(words, expected, strict=False)):
+                require(
+                    (found == wanted).all(),
+                    f"row {line} of {number} masks that were started isn't the mask that fill "
+                    f"writes",
+                )
+        for backend, answers, _ in self._stuck():
+            words = np.zeros((len(answers), len(_empty(CONTEXT))), dtype=np.uint32)
+            require(
+                _reason(partial(_start_and_wait, backend, answers, words)),
+                "start_fill with an answer that failed doesn't raise DovetailError",
+            )
+
+    def _likely_token(self, matcher: Matcher, chance: random.Random) -> int:
+        """Return a token, which is mostly allowed."""
+        allowed = sorted(_allowed(matcher))
+        if not allowed or chance.random() < 0.2:
+            return chance.randrange(CONTEXT.vocab_size)
+        return chance.choice(allowed)
+
+    def _stuck(self) -> Iterator[tuple[GrammarBackend, Sequence[Matcher], int]]:
+        """Yield answers of which one has failed, with its index and their backend."""
+        context = vocabulary(without=b"q")
+        backend = self._backend_of(context)
+        for spec in STUCK:
+            if not self.declares(spec.kind):
+                continue
+            try:
+                grammar = backend.compile(spec)
+            except DovetailError:
+                continue  # in the other syntax
+            answers = [grammar.begin() for _ in range(MANY)]
+            for token in ids_of('"b' if spec.kind == "json_schema" else "b"):
+                answers[1].accept(token)
+            require(
+                _reason(partial(answers[1].fill, _empty(context))),
+                f"{spec}: where no token fits, fill doesn't raise DovetailError with a reason",
+            )
+            yield backend, answers, 1
+
     @check("grammar.no_stop_ids", since="1.0")
     def test_a_model_may_have_no_stop_id(self) -> None:
         """Without stop ids in the context, the backend can't be constructed, or a mask has other
@@ -948,6 +1037,15 @@ class GrammarSuite(Suite):
             )
             text += text_of(token)
         return text, False
+
+
+def _start_and_wait(backend: GrammarBackend, matchers: Sequence[Matcher], words: UInt32) -> None:
+    """Fill masks by `start_fill`, or if it returns None by `fill_many`."""
+    wait = backend.start_fill(matchers, words)
+    if wait is None:
+        backend.fill_many(matchers, words)
+    else:
+        wait()
 
 
 def _in_json(text: str) -> str:
