@@ -153,3 +153,16 @@ FAMILIES = {
     "lfm2_biased": lfm2_biased,
     "lfm2_moe": lfm2_moe,
 }
+# types of transformers with recurrent layers that its own code computes
+THROUGH_TRANSFORMERS = (
+    "bailing_hybrid",
+    "bamba",
+    "falcon_h1",
+    "jamba",
+    "kimi_linear",
+    "lfm3",
+    "mamba2",
+    "olmo_hybrid",
+    "zamba2",
+    "zaya",
+)

@@ -11,13 +11,20 @@ from dovetail import LLMEngine
 from tests.e2e.reference import Comparison, checkpoint, compare_greedy, greedy, run, tokens_of
 from tests.e2e.test_equal_to_transformers import random_prompts
 from tests.models import hybrids
-from tests.models.hybrids import FAMILIES, SHAPE
+from tests.models.hybrids import FAMILIES, SHAPE, THROUGH_TRANSFORMERS
+from tests.models.tiny_configs import tiny
 from tests.support import FULL
 
 NEW = 10
 ONE_OF_EACH = ["qwen3_next", "nemotron_h", "granite", "lfm2"]  # recurrences and decoders
-TRIED = list(FAMILIES) if FULL else ONE_OF_EACH
+# an attention that keeps a state, and no attention at all
+THROUGH = ["zaya", "mamba2"]
+TRIED = [*FAMILIES, *THROUGH_TRANSFORMERS] if FULL else [*ONE_OF_EACH, *THROUGH]
 SETTINGS: dict[str, Any] = {"dtype": "float32", "generation_config": "none", "block_size": 8}
+
+
+def config_of(name: str) -> Any:
+    return FAMILIES[name]() if name in FAMILIES else tiny(name)
 
 
 def assert_greedy(model: Any, prompt: list[int], tokens: list[int], what: str = "") -> None:
@@ -35,7 +42,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
         "in chunks of 7": ([long, middle, short], {"max_num_batched_tokens": 7}),
         "after a prefix hit": ([long, sharing, long], {"max_num_seqs": 1}),
     }
-    with checkpoint(FAMILIES[name]()) as (directory, model):
+    with checkpoint(config_of(name)) as (directory, model):
         for circumstance, (prompts, settings) in circumstances.items():
             outputs = run(
                 directory, prompts, [greedy(NEW)] * len(prompts), block_size=8, **settings
@@ -58,10 +65,12 @@ def test_single_tokens_are_a_chunk_too(name: str) -> None:
         assert_greedy(model, prompt, tokens)
 
 
-@pytest.mark.parametrize("name", ONE_OF_EACH if FULL else ["qwen3_next"])
+@pytest.mark.parametrize(
+    "name", [*ONE_OF_EACH, "bamba", "kimi_linear", "zaya"] if FULL else ["qwen3_next", "zaya"]
+)
 def test_preempted_requests_write_the_same_tokens(name: str) -> None:
     prompts, new = random_prompts([3, 9, 1, 5, 12], SHAPE["vocab_size"], seed=2), 30
-    with checkpoint(FAMILIES[name]()) as (directory, model):
+    with checkpoint(config_of(name)) as (directory, model):
         got: dict[str, list[int]] = {}
         settings = {
             **SETTINGS,
@@ -84,8 +93,9 @@ def test_preempted_requests_write_the_same_tokens(name: str) -> None:
 def scarce(directory: Any, requests: int) -> dict[str, Any]:
     """An executor with pages for the states of this many requests, and for the K and V of a request
     of 64 tokens."""
+    executor = {"name": "local", "num_pages": 500}
     with LLMEngine.from_config(
-        {"model": str(directory), **SETTINGS, "executor": {"name": "local", "num_pages": 500}}
+        {"model": str(directory), **SETTINGS, "max_model_len": 64, "executor": executor}
     ) as engine:
         layout = engine.core.kv.context.layout
     return {

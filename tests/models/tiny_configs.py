@@ -52,6 +52,8 @@ SIZES: dict[str, Any] = {
     "decoder_attention_heads": 4,
     "decoder_ffn_dim": 96,
 }
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_d_head": 16}
+THREE: dict[str, Any] = {"num_hidden_layers": 3}
 # instead of these sizes; and kinds of layers, where the default config lacks some that checkpoints
 # have
 OF_TYPES: dict[str, dict[str, Any]] = {
@@ -74,19 +76,65 @@ OF_TYPES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 128,
         "hidden_size_per_layer_input": 8,
     },
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "bailing_hybrid": {
+        "head_dim": 32,  # of linear attention
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "bamba": {"attn_layer_indices": [1], **MAMBA},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},
     "granitemoehybrid": {
         "layer_types": ["mamba", "attention"],
-        "mamba_n_heads": 8,
-        "mamba_d_state": 16,
-        "mamba_d_head": 16,
+        **MAMBA,
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": None,
+        },
+    },
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 1]],
+        "num_layers": 2,
+        "num_heads": 4,
+        "window_size": 16,
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "zero_expert_num": 2,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, **THREE},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "qwen3_vl_moe_text": {
         "moe_intermediate_size": 24
     },  # of a square weight nobody can tell whether it is transposed
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], **THREE},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "mamba_d_state": 16,
+        **THREE,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 SECTIONS: dict[str, Any] = {

@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -40,10 +41,12 @@ from dovetail.api.model import (
     TrialRun,
     WeightRule,
 )
+from dovetail.api.state import StateSpec
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.attention import spec_of_rank
 from dovetail.nn.build import of_runtime
 from dovetail.nn.format.stored import StoredWeight
+from dovetail.nn.model_files import model_length
 from dovetail.nn.weights import (
     TEXT_PARTS,
     dummy_weights,
@@ -70,6 +73,14 @@ from dovetail_models.transformers_layers import (
     find_layers,
     reasons_against_split,
 )
+from dovetail_models.transformers_older import attend_by
+from dovetail_models.transformers_states import (
+    StateCall,
+    attends,
+    bind_states,
+    recording_states,
+    state_specs_of,
+)
 from dovetail_models.transformers_verdicts import Verdict
 
 log = logging.getLogger("dovetail")
@@ -89,6 +100,7 @@ _HIDING = {  # kinds of layers that compute something that attention backends do
     "conv": "a convolution, whose state of earlier inputs only native models can keep",
     "linear_attention": "whose recurrent state only native models can keep",
 }
+_OTHER_STATE = "{} keeps a recurrent state apart from transformers' cache"
 # of transformers' code
 _FAILURES = (
     AttributeError,
@@ -121,28 +133,30 @@ class Transformers(ModelArch):
         names = config.architectures or ()
         if serves is None or not any(_is_called(name, serves, config.model_type) for name in names):
             return [_why_not_causal(config, serves)]
-        if getattr(getattr(transformers, serves), "_is_stateful", False):
-            return [f"{serves} keeps a recurrent state, which only native models can"]
         if getattr(config, "index_topk", None):
             return [
                 f"index_topk = {config.index_topk}: attention to tokens that an index chooses "
                 f"isn't served"
             ]
+        is_stateful = getattr(getattr(transformers, serves), "_is_stateful", False)
         try:
-            calls = self._trace(config).calls
+            traced = self._trace(config)
         except UnsupportedError as error:
-            return [str(error)]
-        reasons = sorted({problem for call in calls for problem in call.problems})
-        if len({call.module for call in calls}) < len(calls):
-            reasons.append("one attention module is called several times in a step")
-        return reasons
+            return [_OTHER_STATE.format(serves) if is_stateful else str(error)]
+        if is_stateful and not traced.states:
+            return [_OTHER_STATE.format(serves)]
+        return sorted({problem for call in traced.calls for problem in call.problems})
 
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
         return [spec_of_rank(spec, parallel) for spec in specs_of(self._trace(config).calls)]
 
+    def state_specs(self, config: Any, parallel: ParallelGroup) -> list[StateSpec]:
+        traced = self._trace(config)
+        return state_specs_of(traced.states, len(traced.calls))
+
     def build(self, config: Any, context: BuildContext) -> nn.Module:
         traced = self._trace(config)
-        max_len = context.max_len or int(config.max_position_embeddings)
+        max_len = context.max_len or model_length(config)
         _check_rope(config, max_len)
         _check_lengths(config, traced.calls, max_len)
         layers = find_layers(traced.base, traced.calls, max_len, context.device, traced.keeps)
@@ -153,9 +167,12 @@ class Transformers(ModelArch):
             )
             _warn_of_plain_experts(traced, context.dtype)
         if context.parallel.size > 1 and (
-            reasons := reasons_against_split(
-                traced.base, traced.calls, layers, config.base_model_tp_plan
-            )
+            reasons := [
+                *(["recurrent layers aren't split"] if traced.states else []),
+                *reasons_against_split(
+                    traced.base, traced.calls, layers, config.base_model_tp_plan
+                ),
+            ]
         ):
             raise UnsupportedError(
                 f"{type(traced.model).__name__} can't be split over ranks through transformers: "
@@ -203,11 +220,13 @@ def _why_not_causal(config: Any, serves: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A model on the meta device, and the attention calls of its forward pass."""
+    """A model on the meta device, and the attention calls and recurrent modules of its forward
+    pass."""
 
     model: PreTrainedModel
     base: nn.Module  # the model without its head
     calls: list[AttentionCall]
+    states: list[StateCall]
     called: frozenset[str]  # names of the base's modules that are called
 
     @property
@@ -232,10 +251,6 @@ def traced_model(config: Any) -> Traced:
         with torch.device("meta"):
             model = _of_config(config)
     except Exception as error:
-        if isinstance(error, KeyError) and error.args == (NAME,):
-            raise UnsupportedError(
-                NOT_THROUGH.format(type(config).__name__.removesuffix("Config"))
-            ) from error
         raise UnsupportedError(
             f"transformers can't build it as a causal language model: {one_line(error)}"
         ) from error
@@ -245,10 +260,15 @@ def traced_model(config: Any) -> Traced:
         module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
         for name, module in base.named_modules()
     ]
-    calls = trace(base)
+    with recording_states(base) as states:
+        calls = trace(base)
     for hook in hooks:
         hook.remove()
-    return Traced(model, base, calls, frozenset(called))
+    if not calls and not states:
+        raise UnsupportedError(NOT_THROUGH.format(type(base).__name__))
+    if any(attends(base.get_submodule(state.module)) for state in states):
+        raise UnsupportedError("its attention keeps a state beside K and V")
+    return Traced(model, base, calls, states, frozenset(called))
 
 
 class TransformersModel(nn.Module):
@@ -265,10 +285,14 @@ class TransformersModel(nn.Module):
         self._max_len = max_len
         self._prefix = traced.prefix
         self._calls = traced.calls
-        self._shortened = _shortened(config, traced.base, traced.calls)
+        self._states = traced.states
+        self._shortened = _shortened(config, traced)
         self._attention = [
             context.make_attention(spec_of_rank(spec, context.parallel))
             for spec in specs_of(traced.calls)
+        ]
+        self._state_layers = [
+            context.make_state(spec) for spec in state_specs_of(traced.states, len(traced.calls))
         ]
         self._own = {found.name: found.make(context) for found in layers.found}
         self.own = nn.ModuleList(self._own.values())
@@ -305,6 +329,7 @@ class TransformersModel(nn.Module):
             _fill(self.model, seed, device)
         self.model.to(device)
         bind(self._base, self._calls, self._attention)
+        bind_states(self._base, self._states, self._state_layers)
         self._head = head_of(self.model)
 
     def _load_from(self, directory: Path) -> None:
@@ -334,14 +359,14 @@ class TransformersModel(nn.Module):
     def _logprobs_of_transformers(self) -> torch.Tensor:
         """Return those of `trial_tokens`, with transformers' own attention."""
         tokens = trial_tokens(self.config.vocab_size, self._max_len)
-        self.model.set_attn_implementation("eager")
+        attend_by(self.model, "eager")
         try:
             logprobs = whole_logprobs(self.model, tokens, self._context.device)
         except _FAILURES as error:
             raise UnsupportedError(
                 f"{type(self.model).__name__}: its code fails in transformers: {one_line(error)}"
             ) from error
-        self.model.set_attn_implementation(NAME)
+        attend_by(self.model, NAME)
         return logprobs
 
     def verify(self, run: TrialRun) -> None:
@@ -382,7 +407,8 @@ class TransformersModel(nn.Module):
     def _prove(self, directory: Path, stored: Sequence[WeightRule]) -> None:
         """Run the first layers, with at least one of each kind, in float32, by themselves and in
         ragged batches. `stored`: rules of weights that are already in their formats."""
-        config, calls = self._shortened
+        short = self._shortened
+        config, calls = short.config, short.calls
         alone = _loaded(config, directory, torch.float32, stored, whole=False).to(
             self._context.device
         )
@@ -392,17 +418,17 @@ class TransformersModel(nn.Module):
                 part = rule.parameter.parts[rule.shard_id]
                 weight = rule.parameter
                 parameters[rule.source].data.copy_(part.place(weight.format.dequantized(weight)))
-        alone.set_attn_implementation("eager")
+        attend_by(alone, "eager")
         specs = [spec_of_rank(spec, self._context.parallel) for spec in specs_of(calls)]
         lengths = sorted(
             {1, min(33, self._max_len), min(_longest_needed(self.config, calls), self._max_len)}
         )
-        difference = self._difference(alone, self._layers, calls, specs, lengths)
+        difference = self._difference(alone, self._layers, short, specs, lengths)
         may_leave = self._is_plain() and self._layers.found and self._context.parallel.size == 1
         if (
             difference is not None
             and may_leave
-            and self._difference(alone, Layers(), calls, specs, lengths) is None
+            and self._difference(alone, Layers(), short, specs, lengths) is None
         ):
             log.warning(
                 "%s: none of its layers is replaced by a faster one, with which %s",
@@ -435,7 +461,7 @@ class TransformersModel(nn.Module):
         self,
         alone: PreTrainedModel,
         layers: Layers,
-        calls: list[AttentionCall],
+        short: _Short,
         specs: Sequence[LayerSpec],
         lengths: list[int],
     ) -> str | None:
@@ -444,7 +470,7 @@ class TransformersModel(nn.Module):
         batched = copy.deepcopy(
             alone, {id(one): one for one in (*alone.parameters(), *alone.buffers())}
         )
-        batched.set_attn_implementation(NAME)
+        attend_by(batched, NAME)
         base = _base_of(batched)
         base_alone = _base_of(alone)
         context = replace(self._context, dtype=torch.float32, weights_later=False)
@@ -457,8 +483,9 @@ class TransformersModel(nn.Module):
             try:
                 return check(
                     base,
-                    calls,
+                    short.calls,
                     specs,
+                    short.states,
                     partial(_states, base_alone, Layers()),
                     partial(_states, base, layers),
                     lengths,
@@ -537,11 +564,10 @@ def _states_of(
 
 
 def _of_config(text: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    return _ready(
-        AutoModelForCausalLM.from_config(
-            copy.deepcopy(text), dtype=dtype, attn_implementation=NAME, experts_implementation=NAME
-        )
+    model = AutoModelForCausalLM.from_config(
+        copy.deepcopy(text), dtype=dtype, attn_implementation="eager", experts_implementation=NAME
     )
+    return _ready(model)
 
 
 def _skeleton(config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -580,8 +606,8 @@ def _fill(model: PreTrainedModel, seed: int, device: torch.device) -> None:
 
 
 def _ready(model: PreTrainedModel) -> PreTrainedModel:
-    """Keep rotary embeddings from changing their frequencies: `_check_rope` excludes sequences of
-    that length."""
+    """Make the model attend by `attention`, and keep its rotary embeddings from changing their
+    frequencies: `_check_rope` excludes sequences of that length."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):
@@ -590,6 +616,7 @@ def _ready(model: PreTrainedModel) -> PreTrainedModel:
             }
         elif kind in _SWITCHING_ROPES:
             module.rope_type = "default"
+    attend_by(model, NAME)
     return model.eval()
 
 
@@ -648,7 +675,7 @@ def _loaded(
                 str(directory),
                 config=config,
                 dtype=dtype,
-                attn_implementation=NAME,
+                attn_implementation="eager",
                 experts_implementation=NAME,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -710,7 +737,13 @@ class _GivenStates:
 
 
 class _Given(nn.Module):
-    """Replaces the base model to compute only the head."""
+    """Replaces the base model to compute only the head, which may read numbers of the base."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(base).items():
+            if isinstance(value, int | float) and not hasattr(self, name):
+                setattr(self, name, value)
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _GivenStates:
         return _GivenStates(inputs_embeds)
@@ -727,24 +760,33 @@ def head_of(model: PreTrainedModel) -> PreTrainedModel:
     head = copy.copy(model)
     base = _base_of(model)
     vars(head)["_modules"] = {
-        name: _Given() if module is base else module for name, module in model.named_children()
+        name: _Given(module) if module is base else module
+        for name, module in model.named_children()
     }
     return head
 
 
-def _shortened(
-    config: Any, base: nn.Module, calls: list[AttentionCall]
-) -> tuple[Any, list[AttentionCall]]:
-    """Return the config of a model with the first layers of `base`, at least one of each kind, and
-    their calls."""
+class _Short(NamedTuple):
+    """The config of a model with the first layers of another one, and their calls."""
+
+    config: Any
+    calls: list[AttentionCall]
+    states: list[StateCall]
+
+
+def _shortened(config: Any, traced: Traced) -> _Short:
+    """Return a model with the first layers of `traced`, at least one of each kind."""
+    base = traced.base
+    calls = traced.calls
+    whole = _Short(config, calls, traced.states)
     count = int(config.num_hidden_layers)
     lists = [
         (name, module)
         for name, module in base.named_modules()
-        if _holds(name, module, count, calls)
+        if _holds(name, module, count, [*calls, *traced.states])
     ]
     if not lists:
-        return config, calls
+        return whole
     prefix, layers = lists[0]
     kinds: dict[str, int] = {}
     for index, layer in enumerate(layers):
@@ -758,12 +800,8 @@ def _shortened(
         kinds.setdefault(repr((classes, shapes, own)), index)
     kept = max(kinds.values()) + 1
     if kept == count:
-        return config, calls
+        return whole
     short = copy.deepcopy(config)
-    for name, value in vars(config).items():
-        if isinstance(value, list | tuple) and len(value) == count:
-            setattr(short, name, value[:kept])
-    short.num_hidden_layers = kept
 
     def stays(name: str) -> bool:
         return (
@@ -771,22 +809,29 @@ def _shortened(
         )
 
     try:
+        for name, value in vars(config).items():
+            if isinstance(value, list) and len(value) == count:
+                setattr(short, name, value[:kept])
+        short.num_hidden_layers = kept
         with torch.device("meta"):
             parameters = {
                 name: one.shape for name, one in _base_of(_of_config(short)).named_parameters()
             }
-    except _FAILURES:
-        return config, calls
+    except (*_FAILURES, StrictDataclassError):
+        return whole
     if parameters != {name: one.shape for name, one in base.named_parameters() if stays(name)}:
         # layers depend on their number: those that share K and V, or embeddings for each
-        return (
-            config,
-            calls,
-        )
-    return short, [call for call in calls if stays(call.module)]
+        return whole
+    return _Short(
+        short,
+        [call for call in calls if stays(call.module)],
+        [state for state in traced.states if stays(state.module)],
+    )
 
 
-def _holds(name: str, module: nn.Module, count: int, calls: list[AttentionCall]) -> bool:
+def _holds(
+    name: str, module: nn.Module, count: int, calls: Sequence[AttentionCall | StateCall]
+) -> bool:
     """Return True for the list of a model's `count` layers, which contain the calls."""
     return (
         isinstance(module, nn.ModuleList)
@@ -857,10 +902,12 @@ def _check_rope(config: Any, max_len: int) -> None:
     length."""
     for rope in _ropes(config):
         kind = rope.get("rope_type")
+        if kind not in _SWITCHING_ROPES:
+            continue
         original = int(
             rope.get(_ORIGINAL) or getattr(config, _ORIGINAL, 0) or config.max_position_embeddings
         )
-        if kind in _SWITCHING_ROPES and max_len > original:
+        if max_len > original:
             raise UnsupportedError(
                 f"rope_parameters.rope_type: with {kind!r} a sequence of more than {original} "
                 f"tokens changes the frequencies of all others in its "

@@ -24,7 +24,7 @@ from dovetail.errors import UnsupportedError
 # name of our functions in transformers' registries of attention and experts implementations
 NAME = "dovetail"
 NOT_THROUGH = "{}: its attention doesn't go through transformers' AttentionInterface"
-LAYER = "dovetail_layer"  # attribute of an attention module: its `AttentionLayer`
+LAYER = "dovetail_layer"  # attribute of an attention module: its `AttentionLayer`, or `_InTurn`
 
 # arguments of attention calls that layers have, or that don't change the numbers here: positions
 # and masks are the backend's
@@ -66,6 +66,23 @@ class AttentionCall:
     softcap: float | None = None
 
 
+class _InTurn:
+    """Layers of a module that attends several times in a step, each time over its own K and V."""
+
+    def __init__(self, layers: Sequence[AttentionLayer]) -> None:
+        self._layers = layers
+        self._next = 0
+
+    def begin(self) -> None:
+        """Begin a step: the first layer is next."""
+        self._next = 0
+
+    def take(self) -> AttentionLayer | None:
+        """Return the layer of this call; None after the last."""
+        self._next += 1
+        return self._layers[self._next - 1] if self._next <= len(self._layers) else None
+
+
 class _Recorder:
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
         self.names, self.calls = names, list[AttentionCall]()
@@ -96,7 +113,8 @@ def attention(
         raise UnsupportedError(
             f"its attention has {', '.join(unhandled)}, which attention backends don't compute"
         )
-    layer: AttentionLayer | None = getattr(module, LAYER, None)
+    bound = getattr(module, LAYER, None)
+    layer: AttentionLayer | None = bound.take() if isinstance(bound, _InTurn) else bound
     if layer is None:
         raise UnsupportedError(
             f"{type(module).__name__} is called, and wasn't when the model was traced"
@@ -227,7 +245,7 @@ def _recording(model: nn.Module) -> Iterator[list[AttentionCall]]:
 @torch.no_grad()
 def trace(base: nn.Module) -> list[AttentionCall]:
     """Return the attention calls of a forward pass of a model on the meta device, in their order.
-    Raises `UnsupportedError` if there are none, or if the model can't be traced."""
+    Raises `UnsupportedError` if the model can't be traced."""
     ids, positions = (torch.zeros(1, 3, dtype=torch.long, device="meta") for _ in range(2))
     with _recording(base) as calls:
         try:
@@ -236,8 +254,6 @@ def trace(base: nn.Module) -> list[AttentionCall]:
             raise UnsupportedError(
                 f"{type(base).__name__}: its code can't be traced: {one_line(error)}"
             ) from error
-    if not calls:
-        raise UnsupportedError(NOT_THROUGH.format(type(base).__name__))
     return calls
 
 
@@ -258,10 +274,18 @@ def specs_of(calls: Sequence[AttentionCall]) -> list[LayerSpec]:
 
 
 def bind(base: nn.Module, calls: Sequence[AttentionCall], layers: Sequence[AttentionLayer]) -> None:
-    """Make each attention module of `base` use its layer. Sinks are read from the module's
-    parameter."""
+    """Make each attention module of `base` use its layer, or its layers in turn. Sinks are read
+    from the module's parameter."""
+    of_module = dict[str, list[AttentionLayer]]()
     for call, layer in zip(calls, layers, strict=True):
         module = base.get_submodule(call.module)
-        setattr(module, LAYER, layer)
+        of_module.setdefault(call.module, []).append(layer)
         if call.sinks is not None:
             layer.bind_sinks(getattr(module, call.sinks).detach())
+    for name, own in of_module.items():
+        module = base.get_submodule(name)
+        setattr(module, LAYER, own[0])
+        if len(own) > 1:
+            turn = _InTurn(own)
+            setattr(module, LAYER, turn)
+            base.register_forward_pre_hook(lambda *_, turn=turn: turn.begin())

@@ -15,8 +15,10 @@ from torch import nn
 
 from dovetail.api.attention import AttentionLayer, LayerCache, LayerSpec
 from dovetail.api.model import TrialRun
+from dovetail.api.state import StateBatch, StateLayer, StateSpec
 from dovetail.errors import DovetailError
 from dovetail_models.transformers_attention import AttentionCall, bind
+from dovetail_models.transformers_states import StateCall, bind_states, state_specs_of
 
 TOLERANCE = 1e-4  # largest difference, in root mean squares of the reference's states
 MEAN_DIFFERENCE = 0.05  # largest mean difference of log-probabilities in the model's own dtype
@@ -34,6 +36,35 @@ class PlainBatch:
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, int]] = []  # (row, tokens), in the order of the batch
+        self.states: StateBatch | None = None
+
+    def begin(self, rows: Sequence[tuple[int, int, int]], device: torch.device) -> None:
+        """Begin a step of `rows`: (row, its tokens in this step, those including earlier ones)."""
+        places, counts, ends = torch.tensor(rows, dtype=torch.int32).unbind(1)
+        self.rows = [(row, count) for row, count, _ in rows]
+        starts = nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        self.states = StateBatch(
+            num_rows=len(rows),
+            num_tokens=int(counts.sum()),
+            places=places.long().to(device),
+            query_starts=starts.to(device),
+            kv_lens=ends.to(device),
+            host_query_lens=counts.numpy(),
+            decodes=bool((counts == 1).all()),
+        )
+
+
+def _plain_states(
+    spec: StateSpec, batch: PlainBatch, rows: int, device: torch.device
+) -> StateLayer:
+    """Return a state layer with float32 memory for `rows` rows."""
+    layer = StateLayer(spec, lambda: batch.states)
+    memory = tuple(
+        torch.zeros(rows, tensor.rows, tensor.row_size, device=device) for tensor in spec.tensors
+    )
+    units = torch.arange(rows, dtype=torch.int32, device=device)[:, None]
+    layer.bind(memory, (units,) * len(memory))
+    return layer
 
 
 class PlainAttention(AttentionLayer):
@@ -103,6 +134,7 @@ def check(
     base: nn.Module,
     calls: Sequence[AttentionCall],
     specs: Sequence[LayerSpec],
+    states: Sequence[StateCall],
     reference: States,
     flat: States,
     lengths: Sequence[int],
@@ -110,11 +142,15 @@ def check(
 ) -> str | None:
     """Compare `reference`, which computes one sequence by itself, with `flat`, in which rows of all
     `lengths` share batches, in chunks, in changing order. The layers of `base`, which this rank
-    computes as `specs`, are bound to plain attention. Returns None if they agree, and otherwise
-    what differs."""
+    computes as `specs`, are bound to plain attention, and its `states` to plain memory. Returns
+    None if they agree, and otherwise what differs."""
     batch = PlainBatch()
     bind(base, calls, [PlainAttention(spec, batch) for spec in specs])
     device = next(base.parameters()).device
+    state_specs = state_specs_of(states, len(specs))
+    bind_states(
+        base, states, [_plain_states(spec, batch, len(lengths), device) for spec in state_specs]
+    )
     generator = torch.Generator().manual_seed(0)
     rows = [
         torch.randint(vocab_size, (length,), generator=generator).to(device) for length in lengths
@@ -123,13 +159,13 @@ def check(
     wanted = [reference(ids, positions) for ids, positions in zip(rows, places, strict=True)]
     got: list[list[torch.Tensor]] = [[] for _ in rows]
     for step in _schedule(lengths):
-        batch.rows = [(row, end - begin) for row, begin, end in step]
-        states = flat(
+        batch.begin([(row, end - begin, end) for row, begin, end in step], device)
+        hidden = flat(
             torch.cat([rows[row][begin:end] for row, begin, end in step]),
             torch.cat([places[row][begin:end] for row, begin, end in step]),
         )
         for (row, _, _), part in zip(
-            step, torch.split(states, [count for _, count in batch.rows]), strict=True
+            step, torch.split(hidden, [count for _, count in batch.rows]), strict=True
         ):
             got[row].append(part)
     for length, one, other in zip(lengths, wanted, got, strict=True):

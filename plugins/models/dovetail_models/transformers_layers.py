@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -319,7 +320,12 @@ class _Finder:
         self._base = base
         self._max_len = max_len
         self._device = device
-        self._specs = {call.module: spec for call, spec in zip(calls, specs_of(calls), strict=True)}
+        times = Counter(call.module for call in calls)
+        self._specs = {
+            call.module: spec
+            for call, spec in zip(calls, specs_of(calls), strict=True)
+            if times[call.module] == 1
+        }
         self.found: dict[str, Found] = {}
         self.rotaries: dict[str | None, RotaryTable] = {}  # by kind of layer, if they differ
         self._makers: Mapping[type[OwnLayer], Callable[[str, Any], Make | None]] = {
