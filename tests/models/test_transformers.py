@@ -27,7 +27,7 @@ from tests.models.tiny_configs import random_model, tiny
 
 ROWS = rows_of(PAGE.read_text(encoding="utf-8"))
 # types whose module code hides state or masks
-MISLEADING = ("inkling_text", "lfm2", "llama4_text", "mamba", "minimax")
+MISLEADING = ("inkling_text", "lfm2", "llama4_text", "minimax")
 SOME = ("phimoe", "internlm3", "gemma4", "lfm3", "mamba", "bloom", "bart", "diffllama")
 
 
@@ -52,6 +52,39 @@ def test_no_whole_checkpoint_is_refused_as_if_its_files_were_broken() -> None:
 
 def test_types_that_mislead_are_refused() -> None:
     assert not [name for name in MISLEADING if ROWS[name] == EXACT]
+
+
+@pytest.mark.slow("makes several engines")
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+        ("falcon", {"multi_query": False, "parallel_attn": False}),
+        ("gpt_neo", {"window_size": 5}),
+        ("gptj", {"rotary_dim": 16, "tie_word_embeddings": True}),
+        ("olmo_hybrid", {"linear_allow_neg_eigval": False}),
+        ("zamba2", {"use_shared_attention_adapter": True, "num_mem_blocks": 2}),
+    ],
+)
+def test_other_shapes_of_a_type_are_exact(
+    tmp_path: Path, model_type: str, changes: dict[str, Any]
+) -> None:
+    config = tiny(model_type)
+    for name, value in changes.items():
+        assert hasattr(config, name)
+        setattr(config, name, value)
+    reference = random_model(config)
+    reference.save_pretrained(tmp_path)
+    expected = [greedy(reference, prompt) for prompt in PROMPTS]
+    torch.testing.assert_close(
+        served_tokens(tmp_path), torch.tensor(expected, dtype=torch.float64), atol=1e-3, rtol=0
+    )
+
+
+def test_alibi_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "falcon", alibi=True)
+    with pytest.raises(UnsupportedError, match="alibi"):
+        load(tmp_path)
 
 
 def saved(directory: Path, model_type: str = "mixtral", **changes: Any) -> Path:
