@@ -63,7 +63,6 @@ def test_types_that_mislead_are_refused() -> None:
         ("gpt_neo", {"window_size": 5}),
         ("gptj", {"rotary_dim": 16, "tie_word_embeddings": True}),
         ("olmo_hybrid", {"linear_allow_neg_eigval": False}),
-        ("zamba2", {"use_shared_attention_adapter": True, "num_mem_blocks": 2}),
     ],
 )
 def test_other_shapes_of_a_type_are_exact(
