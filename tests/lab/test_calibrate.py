@@ -667,6 +667,35 @@ def test_too_little_time_is_an_error() -> None:
         calibrate(pretended(), time_limit_s=0)
 
 
+@pytest.mark.slow("makes a checkpoint, and starts a process that prepares images")
+def test_what_an_image_takes_is_found_out_by_its_rows() -> None:
+    pytest.importorskip("torch", reason="the checkpoint is made with torch")
+    from tests.media.checkpoints import checkpoint
+
+    sizes = {"shortest_edge": 256, "longest_edge": 10**7}
+    config = {**pretended(image_s=0.02, image_row_s=3e-5), "media": {"processor": {"size": sizes}}}
+    profile = calibrate({**config, "model": str(checkpoint("qwen3_vl"))}).profile
+    assert profile.image_s == pytest.approx(0.02, rel=0.05)
+    assert profile.image_row_s == pytest.approx(3e-5, rel=0.05)
+
+
+@pytest.mark.slow("makes a checkpoint and an engine, and starts a process that prepares images")
+def test_a_real_encoder_is_measured() -> None:
+    pytest.importorskip("torch", reason="the checkpoint is made with torch")
+    from tests.media.checkpoints import checkpoint
+
+    config = {
+        "model": str(checkpoint("mistral3")),
+        "executor": {"name": "local", "device": "cpu", "threads": 1},
+        "max_num_seqs": 4,
+        "max_model_len": 256,
+        "kv_cache_memory": "16MiB",
+    }
+    profile = calibrate(config, quick=True, time_limit_s=20).profile
+    default = StepTimeProfile.model_fields["image_s"].default
+    assert 0 <= profile.image_s != default
+
+
 @pytest.mark.slow("simulates many requests")
 def test_a_real_engine_gives_a_profile_that_simulates(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the demo model computes with torch")

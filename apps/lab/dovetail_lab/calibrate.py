@@ -4,6 +4,7 @@ which a simulation has the same step times.
 decodes            rows × context, at sizes of graphs and others; few rows at more contexts
 prompts join       decodes × their tokens
 prompts in chunks  tokens × history, beside a growing number of decodes; a small last chunk beside decodes
+images             rows, if the model reads images
 
 A short workload follows, which measures the host's times: `rehearsal`.
 """
@@ -26,6 +27,7 @@ from dovetail import EngineConfig, LLMEngine
 from dovetail.api.token_sizes import ALWAYS_TOKENS, padded_sizes
 from dovetail.errors import ConfigError
 from dovetail_lab.cache_layout import measured_groups, pool_tokens
+from dovetail_lab.encoding import Encoded, encoded_images, pictures
 from dovetail_lab.rehearsal import as_rehearsed, rehearse
 from dovetail_lab.rig import NEVER, Rig, Sighting, TimeIsUpError
 from dovetail_lab.step_profile import StepTimeProfile
@@ -39,6 +41,7 @@ TIME_LIMIT_S = 60.0
 REHEARSAL_S = 6.0
 QUICK_REHEARSAL_S = 1.5
 REHEARSAL_SHARE = 1 / 6  # maximum share of the time limit
+ENCODER_SHARE = 1 / 6  # the same, if the model reads images
 HELD_OUT = 5  # every fifth measurement is excluded from the fit and evaluates it
 SETTLING = 2  # decode steps after a change that aren't measured
 TOGETHER = 6  # decode steps timed as one
@@ -254,16 +257,17 @@ def calibrate(
     rehearsal_s = min(QUICK_REHEARSAL_S if quick else REHEARSAL_S, REHEARSAL_SHARE * time_limit_s)
     with LLMEngine.from_config(config, registry=registry) as engine:
         design = Design.of(engine, quick)
+        prompts = pictures(engine, quick=quick)  # which takes no time of the engine
         rig = Rig(engine, time.monotonic() + time_limit_s - rehearsal_s)
+        images = encoded_images(rig, prompts, ENCODER_SHARE * time_limit_s)
         complete = _measure(rig, design, progress or (lambda done, total: None))
         overlapped = engine.core.max_in_flight > 1
         grid = profile_of(rig.sightings, overlapped, name=name, **_papers(engine, complete))
         taking_in = rehearse(rig, grid, rehearsal_s) or rig.taking_in
         sightings = tuple(rig.sightings)
     profile = as_rehearsed(grid, sightings, overlapped)
-    return Calibration(
-        profile.model_copy(update={"request_s": float(np.mean(taking_in))}), sightings, complete
-    )
+    found = {"request_s": float(np.mean(taking_in)), **_image_times(images)}
+    return Calibration(profile.model_copy(update=found), sightings, complete)
 
 
 def profile_of(sightings: Sequence[Sighting], overlapped: bool, **papers: Any) -> StepTimeProfile:
@@ -435,6 +439,16 @@ def _core_times(sightings: Sequence[Sighting], rule: LaunchRule) -> dict[str, An
         "results_s": results_s,
         "results_per_row_s": results_per_row_s,
     }
+
+
+def _image_times(images: Sequence[Encoded]) -> dict[str, float]:
+    """Return what an image takes, and a row of it; nothing if none was measured."""
+    if not images:
+        return {}
+    image_s, image_row_s = _line(
+        np.array([one.rows for one in images]), [one.seconds for one in images]
+    )
+    return {"image_s": image_s, "image_row_s": image_row_s}
 
 
 def _line(rows: np.ndarray[Any, Any], seconds: Sequence[float]) -> tuple[float, float]:

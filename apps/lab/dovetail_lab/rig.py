@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from dovetail.errors import DovetailError
 from dovetail.request.sampling_params import OutputKind
 from dovetail_lab.cache_layout import windows_of
 from dovetail_lab.step_time import StepShape, Windows
+
+if TYPE_CHECKING:
+    from dovetail.serving import Prompt
 
 NEVER = 1 << 30  # tokens: more than any request can have
 
@@ -179,6 +182,16 @@ class Rig:
         if self._streaming:
             self.decode(then)
 
+    def time_of(self, prompt: Prompt) -> float:
+        """Run a prompt by itself, and return the seconds from its submission to the end of its last
+        step. Its steps aren't among the sightings."""
+        first = len(self.sightings)
+        name = self._give(prompt, 1)
+        self._run(lambda: name not in self._alive)
+        steps = self.sightings[first:]
+        del self.sightings[first:]
+        return steps[-1].ended - steps[0].submitted
+
     def clear(self) -> None:
         """End all requests."""
         self.engine.abort_request(list(self._alive))
@@ -193,9 +206,16 @@ class Rig:
         self.engine.core.swap(scheduler=self._policy)
 
     def _add(self, prompt_tokens: int, output_tokens: int) -> str:
+        prompt = self._random.integers(1, self.engine.capacity.vocab_size, prompt_tokens)
+        ids = prompt.tolist()
+        begun = self.engine.now()
+        name = self._give(ids, output_tokens)
+        self.taking_in.append(self.engine.now() - begun)
+        return name
+
+    def _give(self, prompt: Prompt, output_tokens: int) -> str:
         name = f"calibration-{self._made}"
         self._made += 1
-        prompt = self._random.integers(1, self.engine.capacity.vocab_size, prompt_tokens)
         params = SamplingParams(
             max_tokens=output_tokens,
             max_drafts=0,
@@ -203,10 +223,7 @@ class Rig:
             detokenize=False,
             output_kind=OutputKind.FINAL,
         )
-        ids = prompt.tolist()
-        begun = self.engine.now()
-        self.engine.add_request(name, ids, params)
-        self.taking_in.append(self.engine.now() - begun)
+        self.engine.add_request(name, prompt, params)
         self._alive.add(name)
         return name
 
