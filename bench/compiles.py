@@ -63,7 +63,7 @@ from dovetail.nn.kernels.stored_experts import FLOAT8, Stored
 from dovetail.nn.state import DeltaShape, Mamba2Shape
 from dovetail.testing.memory import bind_layers, bind_states
 from dovetail_attention.triton_backend import TritonAttention
-from dovetail_executors.runtime import decode_rows_kernels, slots_kernel
+from dovetail_executors.runtime import decode_rows_kernels, slots_kernel, tower_kernels
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_samplers.default import DefaultSampler
 
@@ -72,6 +72,8 @@ HEAD_SIZES = TritonAttention.capabilities.head_sizes or ()
 DTYPES = ("float32", "float16", "bfloat16")
 KV_HEADS = 8
 FP8_FROM = 89  # architecture
+HOPPER_ONLY = 90
+TOWER_HEAD_SIZES = (16, 64, 72, 80, 128)
 FORMATS_FROM = 80  # likewise, of weights with 4 bits
 HIDDEN = (1024, 4096)
 INTERMEDIATE = 3072
@@ -152,6 +154,7 @@ def compiled(case: Case) -> list[Compiled]:
             for shape in STATES:
                 launch_states(getattr(torch, case.dtype), shape)
             launch_sampling(getattr(torch, case.dtype))
+            launch_towers(getattr(torch, case.dtype), case.arch)
             if case.dtype != "float32" and case.arch >= FORMATS_FROM:
                 launch_formats(getattr(torch, case.dtype), case.arch)
         else:
@@ -443,6 +446,17 @@ def _launch_linear(rows: int, hidden: int, dtype: torch.dtype) -> None:
         kernel(x, gated, gated=True)
     if kernel := dense.kernel_for_many(rows, down, in_parts=True):
         kernel(zeros(rows, INTERMEDIATE), down, in_parts=True)
+
+
+def launch_towers(dtype: torch.dtype, arch: int) -> None:
+    """Attention of image encoders, where Hopper's tensor memory accelerator is."""
+    starts = torch.zeros(3, dtype=torch.int32)
+    for head_size in TOWER_HEAD_SIZES:
+        q, k, v = torch.zeros(100, 3, 16, head_size, dtype=dtype).unbind(1)
+        angles = torch.zeros(2, 100, head_size)
+        tower_kernels.rotated(q, *angles)
+        if arch == HOPPER_ONLY and dtype != torch.float32:
+            tower_kernels.attended(q, k, v, starts, 50, 0.1)
 
 
 def launch_sampling(dtype: torch.dtype) -> None:

@@ -106,7 +106,8 @@ PREPROCESSOR: dict[str, Any] = {
     "image_std": [0.5, 0.5, 0.5],
 }
 BESIDE_RUNS = 7  # of each engine
-BESIDE_REQUESTS = 128
+BESIDE_REQUESTS = 64
+BESIDE_OUTPUT = 128  # tokens of each
 BESIDE_KV = "16GiB"
 Generate = Callable[[list[dict[str, Any]], int], int]  # prompts, tokens of each -> tokens of all
 
@@ -267,7 +268,7 @@ def run_beside(directory: Path) -> dict[str, Any]:
 
 def _text_run(llm: Any, seed: int, requests: int = BESIDE_REQUESTS) -> tuple[float, list[Any]]:
     """Return the seconds of requests of 100 to 1,024 tokens, half of which begin alike, and the
-    tokens that they get, 256 each."""
+    tokens that they get."""
     import random
 
     from dovetail import SamplingParams
@@ -278,7 +279,7 @@ def _text_run(llm: Any, seed: int, requests: int = BESIDE_REQUESTS) -> tuple[flo
     for index in range(requests):
         own = [numbers.randrange(FIRST_SPECIAL) for _ in range(numbers.randint(100, 1024))]
         work.append({"prompt_token_ids": [*shared, *own[:512]] if index % 2 else own})
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=256)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=BESIDE_OUTPUT)
     begun = time.perf_counter()
     outputs = llm.generate(work, params, use_tqdm=False)
     seconds = time.perf_counter() - begun

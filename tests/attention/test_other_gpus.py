@@ -35,6 +35,7 @@ FOR_HOPPER_ALONE = {
     "kernels.few_experts_float8._multiply",
     "kernels.experts._sorted_float8",
     "dovetail_attention.triton_prefill_hopper.prefill_hopper",
+    "runtime.tower_kernels._attended",
 }
 ON_MATRIX_UNITS = {
     "kernels.few_rows._linear",

@@ -54,9 +54,8 @@ def test_two_ranks_answer_as_one() -> None:
     assert answers[0] == answers[1]
 
 
-# GLM-4V's embeddings read the grid on the device
 @pytest.mark.parametrize(
-    "name", ["exaone4_5", "glm_ocr", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
+    "name", ["exaone4_5", "glm4v", "glm_ocr", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 )
 def test_encoding_waits_for_nothing(name: str) -> None:
     directory = checkpoint(name)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dovetail.nn.kernels.available import use_kernels
+from dovetail.nn.kernels.available import is_hopper, use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.transfer import to_device
 
@@ -36,15 +36,19 @@ class Grids:
     kept on the device."""
 
     def __init__(self, visual: Any, device: torch.device) -> None:
-        """Replace the attention of `visual`, a vision model of transformers."""
+        """Replace the attention of `visual`, a vision model of transformers, and its convolution of
+        patches."""
         for block in visual.blocks:
             if {*dict(block.attn.named_children())} <= _KNOWN:
                 block.attn = PackedAttention(block.attn)
+        proj = visual.patch_embed.proj
+        if isinstance(proj, nn.Conv3d) and proj.kernel_size == proj.stride:
+            visual.patch_embed.proj = PatchProjection(proj)
         self._visual = visual
         self._device = device
         self._kept: OrderedDict[tuple[int, ...], Arguments] = OrderedDict()
-        # whether the grid itself is only read on the host; GLM-4V's embeddings index it
-        self.on_host = not hasattr(visual, "embeddings")
+        if hasattr(visual, "embeddings"):  # GLM-4V's index the grid
+            visual.embeddings.register_forward_pre_hook(self._with_grid_on_device)
 
     @classmethod
     def of(cls, model: Any, device: torch.device) -> Grids | None:
@@ -57,9 +61,10 @@ class Grids:
         visual = getattr(model, "visual", None)
         return None if visual is None else cls(visual, device)
 
-    def arguments(self, grid: torch.Tensor) -> Arguments:
-        """Return the arguments for one picture: `grid` [1, 3] int64 on the host, its number of
+    def arguments(self, image_grid_thw: Any) -> Arguments:
+        """Return the arguments for one picture. `image_grid_thw`: an array [1, 3] of its number of
         frames, and of patches along its height and its width."""
+        grid = torch.tensor(image_grid_thw, dtype=torch.int64)
         key = tuple(grid.flatten().tolist())
         if key not in self._kept:
             self._kept[key] = {
@@ -72,6 +77,10 @@ class Grids:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]
+
+    def _with_grid_on_device(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden_states, lengths, grid, *others = args
+        return hidden_states, lengths, to_device(grid.numpy(), self._device), *others
 
     def _computed(self, grid: torch.Tensor) -> dict[str, Any]:
         from transformers import vision_utils
@@ -102,6 +111,19 @@ class Grids:
             found["interp_indices"] = indices
             found["interp_weights"] = weights
         return found
+
+
+class PatchProjection(nn.Module):
+    """The product that a convolution is whose kernel is a whole patch; cuDNN's takes longer."""
+
+    def __init__(self, convolution: nn.Conv3d) -> None:
+        super().__init__()
+        self.weight = convolution.weight
+        self.bias = convolution.bias
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """Return [n, outputs] of patches [n, channels, frames, height, width]."""
+        return F.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
 
 
 class PackedAttention(nn.Module):
@@ -163,6 +185,12 @@ def attended(
 ) -> torch.Tensor:
     """Return values [tokens, heads, head_size] for q of the same shape, and k and v [tokens,
     kv_heads, head_size]. `starts`, `longest`: see `PackedAttention.forward`."""
+    if use_kernels(starts) and is_hopper(q.device) and q.dtype in _HALF:
+        from dovetail_executors.runtime import tower_kernels
+
+        if tower_kernels.fits(q.shape[-1]):
+            with suppress(KernelUnavailable):
+                return tower_kernels.attended(q, k, v, starts, longest, scale)
     if (shared := q.shape[1] // k.shape[1]) > 1:  # torch 2.11 has no `enable_gqa` here
         k = k.repeat_interleave(shared, dim=1)
         v = v.repeat_interleave(shared, dim=1)

@@ -157,7 +157,7 @@ class Tower:
         if (table := placed.pop("pixel_table", None)) is not None:
             placed["pixel_values"] = _looked_up(placed["pixel_values"], table)
         if self._grids is not None:
-            placed |= self._grids.arguments(torch.as_tensor(tensors["image_grid_thw"]))
+            placed |= self._grids.arguments(tensors["image_grid_thw"])
         try:
             found = self._model.get_image_features(**placed, return_dict=True)
         except Exception as error:  # transformers raises any exception
@@ -168,8 +168,7 @@ class Tower:
     def _placed(self, name: str, array: Any) -> torch.Tensor:
         """Return a tensor of an item on the device, numbers in the model's dtype."""
         own = np.require(array, requirements="W")  # torch has no tensors that can't be written
-        on_host = self._grids is not None and self._grids.on_host and name == "image_grid_thw"
-        if name in _ON_HOST or on_host:
+        if name in _ON_HOST or (name == "image_grid_thw" and self._grids is not None):
             return torch.from_numpy(own)
         tensor = to_device(own, self._device)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
