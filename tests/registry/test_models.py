@@ -141,6 +141,32 @@ def test_hub_failure_lists_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> No
     assert not any(pattern.endswith((".py", ".bin")) for pattern in HUB_FILES)
 
 
+@pytest.mark.parametrize(
+    ("name", "repo", "revision"),
+    [
+        ("who/knows", "who/knows", None),
+        ("who/knows@v1.2", "who/knows", "v1.2"),
+        ("who/knows@refs/pr/3", "who/knows", "refs/pr/3"),
+        ("gpt2@main", "gpt2", "main"),
+    ],
+)
+def test_a_revision_follows_the_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, repo: str, revision: str | None
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    fetched = Mock(return_value=str(tmp_path))
+    monkeypatch.setattr(hub, "snapshot_download", fetched)
+    assert resolve_model(name, Registry()) == tmp_path
+    assert fetched.call_args.args == (repo,)
+    assert fetched.call_args.kwargs["revision"] == revision
+
+
+@pytest.mark.parametrize("name", ["who/knows@", "who@a@b", "@main", "who/knows@/etc", "a/b@c d"])
+def test_what_is_no_revision_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="nor can it be a hub id"):
+        locate_model(name, Registry())
+
+
 def hub_error(name: str) -> Exception:
     errors = pytest.importorskip("huggingface_hub.errors")
     kind: Any = getattr(errors, name)
@@ -166,6 +192,7 @@ def hub_error(name: str) -> Exception:
             False,
             "it has no model of that name, or one that only its owners see",
         ),
+        ("RevisionNotFoundError", False, "it has the model, but no such revision"),
         ("HFValidationError", False, "that can't be the name of a model there"),
     ],
 )

@@ -470,6 +470,13 @@ class Executor(ABC):
         self.options = options
         self.context = context
 
+    @classmethod
+    def forecast(cls, context: ExecutorContext) -> str | None:
+        """Return how the model of `context` would be served, in a few words for humans, or None if
+        the class can't say. Only the model's config and the headers of its weights are read. Raises
+        what `start` would raise because of these."""
+        return None
+
     @abstractmethod
     def start(self) -> Capacity:
         """Load the model and allocate memory. Raises `ModelLoadError` or `UnsupportedError` with

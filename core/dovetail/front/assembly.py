@@ -374,18 +374,25 @@ def _make_executor(
     ):  # a simulation computes nothing, and needs no packages for it
         for part in (*parts.attention, parts.sampler, *parts.logits_processors):
             part.check_requires()
-    context = ExecutorContext(
-        config=config.executor_config(model_dir, draft_dir, draft_head),
+    context = executor_context(config, parts, registry, model_dir, clock)
+    own = config.executor_config(model_dir, draft_dir, draft_head)
+    executor: Executor = parts.executor.make(replace(context, config=own, progress=progress))
+    return executor
+
+
+def executor_context(
+    config: EngineConfig, parts: Parts, registry: Registry, model_dir: Path, clock: Clock
+) -> ExecutorContext:
+    """Return the context of an executor for the model at `model_dir`, without one that drafts."""
+    return ExecutorContext(
+        config=config.executor_config(model_dir),
         clock=clock,
         models=tuple(model.ref() for model in parts.models),
         attention=tuple(backend.ref() for backend in parts.attention),
         sampler=parts.sampler.ref(),
-        progress=progress,
         quantizations=tuple(known.ref() for known in registry.quantizations()),
         logits_processors=tuple(part.ref() for part in parts.logits_processors),
     )
-    executor: Executor = parts.executor.make(context)
-    return executor
 
 
 def _make_core(

@@ -404,7 +404,7 @@ _DECIDES = "the checkpoint determines the supported tasks, and the method called
 _EXPERTS = planned("Mixture of experts")
 _SERVER = "set it as an option of `dovetail serve`"
 _ONE_DEVICE = "one device computes"
-_DOWNLOAD = "pass a local directory as the model: `hf download` fetches any revision"
+_REVISION = "write it after the name: model='organisation/name@revision'"
 _SCHEDULERS = "the scheduler decides this: choose or write one (scheduler)"
 _MODEL_IMPL = "choose the component: model={'path': …, 'component': 'transformers'}"
 _EDIT_CONFIG = "edit the config.json of a local copy"
@@ -679,12 +679,12 @@ _ROWS = (
         True,
         "the tokenizer is loaded on first use: token ids with detokenize=False need none",
     ),
-    _fixed("revision", None, why="the newest revision is used", advice=_DOWNLOAD, rejected="v1"),
+    _fixed("revision", None, why="the newest revision is used", advice=_REVISION, rejected="v1"),
     _fixed(
         "tokenizer_revision",
         None,
         why="the newest revision is used",
-        advice=_DOWNLOAD,
+        advice="write it after the name: tokenizer='organisation/name@revision'",
         rejected="v1",
     ),
     _fixed(

@@ -29,7 +29,8 @@ HUB_FILES = (
 
 MAX_HUB_ID = 200  # in characters; the hub's own limit is 96
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# with "@" and a revision: a branch, a tag or a commit
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w.-][\w./-]*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,8 @@ def resolve_model(name: str, registry: Registry) -> Path:
 
 def locate_model(name: str, registry: Registry, key: str = "model") -> ModelPlace:
     """Find a model: a bundled one ("demo", "distribution:name"), else an existing directory or GGUF
-    file, else a hub id. Raises `ConfigError`, naming the config's key, if the name fits none or two
-    of these."""
+    file, else a hub id, which may end in "@" and a revision. Raises `ConfigError`, naming the
+    config's key, if the name fits none or two of these."""
     bundled = _find_bundled(name, registry)
     directory = _path(name)
     if bundled is not None:
@@ -180,8 +181,10 @@ def _fetch(hub_id: str, registry: Registry) -> Path:
             f"model: {hub_id!r} is neither bundled nor a directory here "
             f"({_what_is_bundled(hub_id, registry)}), and would come from the hub",
         ) from error
+    repo, _, revision = hub_id.partition("@")
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
+        files = list(HUB_FILES)
+        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=files))
     except Exception as error:  # errors of the hub, of HTTP and of the file system
         raise ModelLoadError(
             f"model {hub_id!r} can't be had:\n"
@@ -206,6 +209,8 @@ def _why_not(error: Exception) -> str:
         return f"{way}, and the model is not in the cache, {constants.HF_HUB_CACHE}"
     if isinstance(error, errors.GatedRepoError):
         return "the model is gated: ask for access on its page, then log in with `hf auth login`"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "it has the model, but no such revision"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
             "it has no model of that name, or one that only its owners see (log in with `hf "

@@ -24,6 +24,7 @@ from dovetail.api.executor import (
 from dovetail.nn.parallel import SINGLE
 from dovetail_executors.options import LocalOptions
 from dovetail_executors.runtime.device_choice import choose_device
+from dovetail_executors.runtime.loading import forecast
 from dovetail_executors.runtime.step import Step
 from dovetail_executors.runtime.worker import Worker
 
@@ -44,6 +45,10 @@ class LocalExecutor(Executor):
     def __init__(self, options: LocalOptions, context: ExecutorContext) -> None:
         super().__init__(options, context)
         self.worker = Worker(context, SINGLE, "local")
+
+    @classmethod
+    def forecast(cls, context: ExecutorContext) -> str:
+        return forecast(context)
 
     def start(self) -> Capacity:
         options = self.options

@@ -97,6 +97,32 @@ class LetsAMissingFileThrough(FakeExecutor):
         return super().start()
 
 
+@mutant(caught_by="executor.forecast")
+class ForecastsWhatIsNotThere(FakeExecutor):
+    @classmethod
+    def forecast(cls, context: ExecutorContext) -> str | None:
+        return "a model"
+
+    def start(self) -> Capacity:
+        if not Path(self.context.config.model, "config.json").exists():
+            raise ModelLoadError("there is no model")
+        return super().start()
+
+
+@mutant(caught_by="executor.forecast")
+class ForecastsNothing(FakeExecutor):
+    @classmethod
+    def forecast(cls, context: ExecutorContext) -> str | None:
+        return ""
+
+
+@mutant(caught_by="executor.forecast")
+class CrashesInAForecast(FakeExecutor):
+    @classmethod
+    def forecast(cls, context: ExecutorContext) -> str | None:
+        return Path(context.config.model, "config.json").read_text()
+
+
 @mutant(caught_by="executor.leaves_nothing")
 class LeavesAThread(FakeExecutor):
     def start(self) -> Capacity:

@@ -187,6 +187,7 @@ CLAUSES: Marks = {
         "why this row failed": held("results", "failed_row", "pooled_failed", "impossible_step"),
     },
     "Executor": {"One thread at a time": held("any_thread"), "*": TOLD},
+    "Executor.forecast": {"Only the model's config": TOLD, "*": held("forecast")},
     "Executor.start": held("failed_start", "capacity"),
     "Executor.submit": {
         "Enqueue a step": TOLD,

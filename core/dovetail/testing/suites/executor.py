@@ -16,7 +16,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from dovetail.api.executor import Capacity
+from dovetail.api.executor import Capacity, Executor
 from dovetail.errors import DovetailError, describe
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suites.executor_adapters import ExecutorAdapters
@@ -144,6 +144,29 @@ class ExecutorSuite(
             stop(executor, "after a start that failed")
         left = before.left_behind()
         require(not left, f"after a start that failed, and stop, there is still: {', '.join(left)}")
+
+    @check("executor.forecast", since="1.1")
+    def test_a_forecast_is_that_of_start(self) -> None:
+        """`forecast` returned something other than words or None; or raised for a model that
+        `start` serves; or returned words for a directory that doesn't exist, though `start` raises;
+        or raised something other than `DovetailError`, which lists of models would show as a
+        crash."""
+        made = self._make()
+        kind = type(made)
+        stop(made, "before start")
+        told = kind.forecast(made.context)
+        words = told is None or (isinstance(told, str) and told != "")
+        require(words, f"forecast returned {told!r}, expected words or None")
+        missing = self._make(model_dir=Path("no", "such", "model"))
+        try:
+            told = kind.forecast(missing.context)
+            _require_start(missing, told)
+        except DovetailError:
+            return
+        except Exception as error:
+            fail(f"forecast of a model that isn't there raised {describe(error)}")
+        finally:
+            stop(missing, "after a start that failed")
 
     @check("executor.leaves_nothing", since="1.0")
     def test_nothing_is_left_behind(self) -> None:
@@ -448,3 +471,11 @@ def _refuses(call: Callable[[], object]) -> bool:
     except DovetailError:
         return True
     return False
+
+
+def _require_start(executor: Executor, told: str | None) -> None:
+    """Fail if a forecast has words for what doesn't start."""
+    try:
+        executor.start()
+    except DovetailError as error:
+        require(told is None, f"forecast returned {told!r}, and start raised {describe(error)}")

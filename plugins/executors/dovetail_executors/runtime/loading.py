@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dovetail.api.attention import AttentionLayer, LayerSpec
-from dovetail.api.executor import ComponentRef, ExecutorConfig, QuantizationRef
+from dovetail.api.executor import ComponentRef, ExecutorConfig, ExecutorContext, QuantizationRef
 from dovetail.api.model import (
     HeadLayer,
     LoadsItself,
@@ -25,6 +25,7 @@ from dovetail.nn.build import RuntimeContext
 from dovetail.nn.format.base import Quantization
 from dovetail.nn.model_files import stored_as
 from dovetail.nn.moe import Experts
+from dovetail.nn.parallel import SINGLE
 from dovetail.nn.placed_weights import place_weights
 from dovetail.nn.weights import Progress, dummy_weights, load_weights, stored_bytes
 from dovetail_executors.runtime.architecture import (
@@ -140,6 +141,17 @@ class ModelPlan:
             f"{self.quantization_name}, {len(self.specs)} attention layers, K and V in "
             f"{self.cache_dtype or self.dtype_name}, {states}up to {self.max_model_len} tokens"
         )
+
+
+def forecast(context: ExecutorContext) -> str:
+    """Return how a model would be served by one rank, by its config and the headers of its weights.
+    Raises as `ModelPlan.of` and `stored_bytes` do."""
+    config = context.config
+    plan = ModelPlan.of(config, context.models, SINGLE, torch.device("cpu"), context.quantizations)
+    size = stored_bytes(config.model)
+    weights = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    served = f"{type(plan.arch).__name__}, up to {plan.max_model_len} tokens, weights of {weights}"
+    return served if plan.quantization is None else f"{served} ({plan.quantization_name})"
 
 
 _KNOWN: Mapping[str, tuple[str, ...]] = {
