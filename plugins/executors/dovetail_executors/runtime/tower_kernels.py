@@ -49,18 +49,17 @@ def _with_keys(
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return sums `left`, `right` and `total`, and scores `highest`, with keys from `first` on;
-    MASKED: before `end` only."""
+    """Return sums `left`, `right` and `total`, and scaled scores `highest`, with keys from `first`
+    on; MASKED: before `end` only."""
     k = k_left.load([first, head, 0]).reshape(KEYS, LEFT)
     scores = tl.dot(q_left, k.T)
     if RIGHT > 0:
         k = k_right.load([first, head, LEFT]).reshape(KEYS, RIGHT)
         scores = tl.dot(q_right, k.T, scores)
-    scores *= scale
     if MASKED:
         scores = tl.where(first + tl.arange(0, KEYS)[None, :] < end, scores, HIDDEN)
-    now = tl.maximum(highest, tl.max(scores, 1))
-    weights = tl.exp2(scores - now[:, None])
+    now = tl.maximum(highest, tl.max(scores, 1) * scale)
+    weights = tl.exp2(scores * scale - now[:, None])  # one instruction before the exponential
     factor = tl.exp2(highest - now)
     total = total * factor + tl.sum(weights, 1)
     v = v_left.load([first, head, 0]).reshape(KEYS, LEFT)
@@ -82,7 +81,7 @@ def _attended(
     v_right,
     out,  # [tokens, HEADS, SIZE]
     starts,  # [sequences + 1] int32
-    scale,  # of base 2
+    scale,  # above 0, for powers of 2
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,  # heads of one K and V
     SIZE: tl.constexpr,
