@@ -189,7 +189,7 @@ def test_parts_of_tiles_cover_their_keys_once_and_have_a_slot_each(
     parts_of: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for record in records.tolist():
         parts_of.setdefault(tuple(record[:5]), []).append(tuple(record[5:]))
-    assert [(*tile, 0, parts[-1][1], 0, 1, 0) for tile, parts in parts_of.items()] == [
+    assert [(*tile, 0, parts[-1][1], 0, 1, 0, 0) for tile, parts in parts_of.items()] == [
         tuple(record) for record in whole.tolist()
     ]
     slots = []
@@ -201,7 +201,7 @@ def test_parts_of_tiles_cover_their_keys_once_and_have_a_slot_each(
         )
         assert [part[2:4] for part in parts] == [(i, len(parts)) for i in range(len(parts))]
         if len(parts) > 1:
-            slots += [first + i for _, _, i, _, first in parts]
+            slots += [first + i for _, _, i, _, first, _ in parts]
             assert (
                 min(end - begin for begin, end in zip(begins[:-1], ends[:-1], strict=True))
                 >= LEAST_STEPS * step

@@ -26,10 +26,12 @@ STEP_ROWS = 8
 
 
 def picture(kind: int, at: int) -> MediaItem:
-    """An item of a kind that starts at a token: the kind says how many rows it has."""
+    """An item of a kind that starts at a token: the kind says how many rows it has. Runs of the last
+    two are computed whole."""
     digest = bytes([kind]) * 32
-    runs = {0: ((at, 1),), 1: ((at, 5),), 2: ((at, 3), (at + 4, 2)), 3: ((at, 10),)}[kind]
-    return MediaItem(kind="image", digest=digest, runs=runs, tensors={}, whole=kind == 3)
+    divided = ((at, 3), (at + 4, 2))
+    runs = {0: ((at, 1),), 1: ((at, 5),), 2: divided, 3: ((at, 10),), 4: divided}[kind]
+    return MediaItem(kind="image", digest=digest, runs=runs, tensors={}, whole=kind >= 3)
 
 
 def places(item: MediaItem) -> list[int]:
@@ -68,13 +70,16 @@ class MediaDevice(RecordingExecutor):
     """Keeps a cache of rows as the loop says, and looks whether each placeholder finds its own."""
 
     cache_rows = CACHE_ROWS
+    step_runs = 1
 
     def start(self) -> Capacity:
         self.cache: dict[int, int] = {}  # slot -> row
         self.rows: dict[int, tuple[str, int]] = {}  # row -> request and its computed tokens
         self.items: dict[str, tuple[MediaItem, ...]] = {}  # of requests, set by the test
         self.encoded: list[int] = []  # rows, by step
-        return replace(super().start(), media=MediaCapacity(self.cache_rows, STEP_ROWS))
+        return replace(
+            super().start(), media=MediaCapacity(self.cache_rows, STEP_ROWS, self.step_runs)
+        )
 
     def submit(self, batch: Batch) -> int:
         part = batch.part(MediaRows) or MediaRows((), np.zeros(0, int), np.zeros(0, int))
@@ -104,9 +109,11 @@ class MediaDevice(RecordingExecutor):
     def _expected(self, batch: Batch) -> dict[int, int]:
         expected = {}
         token = 0
+        whole_runs = 0
         for row, count in zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True):
             id, computed = self.rows[row]
             self.rows[row] = id, computed + count
+            whole_runs += self._whole_runs(id, computed, computed + count)
             rows = {
                 place: _row(item.digest, number)
                 for item in self.items[id]
@@ -116,7 +123,20 @@ class MediaDevice(RecordingExecutor):
                 if place in rows:
                     expected[token] = rows[place]
                 token += 1
+        assert whole_runs <= self.step_runs
         return expected
+
+    def _whole_runs(self, id: str, start: int, end: int) -> int:
+        """Count the runs of a step that are computed whole. Their first tokens may be from the prefix
+        cache."""
+        runs = [
+            first + count
+            for item in self.items[id]
+            for first, count in item.runs
+            if item.whole and first < end and start < first + count
+        ]
+        assert all(stop <= end for stop in runs)
+        return len(runs)
 
     def _seen(self, id: str, token_ids: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
         return np.array(contents(tuple(token_ids.tolist()), self.items[id]), np.int64)
@@ -177,6 +197,56 @@ def test_each_placeholder_reads_its_own_row(
             replace(spec, id=f"r{index}", n=many, delay=data.draw(st.sampled_from([0.0, 0.03])))
         )
     world.drain(check=True)
+
+
+class Cautious(FCFS):
+    """Grants few tokens at a time."""
+
+    def schedule(self, step: Step) -> None:
+        for request in (*step.running, *step.waiting):
+            step.grant(request, 3)
+
+
+class Greedy(FCFS):
+    """Grants whole steps, or whole prompts."""
+
+    def schedule(self, step: Step) -> None:
+        for request in (*step.running, *step.waiting):
+            step.grant(request, min_tokens=self.context.token_budget)
+
+
+@given(st.lists(specs(kinds=5), min_size=1, max_size=5), st.data())
+@pytest.mark.parametrize("policy", [*POLICIES, Cautious, Greedy], ids=lambda each: each.__name__)
+@examples(20, 300)
+def test_runs_that_are_computed_whole_are_never_divided(
+    policy: type[Scheduler], wanted: list[Spec], data: st.DataObject
+) -> None:
+    """By no policy, limit or budget; and no request waits forever for that."""
+    shape = Shape(
+        num_pages=data.draw(st.sampled_from([14, 20, 64])),
+        overlap=data.draw(st.booleans()),
+        token_budget=data.draw(st.sampled_from([10, 13, 64])),
+        prefill_limit=data.draw(st.sampled_from([None, 0.1])),
+        prompt_rate=data.draw(st.sampled_from([None, 20.0])),
+        seed=data.draw(st.integers(0, 9)),
+    )
+    world = MediaWorld(policy, shape)
+    world.device.items_at_once = True  # `Chaos` asks for 7 tokens or none, `Greedy` for all
+    for index, spec in enumerate(wanted):
+        many = data.draw(st.sampled_from([1, 1, 3]))
+        delay = data.draw(st.sampled_from([0.0, 0.03]))
+        world.see(replace(spec, id=f"r{index}", n=many, delay=delay))
+    world.drain(check=True)
+
+
+def test_a_hit_may_end_within_a_run_that_is_computed_whole() -> None:
+    world = MediaWorld(shape=Shape(block_size=4))
+    spec = Spec("first", (1, 1, 1, *[PAD] * 10, 2, 2), items=(picture(3, 3),))
+    world.see(spec)
+    world.drain(check=True)
+    world.see(replace(spec, id="again", prompt=(*spec.prompt[:13], 3, 3)))
+    world.drain(check=True)
+    assert world.requests["again"].cached_tokens == 12
 
 
 def test_the_same_picture_is_encoded_once() -> None:

@@ -184,6 +184,9 @@ _GLM: dict[str, Any] = {
         "video_end_token": "<|end_of_video|>",
     },
     "written": "<|begin_of_image|><|image|><|end_of_image|>",
+}
+_GLM4V: dict[str, Any] = {
+    **_GLM,
     "processor_class": "Glm4vProcessor",
     "preprocessor": _grid("Glm4v"),
 }
@@ -385,9 +388,16 @@ _KINDS = {
             "fullatt_block_indexes": [1],
         },
     ),
-    "glm4v": Kind(**_GLM, text=_HALF, vision={**GRID, "image_size": 32}),
-    "glm4v_moe": Kind(**_GLM, text=_GLM_MOE, vision={**GRID, "image_size": 32}),
-    "glm_ocr": Kind(**_GLM, text=_HALF, vision={**GRID, "image_size": 32}),
+    "glm46v": Kind(
+        **_GLM,
+        processor_class="Glm46VProcessor",
+        preprocessor=_grid("Glm46V"),
+        text=_HALF,
+        vision={**GRID, "image_size": 32},
+    ),
+    "glm4v": Kind(**_GLM4V, text=_HALF, vision={**GRID, "image_size": 32}),
+    "glm4v_moe": Kind(**_GLM4V, text=_GLM_MOE, vision={**GRID, "image_size": 32}),
+    "glm_ocr": Kind(**_GLM4V, text=_HALF, vision={**GRID, "image_size": 32}),
     "gemma3": Kind(
         tokens={
             "image_token": "<image_soft_token>",
@@ -439,7 +449,7 @@ _KINDS = {
             "head_dim": 16,
             "patch_size": PATCH,
             "pooling_kernel_size": 2,
-            "position_embedding_size": 64,
+            "position_embedding_size": 160,  # a narrow picture has 140 patches in a line
             "standardize": True,
         },
     ),
@@ -460,6 +470,11 @@ _TEMPLATE = """\
 def written(name: str) -> str:
     """Return an image of a prompt for the type, as its users write it."""
     return _KINDS[name].written
+
+
+def placeholder(name: str) -> str:
+    """Return the token that stands for a row of an image."""
+    return _KINDS[name].tokens["image_token"]
 
 
 def media_type(name: str) -> MediaType:

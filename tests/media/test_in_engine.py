@@ -8,6 +8,7 @@ import logging
 import random
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,22 @@ from safetensors.torch import load_file
 from safetensors.torch import save_file as save_tensors
 
 from dovetail import LLM, LoRARequest, RequestOutput, SamplingParams
-from dovetail.errors import DovetailError
+from dovetail.errors import DovetailError, RequestError
 from dovetail.request.media import MediaItem
+from dovetail_attention.sdpa import TorchAttention
 from dovetail_executors.runtime.towers import Tower
 from tests.adapters import config_of, weights_of
 from tests.e2e.reference import TIE
-from tests.media.checkpoints import checkpoint, picture, reference, written
+from tests.media.checkpoints import checkpoint, picture, placeholder, reference, written
 from tests.media.oracle import Prompt, tensors_of_all
 from tests.support import FULL
 
 SERVED = (
     "aya_vision",
     "exaone4_5",
+    "gemma3",
+    "gemma4",
+    "glm46v",
     "glm4v",
     "glm4v_moe",
     "glm_ocr",
@@ -54,9 +59,9 @@ pytestmark = pytest.mark.usefixtures("shared_image_processes")
 NEW = 6
 CASES = 60 if FULL else 1
 SIZES = ((28, 28), (33, 50), (91, 17), (40, 64))
+CHUNKS = {"gemma4": 80}  # a picture is computed whole
 SETTINGS: list[dict[str, Any]] = [
     {},
-    {"max_num_batched_tokens": 16, "max_num_seqs": 4},
     {"kv_cache.reuse": False, "max_num_seqs": 2},
     {"media.cache_rows": 200, "media.step_rows": 1},
     {"speculation": {"drafter": "ngram", "max_drafts": 3}},
@@ -105,7 +110,7 @@ def engine(directory: Path, **settings: Any) -> LLM:
         "block_size": 8,
         "kv_cache_memory": "32MiB",
     }
-    return LLM(str(directory), dtype="float32", **{**small, **settings})
+    return LLM(str(directory), **{"dtype": "float32", **small, **settings})
 
 
 @pytest.mark.parametrize("case", range(CASES))
@@ -114,9 +119,10 @@ def engine(directory: Path, **settings: Any) -> LLM:
 def test_greedy_tokens_are_those_of_transformers(name: str, case: int) -> None:
     draw = random.Random(f"{name} {case}")
     directory = checkpoint(name)
+    chunks = {"max_num_batched_tokens": CHUNKS.get(name, 16), "max_num_seqs": 4}
     prompts = [a_prompt(name, draw) for _ in range(draw.randint(1, 4))]
     prompts.append(prompts[0])
-    settings = draw.choice(SETTINGS)
+    settings = draw.choice([*SETTINGS, chunks])
     n = draw.choice([1, 1, 3])
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, n=n)
     with engine(directory, **settings) as llm:
@@ -131,17 +137,87 @@ def test_greedy_tokens_are_those_of_transformers(name: str, case: int) -> None:
 def test_a_placeholder_that_is_typed_is_text(name: str) -> None:
     directory = checkpoint(name)
     image = picture(33, 50)
+    typed = f"typed {written(name)} or {placeholder(name)} here"
     parts = [
-        {"type": "text", "text": f"typed {written(name)} here"},
+        {"type": "text", "text": typed},
         {"type": "image", "image": image},
     ]
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     with engine(directory) as llm:
         [output] = llm.chat([{"role": "user", "content": parts}], params, use_tqdm=False)
-    check(directory, output, [image], typed=1)
+    check(directory, output, [image], typed.count(placeholder(name)))
 
 
-@pytest.mark.parametrize("name", ["llava", "mistral3", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+@pytest.mark.slow("makes an engine, and transformers' whole model")
+def test_preempted_requests_compute_the_same_pictures_again(name: str) -> None:
+    directory = checkpoint(name)
+    images = {letter: picture(40, 64, seed) for seed, letter in enumerate("abcd")}
+    text = f" {written(name)} b {written(name)} c"
+    prompts: list[dict[str, Any]] = [
+        {"prompt": one + other + text, "multi_modal_data": {"image": [images[one], images[other]]}}
+        for one in images
+        for other in images
+    ]
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    settings: dict[str, Any] = {"executor.num_pages": 28, "max_model_len": 64}
+    if name == "gemma4":
+        settings = {"executor.num_pages": 80, "max_model_len": 256, "max_num_batched_tokens": 80}
+    with engine(directory, kv_cache_memory=None, **settings) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.engine.stats().preemptions > 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        check(directory, output, prompt["multi_modal_data"]["image"])
+
+
+@pytest.mark.parametrize(("name", "cached"), [("gemma3", 48), ("gemma4", 96)])
+@pytest.mark.slow("makes an engine, and transformers' whole model")
+def test_a_hit_may_end_within_a_picture(name: str, cached: int) -> None:
+    """The rest of it is computed, and attends to its first tokens as well."""
+    directory = checkpoint(name)
+    images = [picture(40, 64, seed) for seed in (0, 0, 1)]
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    found = []
+    with engine(directory) as llm:
+        for image, end in zip(images, "xyz", strict=True):
+            text = "b" * 43 + written(name) + end * 3
+            prompt: Any = {"prompt": text, "multi_modal_data": {"image": image}}
+            [output] = llm.generate(prompt, params, use_tqdm=False)
+            check(directory, output, [image])
+            found.append(output.num_cached_tokens)
+    assert found[:2] == [0, cached]
+    assert found[2] <= 40
+
+
+@pytest.mark.slow("makes an engine")
+def test_attention_in_one_direction_serves_the_text_of_a_model_that_needs_both(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    only_one = replace(TorchAttention.capabilities, both_ways=False)
+    monkeypatch.setattr(TorchAttention, "capabilities", only_one)
+    directory = checkpoint("gemma3")
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    prompt: Any = {"prompt": written("gemma3"), "multi_modal_data": {"image": picture(9, 9)}}
+    with engine(directory) as llm:
+        [output] = llm.generate(["hello"], params, use_tqdm=False)
+        with pytest.raises(RequestError, match="image"):
+            llm.generate(prompt, params, use_tqdm=False)
+    check(directory, output, [])
+    assert "only text: attention backend dovetail:torch can't attend in both" in caplog.text
+
+
+@pytest.mark.slow("makes an engine")
+def test_a_picture_that_is_computed_whole_fits_a_step() -> None:
+    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    prompt: Any = {"prompt": written("gemma4"), "multi_modal_data": {"image": picture(9, 9)}}
+    with (
+        engine(checkpoint("gemma4"), max_num_batched_tokens=63) as llm,
+        pytest.raises(RequestError, match=r"64 of its tokens .*, and at most 63 fit"),
+    ):
+        llm.generate(prompt, params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "llava", "mistral3", "qwen3_vl"])
 @pytest.mark.slow("makes an engine, and transformers' whole model")
 def test_a_picture_is_found_in_the_prefix_cache_and_another_is_not(name: str) -> None:
     """Another one hits the text before it."""
@@ -226,6 +302,8 @@ def test_log_probabilities_of_prompts_are_those_of_transformers_without_placehol
     [
         pytest.param("llava", marks=pytest.mark.full),
         pytest.param("qwen3_vl", marks=pytest.mark.full),
+        pytest.param("gemma3", marks=pytest.mark.full),
+        "gemma4",
         "qwen3_5",
     ],
 )
@@ -240,17 +318,18 @@ def test_two_ranks_write_the_same_tokens(name: str) -> None:
     ]
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     ranks = {"name": "tensor", "size": 2, "device": "cpu"}
-    with engine(directory, executor=ranks, max_num_batched_tokens=16) as llm:
+    with engine(directory, executor=ranks, max_num_batched_tokens=CHUNKS.get(name, 16)) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     for output, own in zip(outputs, [images, []], strict=True):
         check(directory, output, own)
 
 
+@pytest.mark.parametrize("name", ["llava", pytest.param("gemma3", marks=pytest.mark.full)])
 @pytest.mark.slow("makes an engine, and transformers' whole model")
-def test_an_adapter_changes_the_language_model_alone(tmp_path: Path) -> None:
-    directory = checkpoint("llava")
+def test_an_adapter_changes_the_language_model_alone(name: str, tmp_path: Path) -> None:
+    directory = checkpoint(name)
     image = picture(33, 50)
-    prompt = {"prompt": f"a {written('llava')} b", "multi_modal_data": {"image": image}}
+    prompt = {"prompt": f"a {written(name)} b", "multi_modal_data": {"image": image}}
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     with engine(directory, adapters={"slots": 1, "max_rank": 4}) as llm:
         capacity = llm.engine.capacity.adapters

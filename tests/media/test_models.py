@@ -20,7 +20,7 @@ from dovetail.nn.model_files import read_config, text_of
 from dovetail.nn.weights import load_weights
 from dovetail.testing.suites.model_bench import Bench, Chunk
 from dovetail_executors.runtime.media_positions import positions_of
-from tests.media.checkpoints import NAMES, PAD, checkpoint, media_type, picture
+from tests.media.checkpoints import NAMES, PAD, checkpoint, picture
 from tests.media.oracle import Prompt, rows_of, tensors_of
 from tests.models.oracle import arch_of
 from tests.support import FULL
@@ -37,12 +37,7 @@ def config_of(directory: Path) -> Any:
 
 
 THROUGH_TRANSFORMERS = ("aya_vision", "exaone4_5")
-# types whose tokens attend to those before them
-SERVED = tuple(
-    name
-    for name in NAMES
-    if media_type(name).both_ways == "none" and name not in THROUGH_TRANSFORMERS
-)
+SERVED = tuple(name for name in NAMES if name not in THROUGH_TRANSFORMERS)
 
 
 def our_model(directory: Path) -> Bench:
@@ -63,12 +58,14 @@ class Drawn:
         raw = read_json_object(self.directory / "config.json")
         kind = media_type_of(raw)
         assert kind is not None
+        self.whole = kind.whole(raw)
         self.tokens: list[int] = []
         self.images = []
         self.placeholder = kind.placeholder(raw)
         places: list[MediaPlace] = []
         rows = [torch.zeros(kind.levels(raw), 0, config_of(self.directory).hidden_size)]
         self.is_row: list[bool] = []
+        self.spans: list[tuple[int, int]] = []  # of images' tokens
         self._text(draw, draw.randint(0, 9))
         self.typed = draw.choice([0, 2])
         self.tokens += [self.placeholder] * self.typed
@@ -95,9 +92,17 @@ class Drawn:
 
     def _put(self, encoded: torch.Tensor, rows: list[torch.Tensor]) -> None:
         count = encoded.shape[1]
+        self.spans.append((len(self.tokens), len(self.tokens) + count))
         self.tokens += [self.placeholder] * count
         self.is_row += [True] * count
         rows.append(encoded)
+
+    def chunk_end(self, end: int) -> int:
+        """Return where a chunk that would end there does: not within an image that is computed
+        whole."""
+        if self.whole:
+            return next((stop for start, stop in self.spans if start < end < stop), end)
+        return end
 
     @property
     def inputs(self) -> ModelInputs:
@@ -131,13 +136,17 @@ def part(inputs: ModelInputs, start: int, stop: int) -> ModelInputs:
 
 
 @torch.no_grad()
-def computed(bench: Bench, inputs: ModelInputs, chunk: int) -> torch.Tensor:
-    """Return our logits [tokens, vocab], computed in chunks of `chunk` tokens."""
+def computed(bench: Bench, prompt: Drawn, chunk: int) -> torch.Tensor:
+    """Return our logits [tokens, vocab], computed in chunks of `chunk` tokens, or more if an image
+    is computed whole."""
+    bench.sequences.spans["a"] = prompt.spans
     hidden = []
-    for start in range(0, len(inputs.token_ids), chunk):
-        own = part(inputs, start, start + chunk)
+    start = 0
+    while start < len(prompt.tokens):
+        own = part(prompt.inputs, start, prompt.chunk_end(start + chunk))
         bench.plan(Chunk("a", own.token_ids, start))
         hidden.append(bench.model(own))
+        start += len(own.token_ids)
     return bench.logits(torch.cat(hidden))
 
 
@@ -149,6 +158,6 @@ def test_logits_are_those_of_the_whole_model(name: str, case: int) -> None:
     prompt = Drawn(name, draw)
     expected = prompt.expected()
     chunk = draw.choice([16, len(prompt.tokens)])
-    ours = computed(our_model(prompt.directory), prompt.inputs, chunk)
+    ours = computed(our_model(prompt.directory), prompt, chunk)
     scale = max(1.0, float(expected.abs().max()))
     torch.testing.assert_close(ours, expected, atol=1e-4 * scale, rtol=1e-4)

@@ -58,6 +58,17 @@ def test_pixtral_makes_no_mask_for_one_picture(name: str, monkeypatch: pytest.Mo
     tower_of(directory).encode(item_of(tensors, count))
 
 
+@pytest.mark.parametrize("size", [(3, 300), (300, 3), (1, 64), (2000, 10)])
+@pytest.mark.slow("transformers' whole model")
+def test_narrow_pictures_of_gemma_4_have_lines_of_any_length(size: tuple[int, int]) -> None:
+    directory = checkpoint("gemma4")
+    tensors = tensors_of(directory, picture(*size))
+    expected = rows_of(directory, tensors)
+    rows = tower_of(directory).encode(item_of(tensors, expected.shape[1]))
+    assert 60 < rows.shape[1] <= 70
+    assert torch.equal(rows, expected)
+
+
 @pytest.fixture(params=NAMES)
 def copied(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A copy of a type's checkpoint, to be changed."""

@@ -111,6 +111,37 @@ def test_a_batch_is_flat(step: Step) -> None:
 
 
 @examples(quick=50, full=1000)
+@given(steps, st.data())
+def test_rows_are_divided_where_tokens_attend_in_both_directions(
+    step: Step, data: st.DataObject
+) -> None:
+    host = inputs_of(step)
+    total = len(host.positions)
+    told = data.draw(st.lists(st.booleans(), min_size=total, max_size=total))
+    divided = host.divided(np.array(told))
+    assert divided.both_ways is not None
+    pieces: list[list[int]] = []  # row, first token, K and V, whether in both directions
+    token = 0
+    for row, computed, count in step:
+        for place in range(count):
+            if place == 0 or told[token] != told[token - 1]:
+                pieces.append([row, token, 0, told[token]])
+            pieces[-1][2] = computed + place + 1
+            token += 1
+    assert [list(piece) for piece in zip(*pieces, strict=True)] == [
+        divided.rows.tolist(),
+        divided.query_starts[:-1].tolist(),
+        divided.kv_lens.tolist(),
+        divided.both_ways.tolist(),
+    ]
+    assert divided.query_starts[-1] == total
+    own = dict(zip(host.rows.tolist(), inputs_of(step).tables[0].tolist(), strict=True))  # type: ignore[index]
+    assert divided.tables is not None
+    assert divided.tables[0].tolist() == [own[row] for row in divided.rows.tolist()]
+    assert lists_of(divided)["slots"] == lists_of(host)["slots"]
+
+
+@examples(quick=50, full=1000)
 @given(st.lists(steps, min_size=1, max_size=4))
 def test_fixed_inputs_hold_the_last_step_and_padding_that_is_harmless(sequence: list[Step]) -> None:
     fixed = MixedInputs(SIZE, rows_of(), MAX_ROWS)

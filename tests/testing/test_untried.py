@@ -25,7 +25,7 @@ def test_what_was_not_tried_stands_in_the_verdicts_line() -> None:
     assert verdict.conformant
     assert (
         verdict.line
-        == "CONFORMANT attention api=1.0 suite=1.1, 1/1, 1 capabilities absent, 0 waived, "
+        == "CONFORMANT attention api=1.1 suite=1.1, 1/1, 1 capabilities absent, 0 waived, "
         "1 not tried here (cuda_graph)"
     )
 

@@ -59,6 +59,9 @@ class AttentionCapabilities:
     groups: bool = False
     causal: bool = False  # layers with `LayerSpec.causal`, as all generators have
     bidirectional: bool = False  # layers without it
+    # `AttentionBatch.host_both_ways`, of which no backend without it is told: it serves the text of
+    # a model whose images need it
+    both_ways: bool = False
 
     def __post_init__(self) -> None:
         require_member(self, "cuda_graph", GraphSupport)
@@ -103,6 +106,9 @@ class LayerSpec:
     # many tokens away on both sides. Every row then computes its whole prompt in one step, and
     # nothing is read later: such a backend may store nothing (`tensor_bytes` is empty)
     causal: bool = True
+    # rows of `AttentionBatch.host_both_ways` attend in both directions here; in other layers they
+    # are like any other
+    both_ways: bool = False
 
     @property
     def out_size(self) -> int:
@@ -177,6 +183,12 @@ class AttentionBatch:
     # `attend` is captured or replayed for any distribution of rows over the padded tokens; only
     # with `GraphSupport.ALL`
     mixed_graph: bool = False
+    # [num_rows] bool: rows whose queries see all of the row's `kv_lens` tokens, those after their
+    # own too, in layers with `LayerSpec.both_ways`. A window w hides the tokens w or more before a
+    # query, and none after it. None: there are no such rows. The tokens of one sequence may come in
+    # several rows then, which have the same block table and consecutive tokens, such as text before
+    # an image, the image, text after it
+    host_both_ways: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "scheduler": "1.1",
     "kv_cache": "1.1",
-    "attention": "1.0",
+    "attention": "1.1",
     "model": "1.1",
     "sampler": "1.0",
     "grammar": "1.1",

@@ -61,3 +61,5 @@ class MediaCapacity:
 
     cache_rows: int  # slots
     step_rows: int  # that a step encodes at most, if more than one item
+    # of items that are computed whole (`MediaItem.whole`), runs that a step has at most
+    step_runs: int = 1

@@ -124,6 +124,7 @@ _TYPES = (
     *(
         MediaType(model_type=name, axes=True, layout="grid")
         for name in (
+            "glm46v",
             "glm4v",
             "glm4v_moe",
             "glm_ocr",

@@ -53,6 +53,13 @@ class EngineFeature:
         Changes nothing."""
         return tokens
 
+    def least(self, request: LiveRequest, start: int, tokens: int, budget: int) -> int:
+        """Return `tokens`, or the next number of the request's tokens from number `start` on that
+        divides nothing which is computed in one step: a larger one, or a smaller one if a whole step
+        of `budget` tokens has no room for that. The policy's and the prefill limit give way to it.
+        Asked while its prompt is computed."""
+        return tokens
+
     def granted(self, request: LiveRequest, start: int, tokens: int) -> None:
         """The step being planned computes these tokens of a prompt, as `most` has allowed."""
 

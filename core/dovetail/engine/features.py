@@ -22,5 +22,5 @@ def features_of(capacity: Capacity, slot_wait_s: float = 0.0) -> list[EngineFeat
     if capacity.adapters is not None:
         features.append(AdapterSlots(capacity.adapters.slots, slot_wait_s))
     if capacity.media is not None:
-        features.append(EncoderSlots(capacity.media.cache_rows, capacity.media.step_rows))
+        features.append(EncoderSlots(capacity.media))
     return [*features, *(part.feature() for part in capacity.parts)]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.api.executor import Batch
-from dovetail.api.media import EncodedItem, MediaPlace, MediaRows
+from dovetail.api.media import EncodedItem, MediaCapacity, MediaPlace, MediaRows
 from dovetail.api.scheduler import Refusal
 from dovetail.engine.feature import EngineFeature
 from dovetail.engine.live_request import LiveRequest
@@ -40,19 +40,27 @@ class EncoderSlots(EngineFeature):
     asked_by = staticmethod(lambda request: request.items or None)
     limit = Refusal.MEDIA
 
-    def __init__(self, cache_rows: int, step_rows: int) -> None:
-        """`cache_rows`: slots. `step_rows`: rows that a step encodes, if more than one item."""
-        self.cache_rows = cache_rows
-        self._step_rows = step_rows
+    def __init__(self, capacity: MediaCapacity) -> None:
+        self.cache_rows = capacity.cache_rows
+        self._step_rows = capacity.step_rows
+        self._step_runs = capacity.step_runs
         self._held: dict[Key, Int32] = {}  # the slots of each item; the least recently used first
         self.forget()
         self._in_step: dict[Key, int] = {}  # items of the step's grants -> number of grants
         self._to_encode: dict[Key, MediaItem] = {}  # of these, those that aren't held
+        self._runs_in_step = 0  # of items that are computed whole
 
     def open_step(self, now: float, waiting: Iterable[LiveRequest]) -> bool:
         self._in_step.clear()
         self._to_encode.clear()
+        self._runs_in_step = 0
         return False
+
+    def least(self, request: LiveRequest, start: int, tokens: int, budget: int) -> int:
+        for first, stop in _whole_runs(request, start, tokens):
+            if stop > start + tokens:
+                return stop - start if first <= start or stop - start <= budget else first - start
+        return tokens
 
     def most(self, request: LiveRequest, start: int, tokens: int, least: int) -> int:
         allowed = self._most(request, start, tokens, self._step_rows)
@@ -68,9 +76,18 @@ class EncoderSlots(EngineFeature):
             if span.stop <= start or span.start >= start + tokens:
                 continue
             if not self._fits(_key(request, item), item.rows, encoded, read, step_rows):
-                return _before(item, start)
-            if item.whole:
-                tokens = _whole_runs(item, start, tokens)
+                tokens = _before(item, start)
+                break
+        return self._undivided(request, start, tokens)
+
+    def _undivided(self, request: LiveRequest, start: int, tokens: int) -> int:
+        """Return the number of tokens, at most `tokens`, that divide no run of an item which is
+        computed whole, and have no more of these runs than the step may have."""
+        left = self._step_runs - self._runs_in_step
+        for first, stop in _whole_runs(request, start, tokens):
+            if stop > start + tokens or not left:
+                return max(0, first - start)
+            left -= 1
         return tokens
 
     def _fits(
@@ -95,6 +112,7 @@ class EncoderSlots(EngineFeature):
             self._in_step[reads.key] = self._in_step.get(reads.key, 0) + 1
             if reads.key not in self._held:
                 self._to_encode[reads.key] = reads.item
+        self._runs_in_step += len(_whole_runs(request, start, tokens))
 
     def taken_back(self, request: LiveRequest, start: int, tokens: int) -> None:
         for reads in _reads(request, start, tokens):
@@ -102,6 +120,7 @@ class EncoderSlots(EngineFeature):
             if not self._in_step[reads.key]:
                 del self._in_step[reads.key]
                 self._to_encode.pop(reads.key, None)
+        self._runs_in_step -= len(_whole_runs(request, start, tokens))
 
     def fill(
         self, batch: Batch, requests: Sequence[LiveRequest], added: Sequence[LiveRequest]
@@ -167,12 +186,16 @@ def _before(item: MediaItem, start: int) -> int:
     raise AssertionError("the item ends before `start`")
 
 
-def _whole_runs(item: MediaItem, start: int, tokens: int) -> int:
-    """Return the number of tokens from `start` that divide no run of the item."""
-    for first, count in item.runs:
-        if first < start + tokens < first + count:
-            return max(0, first - start)
-    return tokens
+def _whole_runs(request: LiveRequest, start: int, tokens: int) -> list[tuple[int, int]]:
+    """Return the runs [first, stop) of items that are computed whole, ascending, of which some
+    tokens are among `start` … `start` + `tokens` - 1."""
+    return [
+        (first, first + count)
+        for item in request.items
+        if item.whole
+        for first, count in item.runs
+        if start < first + count and first < start + tokens
+    ]
 
 
 def _reads(request: LiveRequest, start: int, tokens: int) -> Iterator[_Reads]:

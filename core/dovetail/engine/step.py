@@ -359,11 +359,12 @@ class PlannedStep:
             return Refusal.NOT_NOW
         source = self._fork_source(request) if waits and request.siblings else None
         start, end = self._span(request, source)
+        least = self._least(request, start, max(1, min(min_tokens, end - start)))
         if request.indivisible:
             max_tokens = None
-            min_tokens = end - start
-        least = max(1, min(min_tokens, end - start))
-        tokens = min(end - start, self._tokens_left, end if max_tokens is None else max_tokens)
+            least = end - start
+        most = max(max_tokens, least) if max_tokens else max_tokens
+        tokens = min(end - start, self._tokens_left, end if most is None else most)
         if tokens < least:
             return Refusal.BUDGET
         if (no_row := self._no_row(request)) is not None:
@@ -380,6 +381,14 @@ class PlannedStep:
         if waits:
             self._admit(request)
         return self._book_from(request, start, tokens, end)
+
+    def _least(self, request: LiveRequest, start: int, tokens: int) -> int:
+        """Return the fewest tokens of a grant of `tokens` or more, which divides nothing that
+        features compute in one step."""
+        if start < request.prefill_end and self._books.asking:
+            for feature in self._books.asking.get(request, ()):
+                tokens = feature.least(request, start, tokens, self._token_budget)
+        return tokens
 
     def _limited(
         self, request: LiveRequest, start: int, tokens: int, least: int

@@ -24,6 +24,7 @@ class LayerShape(NamedTuple):
     capped: bool = False  # scores have a softcap
     latent: bool = False  # V is the first `head_size` numbers of K
     rest: int = 0  # in a latent layer, numbers of K that follow
+    both_ways: bool = False  # some rows of a step may attend in both directions
 
     @classmethod
     def of(cls, spec: LayerSpec) -> LayerShape:
@@ -45,6 +46,7 @@ class LayerShape(NamedTuple):
             spec.softcap is not None,
             spec.v_in_k,
             rest,
+            spec.both_ways,
         )
 
     @property

@@ -8,6 +8,8 @@ A *piece* is what one scaled dot product computes, over K and V gathered through
   its left, so nothing needs a mask: the filling lies at the right.
 - *chunks*: up to `CHUNK` queries of one row that has tokens before them or a window. The mask is a
   part of one band matrix.
+- *chunks of rows in both directions*: likewise, over keys up to the row's end. Only a window needs
+  a mask.
 
 Decodes in float32 on a CPU are `bags.Bags` instead, which gather nothing, except a single row with
 contiguous blocks, which a piece reads in place.
@@ -174,6 +176,14 @@ class BandMask:
         # torch's kernels there read 16 bytes at once, from where such numbers may begin
         return part.clone() if part.is_cuda else part
 
+    def left(self, queries: int, first: int, keys: int) -> torch.Tensor | None:
+        """The mask [queries, keys] of consecutive queries that see all keys but those before their
+        windows; the first query's own key is number `first`. None: they see all."""
+        if self.window is None or first + queries <= self.window:
+            return None
+        query = torch.arange(first, first + queries, device=self._device)[:, None]
+        return self.hide(torch.arange(keys, device=self._device) <= query - self.window)
+
 
 Kind = tuple[LayerShape, Units]  # layers that are alike in both share a plan
 
@@ -228,10 +238,14 @@ class _BatchCutter:
         self.queries = batch.host_query_lens.astype(np.int64)
         self.lens = batch.host_kv_lens.astype(np.int64)
         self.first_query = np.cumsum(self.queries) - self.queries  # of each row, in the batch
+        self.both_ways = np.zeros(len(self.queries), np.bool_)
+        if shape.both_ways and batch.host_both_ways is not None:
+            self.both_ways = batch.host_both_ways & (self.queries > 1)
 
     def cut(self) -> list[Piece | Bags]:
         window = self.shape.window
         fresh = (self.queries == self.lens) & (self.queries > 1)
+        fresh &= ~self.both_ways
         if window is not None:
             fresh &= self.lens <= window
         single = self.queries == 1
@@ -324,11 +338,16 @@ class _BatchCutter:
         pieces: list[Piece | Bags] = []
         for start in range(0, queries, CHUNK):
             count = min(CHUNK, queries - start)
-            end = before + start + count
-            first = 0 if window is None else max(0, before + start + 1 - window)
+            at = before + start
+            end = length if self.both_ways[row] else at + count
+            first = 0 if window is None else max(0, at + 1 - window)
             keys, _ = self._slots(
                 np.array([row]), np.array([first]), np.array([end - first]), end - first
             )
+            if self.both_ways[row]:
+                mask = self.mask.left(count, at - first, end - first)
+            else:
+                mask = self.mask.cut(count, end - first)
             first_index = int(self.first_query[row]) + start
             pieces.append(
                 Piece(
@@ -337,7 +356,7 @@ class _BatchCutter:
                     end - first,
                     slice(first_index, first_index + count),
                     keys,
-                    self.mask.cut(count, end - first),
+                    mask,
                 )
             )
         return pieces

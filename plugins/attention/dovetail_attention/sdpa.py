@@ -45,6 +45,7 @@ class TorchAttention(AttentionBackend):
         groups=True,
         window=True,
         causal=True,
+        both_ways=True,
     )
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:

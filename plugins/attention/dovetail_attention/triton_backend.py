@@ -107,6 +107,7 @@ class TritonAttention(AttentionBackend):
         groups=True,
         window=True,
         causal=True,
+        both_ways=True,
     )
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:

@@ -24,7 +24,7 @@ def prefill_tiles(
     v_cache,
     table,  # [rows, TABLE_STRIDE] int32
     # [tiles, RECORD] int32: row, its first token, its queries (SPARSE: or none), its kv_len, first
-    # flat query of the tile, …
+    # flat query of the tile, …, last key that all queries see
     tiles,
     k_scale,  # [] float32
     v_scale,
@@ -89,6 +89,7 @@ def prefill_tiles(
     if SCALED:
         scale *= tl.load(k_scale)
 
+    of_all = tl.load(record + 10)
     # positions of the first query of the tile, and of the last
     nearest = before + tl.load(record + 4) // GROUP
     farthest = before + tl.minimum((tl.load(record + 4) + M - 1) // GROUP, queries - 1)
@@ -97,12 +98,13 @@ def prefill_tiles(
     if WINDOW > 0:
         low = tl.maximum(nearest - WINDOW + 1, 0)
         all_see = tl.maximum(farthest - WINDOW + 1, 0)
-    end = farthest + 1
+    end = tl.maximum(farthest, of_all) + 1
     edge = tl.minimum(tl.cdiv(all_see, N) * N, end)
-    diagonal = tl.maximum((nearest + 1) // N * N, edge)
+    diagonal = tl.maximum((tl.maximum(nearest, of_all) + 1) // N * N, edge)
     # edge is a multiple of N, or nothing is left to see after it
 
     position = before + query
+    last_seen = tl.maximum(position, of_all)
     k_head = k_cache + kv_head * HEAD_STRIDE
     v_head = v_cache + kv_head * HEAD_STRIDE
     table_row = table + row.to(tl.int64) * TABLE_STRIDE
@@ -112,17 +114,17 @@ def prefill_tiles(
         acc, top, total = nothing_seen(M, D_PADDED)
     if WINDOW > 0:
         acc, top, total = attend_range(
-            acc, top, total, q_tile, q_rest, k_head, v_head, table_row, low // N * N, edge, low, position, scale, cap,
+            acc, top, total, q_tile, q_rest, k_head, v_head, table_row, low // N * N, edge, low, position, last_seen, scale, cap,
             D, D_PADDED, REST, REST_PADDED, LATENT, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE,
             BOUNDED=True, CAUSAL=True, WINDOW=WINDOW, CAPPED=CAPPED, PRECISION=PRECISION,
         )  # fmt: skip
     acc, top, total = attend_range(
-        acc, top, total, q_tile, q_rest, k_head, v_head, table_row, edge, diagonal, 0, position, scale, cap,
+        acc, top, total, q_tile, q_rest, k_head, v_head, table_row, edge, diagonal, 0, position, last_seen, scale, cap,
         D, D_PADDED, REST, REST_PADDED, LATENT, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE,
         BOUNDED=False, CAUSAL=False, WINDOW=0, CAPPED=CAPPED, PRECISION=PRECISION,
     )  # fmt: skip
     acc, top, total = attend_range(
-        acc, top, total, q_tile, q_rest, k_head, v_head, table_row, diagonal, end, low, position, scale, cap,
+        acc, top, total, q_tile, q_rest, k_head, v_head, table_row, diagonal, end, low, position, last_seen, scale, cap,
         D, D_PADDED, REST, REST_PADDED, LATENT, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE,
         BOUNDED=True, CAUSAL=True, WINDOW=WINDOW, CAPPED=CAPPED, PRECISION=PRECISION,
     )  # fmt: skip

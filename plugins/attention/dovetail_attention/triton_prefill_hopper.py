@@ -151,7 +151,7 @@ def prefill_hopper(
     fence_async_shared()
     debug_barrier()
     ring = (k, v, k_there, v_there, k_free, v_free)
-    row = (first_token, queries, kv_len)
+    row = (first_token, queries, kv_len, gl.load(record + 10))
     parts = (
         gl.load(record + 7),
         gl.load(record + 8),
@@ -332,7 +332,7 @@ def _compute(
     """Compute half a tile, over some or all of its keys."""
     scale, v_factor = scales
     part, count, first_slot, partial, partial_lse, arrived = parts
-    first_token, queries, kv_len = row
+    first_token, queries, kv_len, of_all = row
     k, v, k_there, v_there, k_free, v_free = ring
     dtype: gl.constexpr = k.dtype
     PANELS: gl.constexpr = (D + PANEL - 1) // PANEL
@@ -344,11 +344,12 @@ def _compute(
     )
     of_query: gl.constexpr = gl.SliceLayout(1, scores_layout)
     position = kv_len - queries + (flat + gl.arange(0, HALF, layout=of_query)) // GROUP
+    last_seen = gl.maximum(position, of_all)
     key = gl.arange(0, N, layout=gl.SliceLayout(0, scores_layout))
     first_key = first_step * N
     steps = gl.cdiv(end, N) - first_step
     # steps whose keys every query sees
-    all_seen = (kv_len - queries + flat // GROUP + 1) // N - first_step
+    all_seen = (gl.maximum(kv_len - queries + flat // GROUP, of_all) + 1) // N - first_step
     top = gl.full([HALF], float("-inf"), gl.float32, layout=of_query)
     total = gl.zeros([HALF], gl.float32, layout=of_query)
     if SINKS:  # the first part counts them
@@ -365,7 +366,7 @@ def _compute(
     mbarrier.arrive(k_free.index(0), count=1)
     if all_seen <= 0:
         scores = gl.where(
-            gl.expand_dims(first_key + key, 0) <= gl.expand_dims(position, 1), scores, HIDDEN
+            gl.expand_dims(first_key + key, 0) <= gl.expand_dims(last_seen, 1), scores, HIDDEN
         )
     weights, top, total, shrink = _softmax(scores, top, total, scale)
     p = gl.convert_layout(
@@ -382,7 +383,7 @@ def _compute(
         mbarrier.arrive(k_free.index(stage), count=1)
         if step >= all_seen:
             scores = gl.where(
-                gl.expand_dims(first_key + step * N + key, 0) <= gl.expand_dims(position, 1),
+                gl.expand_dims(first_key + step * N + key, 0) <= gl.expand_dims(last_seen, 1),
                 scores,
                 HIDDEN,
             )

@@ -7,7 +7,7 @@ replays the same grids over them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ Int64 = NDArray[np.int64]
 
 BOUNDS = 5  # numbers
 BEGINNING_KEYS = 64  # additional cost of starting a segment, in keys
-TILE_NUMBERS = 10
+TILE_NUMBERS = 11
 # of a part of a prefill's tile: with fewer, putting it together costs more than it saves
 LEAST_STEPS = 4
 # Of a share, if there are too few for all: putting a row together again costs more than what finer
@@ -28,25 +28,41 @@ LEAST_KEYS_OF_HALF = 32  # while no more than half of the shares have any
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Rows of a batch without padding: first query token in the batch, number of queries, and
-    tokens to attend to. [n] each."""
+    """Rows of a batch without padding: first query token in the batch, number of queries, tokens to
+    attend to, and whether each query attends to all of them. [n] each."""
 
     index: Int64  # of the row, in the batch
     tokens: Int64
     queries: Int64
     lens: Int64
+    both_ways: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, queries: Int32, lens: Int32) -> StepRows:
+    def of(
+        cls, queries: Int32, lens: Int32, both_ways: NDArray[np.bool_] | None = None
+    ) -> StepRows:
         counts = queries.astype(np.int64)
         return cls(
-            np.arange(len(counts)), np.cumsum(counts) - counts, counts, lens.astype(np.int64)
+            np.arange(len(counts)),
+            np.cumsum(counts) - counts,
+            counts,
+            lens.astype(np.int64),
+            np.zeros(len(counts), np.bool_) if both_ways is None else both_ways,
         )
 
     def where(self, chosen: NDArray[np.bool_]) -> StepRows:
         return StepRows(
-            self.index[chosen], self.tokens[chosen], self.queries[chosen], self.lens[chosen]
+            self.index[chosen],
+            self.tokens[chosen],
+            self.queries[chosen],
+            self.lens[chosen],
+            self.both_ways[chosen],
         )
+
+    @property
+    def causal(self) -> StepRows:
+        """The same rows, in which each query attends to the tokens up to itself."""
+        return replace(self, both_ways=np.zeros_like(self.both_ways))
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +251,10 @@ def cut_evenly(steps: Int64, shares: int, beginning: int) -> Cut:
 
 def prefill_tiles(rows: StepRows, group: int, tile: int, split: Split | None = None) -> Int32:
     """Records [tiles, TILE_NUMBERS] of (row, first token, queries, kv_len, first flat query, first
-    key, end of the keys, part, parts, first slot): the rows that take longest first, and of each
-    row the last tile, which sees most, first; so tiles that run together share K and V, and the
-    short ones fill up the end. `split`: a tile may come in parts, over some of its keys each, that
-    have consecutive slots."""
+    key, end of the keys, part, parts, first slot, last key that all queries see; 0: each sees the
+    keys up to its own): the rows that take longest first, and of each row the last tile, which sees
+    most, first; so tiles that run together share K and V, and the short ones fill up the end.
+    `split`: a tile may come in parts, over some of its keys each, that have consecutive slots."""
     order = np.argsort(-(rows.queries * rows.lens), kind="stable")
     counts = -(-rows.queries[order] * group // tile)
     which = np.repeat(order, counts)
@@ -246,12 +262,17 @@ def prefill_tiles(rows: StepRows, group: int, tile: int, split: Split | None = N
     back = np.repeat(ends, counts) - 1 - np.arange(len(which))  # the place in its row
     queries = rows.queries[which]
     lens = rows.lens[which]
+    both_ways = rows.both_ways[which]
     # of the last query
     seen = lens - queries + np.minimum(((back + 1) * tile - 1) // group, queries - 1) + 1
+    seen = np.where(both_ways, lens, seen)
+    of_all = np.where(both_ways, lens - 1, 0)
     records = np.empty((len(which), TILE_NUMBERS), np.int32)
-    for column, values in enumerate(
-        (rows.index[which], rows.tokens[which], queries, lens, back * tile, 0, seen, 0, 1, 0)
-    ):
+    columns: tuple[Int64 | int, ...] = (
+        *(rows.index[which], rows.tokens[which], queries, lens, back * tile),
+        *(0, seen, 0, 1, 0, of_all),
+    )
+    for column, values in enumerate(columns):
         records[:, column] = values
     return records if split is None else _in_parts(records, seen, split)
 

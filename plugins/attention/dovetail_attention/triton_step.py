@@ -135,7 +135,9 @@ class StepBuffers:
         for group, buffers in self._groups.items():
             buffers.fill(batch.block_tables[group], batch.slots[group])
         step_rows = StepRows.of(
-            batch.host_query_lens[: batch.num_rows], batch.host_kv_lens[: batch.num_rows]
+            batch.host_query_lens[: batch.num_rows],
+            batch.host_kv_lens[: batch.num_rows],
+            batch.host_both_ways,
         )
         for schedule in self.schedules.values():
             schedule.fill(step_rows, batch)
@@ -224,6 +226,8 @@ class Schedule:
         )
 
     def fill(self, rows: StepRows, batch: AttentionBatch) -> None:
+        if not self.shape.both_ways:
+            rows = rows.causal
         single = rows.queries == 1
         only_decodes = bool(single.all())
         decodes = rows if only_decodes else rows.where(single)

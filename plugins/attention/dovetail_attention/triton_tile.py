@@ -100,6 +100,7 @@ def attend_range(
     last,
     low,  # only tokens [low, last) exist
     position,  # [M] of each query in its row
+    last_seen,  # [M] the last token that each query attends to
     scale,
     cap,
     D: tl.constexpr,
@@ -171,7 +172,7 @@ def attend_range(
             scores = tanh(scores * scale)
             factor = cap
         if CAUSAL:
-            seen = exists[None, :] & (token[None, :] <= position[:, None])
+            seen = exists[None, :] & (token[None, :] <= last_seen[:, None])
             if WINDOW > 0:
                 seen &= token[None, :] > position[:, None] - WINDOW
             # scaled before: where all is hidden, HIDDEN - top must be 0, not what an FMA leaves

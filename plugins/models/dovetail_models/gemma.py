@@ -123,6 +123,9 @@ class Gemma3(Gemma2):
     model_type = "gemma3_text"
     handled = Gemma2.handled | {"sliding_window_pattern"}  # transformers makes layer_types of it
 
+    def spec(self, config: Any, index: int) -> LayerSpec:
+        return replace(super().spec(config, index), both_ways=True)
+
     def rope_reasons(self, config: Any) -> list[str]:
         return ropes_reasons_against(config.rope_parameters)
 

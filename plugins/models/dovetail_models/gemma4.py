@@ -244,14 +244,17 @@ class Gemma4(GemmaArch):
         if index >= first_sharing:
             alike = (other for other in range(first_sharing) if kinds[other] == kinds[index])
             shares = max(alike)
+        window = self.window(config, index)
+        of_images = config.use_bidirectional_attention == "vision"
         return LayerSpec(
             index,
             config.num_attention_heads,
             layer.num_key_value_heads,
             layer.head_dim,
             scale=1.0,
-            window=self.window(config, index),
+            window=window,
             shares=shares,
+            both_ways=of_images and window is not None,
         )
 
     def rope(self, config: Any, index: int) -> Rope:

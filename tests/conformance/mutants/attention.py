@@ -194,6 +194,56 @@ class AttendsToOtherRows(PackedAttention):
         super().plan(whole)
 
 
+@mutant(caught_by="attention.both_ways")
+class SeesNoLaterTokens(TorchAttention):
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(replace(batch, host_both_ways=None))
+
+
+@mutant(caught_by="attention.both_ways")
+class BothWaysInAllLayers(TorchAttention):
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        return super().make_layer(replace(spec, both_ways=True))
+
+
+class _BothWays(PlainAttention):
+    """Right, and the base of those that aren't."""
+
+    capabilities = replace(PLAIN, both_ways=True)
+
+    class layer(PlainLayer):  # noqa: N801
+        sees_later = False  # the row that attends
+
+        def rows(self) -> Iterator[tuple[int, slice, int]]:
+            told = self._backend.batch.host_both_ways
+            for row in super().rows():
+                self.sees_later = told is not None and self.spec.both_ways and bool(told[row[0]])
+                yield row
+
+        def seen(self, at: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            later = self.later(at, key) if self.sees_later else key < 0
+            return super().seen(at, key) | later
+
+        def later(self, at: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return key > at
+
+
+@mutant(caught_by="attention.both_ways", soon=True)
+class WindowHidesLaterTokens(_BothWays):
+    """As in an encoder."""
+
+    class layer(_BothWays.layer):  # noqa: N801
+        def later(self, at: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return super().later(at, key) & (key - at < (self.spec.window or len(key)))
+
+
+@mutant(caught_by="attention.both_ways")
+class WindowHidesNothing(_BothWays):
+    class layer(_BothWays.layer):  # noqa: N801
+        def later(self, at: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return key >= 0
+
+
 @mutant(caught_by="attention.scale")
 class ScaleOfItsOwn(TorchAttention):
     def make_layer(self, spec: LayerSpec) -> AttentionLayer:

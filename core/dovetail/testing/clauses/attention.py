@@ -27,6 +27,9 @@ CLAUSES: Marks = {
     "AttentionCapabilities.v_in_k": held("v_in_k", "refusals"),
     "AttentionCapabilities.causal": held("causal", "refusals"),
     "AttentionCapabilities.bidirectional": held("bidirectional", "refusals"),
+    "AttentionCapabilities.both_ways": held(
+        "both_ways", but="that an engine without it refuses images isn't a backend's"
+    ),
     "AttentionCapabilities.groups": held("groups", "group_pages", "group_block_sizes", "refusals"),
     "AttentionCapabilities.cache_dtypes": held("cache_dtypes", "cache_saturates", "cache_places"),
     "LayerSpec": {
@@ -35,6 +38,7 @@ CLAUSES: Marks = {
         "each token attends to all": held("bidirectional"),
         "in the softmax's denominator": held("sinks"),
         "a scaled score s": held("softcap"),
+        "attend in both directions": held("both_ways"),
         "numbers of K": held("v_in_k", "v_in_k_memory"),
         "with `v_in_k`": held("v_in_k"),
         "an earlier layer whose cache": held("shares"),
@@ -63,6 +67,7 @@ CLAUSES: Marks = {
         ),
         "that all rows share": held("shared_prefix"),
         "with `GraphSupport.ALL`": held("mixed_graph"),
+        "see all of the row's": held("both_ways"),
         "*": TOLD,
     },
     "LayerCache": {

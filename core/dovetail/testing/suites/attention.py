@@ -18,7 +18,7 @@ from dovetail.api.attention import AttentionContext, LayerSpec
 from dovetail.api.graphs import GraphSupport
 from dovetail.testing.checks import Untried, check, require
 from dovetail.testing.suites.attention_bench import Bench, Case, cases
-from dovetail.testing.suites.attention_groups import AttentionGroups
+from dovetail.testing.suites.attention_both_ways import AttentionBothWays
 from dovetail.testing.suites.attention_judging import assert_as_defined, assert_close, assert_sees
 from dovetail.testing.suites.attention_small_cache import LONG
 from dovetail.testing.suites.repeatable import repeatable
@@ -27,7 +27,7 @@ LONGER = 4500  # tokens: more than a kernel processes in one part
 MANY_ROWS = 70
 
 
-class AttentionSuite(AttentionGroups):
+class AttentionSuite(AttentionBothWays):
     """Suite of attention backends: computed values and declared capabilities."""
 
     @check("attention.values", since="1.0")

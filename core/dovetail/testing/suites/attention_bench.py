@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +66,10 @@ class Case:
     # the layer whose cache a layer has; assigned to layers in turn
     shares: tuple[int | None, ...] = (None,)
     causal: bool = True  # of all layers; if not, there is no history
+    # by row, the [start, stop) of tokens that attend to each other in both directions; a step that
+    # has some is divided there. (): no row has any
+    spans: tuple[tuple[tuple[int, int], ...], ...] = ()
+    both_ways: tuple[bool, ...] = (False,)  # whether layers heed these; assigned to layers in turn
 
     def whole(self, most: int) -> Case:
         """Return the case with rows of the same lengths, but at most `most` tokens, that are
@@ -91,6 +96,7 @@ class Case:
                 v_head_size=self.v_in_k,
                 shares=self.shares[i % len(self.shares)],
                 causal=self.causal,
+                both_ways=self.both_ways[i % len(self.both_ways)],
             )
             for i, shape in enumerate(shapes)
         ]
@@ -163,6 +169,15 @@ class Group:
             if self.window is None
             else np.maximum(lens - queries - self.window + 1, 0) // self.block_size
         )
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a case's row, which are a row of a step."""
+
+    row: int
+    start: int
+    stop: int
+    both_ways: bool = False
 
 
 @st.composite
@@ -308,6 +323,7 @@ class Bench:
         lens: NDArray[np.int64],
         padding: int = 0,
         shared: int = 0,
+        both_ways: NDArray[np.bool_] | None = None,
     ) -> AttentionBatch:
         """Return a step of these of the case's rows, that compute their last `queries` of `lens`
         tokens. Entries of blocks that no query sees are the waste page, as everything in the tables
@@ -358,6 +374,7 @@ class Bench:
             host_kv_lens=lens.astype(np.int32),
             shared_prefix_blocks=shared,
             mixed_graph=self.case.mixed_graph,
+            host_both_ways=both_ways,
         )
 
     def plan_rows(
@@ -379,13 +396,30 @@ class Bench:
     ) -> None:
         """Plan a step that computes tokens [start, end) of each row; rows without tokens are
         omitted."""
-        rows = [
-            row for row, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start
+        pieces = [
+            piece
+            for row, (start, end) in enumerate(zip(starts, ends, strict=True))
+            for piece in self._pieces(row, start, end)
         ]
-        counts = np.array([ends[row] - starts[row] for row in rows], np.int64)
-        self.plan_rows(
-            rows, counts, np.array([ends[row] for row in rows], np.int64), padding, shared
-        )
+        counts = np.array([piece.stop - piece.start for piece in pieces], np.int64)
+        lens = np.array([piece.stop for piece in pieces], np.int64)
+        both_ways = np.array([piece.both_ways for piece in pieces], np.bool_)
+        rows = [piece.row for piece in pieces]
+        told = both_ways if both_ways.any() else None
+        self.backend.plan(self.batch(rows, counts, lens, padding, shared, told))
+
+    def _pieces(self, row: int, start: int, end: int) -> Iterator[Piece]:
+        """Yield the rows that a step has for these tokens of a row. Spans that it computes to their
+        end are rows of their own."""
+        for first, stop in self.case.spans[row] if self.case.spans else ():
+            if not start < stop <= end:
+                continue
+            if first > start:
+                yield Piece(row, start, first)
+            yield Piece(row, max(first, start), stop, both_ways=True)
+            start = stop
+        if start < end:
+            yield Piece(row, start, end)
 
     def reorder(self, order: Sequence[int]) -> None:
         """Let the case's rows, with their blocks, stand in another order; they must be of equal
@@ -462,7 +496,12 @@ class Bench:
     def expected(self) -> list[torch.Tensor]:
         """Return exact values in the form of `attend`."""
         return [
-            torch.cat([oracle.exact(q, k, v, self._rules(i)) for q, k, v in self._rows(i)])
+            torch.cat(
+                [
+                    oracle.exact(q, k, v, self._rules(i, row))
+                    for row, (q, k, v) in enumerate(self._rows(i))
+                ]
+            )
             for i in range(len(self.layers))
         ]
 
@@ -472,16 +511,18 @@ class Bench:
         return [
             torch.cat(
                 [
-                    self._allowed(self._rules(layer), q, k, v).expand(len(q))
-                    for q, k, v in self._rows(layer)
+                    self._allowed(self._rules(layer, row), q, k, v).expand(len(q))
+                    for row, (q, k, v) in enumerate(self._rows(layer))
                 ]
             )
             for layer in range(len(self.layers))
         ]
 
-    def _rules(self, layer: int) -> oracle.Rules:
+    def _rules(self, layer: int, row: int) -> oracle.Rules:
         spec = self.case.specs[layer]
-        return oracle.Rules(spec.scale, spec.window, spec.softcap, self.sinks[layer], spec.causal)
+        spans = self.case.spans[row] if self.case.spans and spec.both_ways else ()
+        sinks = self.sinks[layer]
+        return oracle.Rules(spec.scale, spec.window, spec.softcap, sinks, spec.causal, spans)
 
     def _allowed(
         self, rules: oracle.Rules, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

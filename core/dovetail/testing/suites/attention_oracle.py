@@ -7,6 +7,7 @@ a backend's may be a few times as large.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ class Rules(NamedTuple):
     softcap: float | None = None
     sinks: torch.Tensor | None = None  # [heads]
     causal: bool = True
+    spans: Sequence[tuple[int, int]] = ()  # [start, stop) of tokens that see each other, too
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
@@ -61,8 +63,14 @@ def _attend(
     # of each query, how far each key is after it
     ahead = torch.arange(len(k)) - torch.arange(len(k) - len(q), len(k))[:, None]
     seen = ahead <= 0 if rules.causal else torch.ones_like(ahead, dtype=torch.bool)
+    token = torch.arange(len(k))
+    for start, stop in rules.spans:
+        within = (start <= token) & (token < stop)
+        seen |= within[len(k) - len(q) :, None] & within
     if rules.window is not None:
-        seen &= ahead.abs() < rules.window
+        seen &= ahead > -rules.window
+        if not rules.causal:
+            seen &= ahead < rules.window
     scores = scores.masked_fill(~seen, -torch.inf)
     if rules.sinks is not None:  # one key more, without a value
         scores = torch.cat(

@@ -52,6 +52,8 @@ class Sequences:
 
     step: list[tuple[str, int]] = field(default_factory=list)  # sequence, tokens
     layers: list[KeptAttention] = field(default_factory=list)
+    # of sequences, the [start, stop) of tokens that attend in both directions in layers that do so
+    spans: dict[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     # result of the last `attend`, which the next one may overwrite
     latest: torch.Tensor | None = None
 
@@ -106,14 +108,20 @@ class KeptAttention(AttentionLayer):
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         rows = torch.split(q, [tokens for _, tokens in self._sequences.step])
         kept = [self.kept[name] for name, _ in self._sequences.step]
-        rules = Rules(
-            self.spec.scale, self.spec.window, self.spec.softcap, self.sinks, self.spec.causal
-        )
-        values = [plain(row, k, v, rules, q.dtype) for row, (k, v) in zip(rows, kept, strict=True)]
+        rules = [self._rules(name) for name, _ in self._sequences.step]
+        values = [
+            plain(row, k, v, of_row, q.dtype)
+            for row, (k, v), of_row in zip(rows, kept, rules, strict=True)
+        ]
         if self._sequences.latest is not None:
             self._sequences.latest.fill_(torch.nan)
         self._sequences.latest = torch.cat(values).to(q.dtype)
         return self._sequences.latest
+
+    def _rules(self, sequence: str) -> Rules:
+        spec = self.spec
+        spans = self._sequences.spans.get(sequence, ()) if spec.both_ways else ()
+        return Rules(spec.scale, spec.window, spec.softcap, self.sinks, spec.causal, spans)
 
 
 class Bench:

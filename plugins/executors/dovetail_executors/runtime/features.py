@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from dovetail.api.attention import AttentionBackend, AttentionLayer, LayerSpec
 from dovetail.api.executor import Batch, Drafts, ExecutorConfig
 from dovetail.api.model import ParallelGroup
+from dovetail_executors.runtime.attention_choice import ChosenAttention
 from dovetail_executors.runtime.device_work import DeviceWork
 from dovetail_executors.runtime.graphs import Builder, Graphs, StepParts
 from dovetail_executors.runtime.loading import ModelPlan, num_parameters
@@ -45,6 +46,9 @@ class Wanted(NamedTuple):
     # Fields of `ModelInputs`, on the device. Steps that have any aren't replayed. At most one
     # feature gives a field.
     inputs: Mapping[str, torch.Tensor] = MappingProxyType({})
+    # [tokens] bool: those that attend in both directions. Only with `inputs`, and from at most one
+    # feature
+    both_ways: NDArray[np.bool_] | None = None
 
 
 class FinalStates(NamedTuple):
@@ -70,6 +74,8 @@ class StepFeature(ABC, Generic[Note]):
     axis: str | None = None  # its device work is only in recordings with this name
     reads_states: bool = False  # True: no step with a note is replayed as a whole
     work: DeviceWork | None = None  # None: nothing for the device
+    # to which `Wanted.both_ways` divides a step's rows, more than there are sequences
+    more_rows: int = 0
 
     @abstractmethod
     def begin(self, step: Step) -> Note | None:
@@ -164,6 +170,10 @@ class FeaturePlan(ABC):
     reads_next: bool = False  # as of `KVLayout`
     # int32 of each row, on the device, by name: the values of a batch's new rows
     columns: Mapping[str, Callable[[Batch], Sequence[int]]] = {}
+
+    def is_served_by(self, attention: ChosenAttention) -> bool:
+        """Return False if the feature is left out with this backend, which the plan logs."""
+        return True
 
     @abstractmethod
     def build(self, loaded: Loaded) -> StepFeature[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from dovetail.api.media import EncodedItem, MediaCapacity, MediaPlace, MediaRows
 from dovetail.errors import DovetailError
 from dovetail.nn.transfer import to_device
 from dovetail.request.media import MediaItem
+from dovetail_executors.runtime.attention_choice import ChosenAttention
 from dovetail_executors.runtime.features import FeaturePlan, Loaded, StepFeature, Wanted
 from dovetail_executors.runtime.graphs import Graphs
 from dovetail_executors.runtime.loading import ModelPlan
@@ -33,6 +35,9 @@ log = logging.getLogger("dovetail")
 
 NO_TOKENS = np.zeros(0, np.int64)
 NO_ROWS = MediaRows((), NO_TOKENS.astype(np.int32), NO_TOKENS.astype(np.int32))
+# Runs of placeholders that attend in both directions, in a step. Each divides its row of attention,
+# and buffers are sized by rows.
+MOST_RUNS = 32
 
 
 @dataclass
@@ -52,10 +57,17 @@ class EncodesMedia(StepFeature[ReadRows]):
     reads_states = True  # a step with a note isn't replayed
 
     def __init__(
-        self, tower: Tower, capacity: MediaCapacity, dtype: torch.dtype, rows: RowState
+        self,
+        tower: Tower,
+        capacity: MediaCapacity,
+        dtype: torch.dtype,
+        rows: RowState,
     ) -> None:
         """`dtype`: of rows, as the model has it."""
         self._tower = tower
+        # the tokens of an image attend to each other in both directions in some layers
+        self._both_ways = tower.plan.whole
+        self.more_rows = 2 * capacity.step_runs if self._both_ways else 0
         self._rows = rows
         self._axes = AxesOfRows(rows.max_rows) if tower.plan.media_type.axes else None
         # batches with placeholders have the part
@@ -122,6 +134,7 @@ class EncodesMedia(StepFeature[ReadRows]):
     def wants(self, step: Step, note: ReadRows, host: HostInputs) -> Wanted:
         device = self._cache.device
         inputs: dict[str, torch.Tensor] = {}
+        both_ways = None
         if len(note.part.tokens):
             total = len(host.token_indices)
             is_row = np.zeros(total, np.bool_)
@@ -130,9 +143,10 @@ class EncodesMedia(StepFeature[ReadRows]):
             slots[note.part.tokens] = note.part.slots
             inputs["rows"] = self._cache.index_select(1, to_device(slots, device))
             inputs["is_row"] = to_device(is_row, device)
+            both_ways = is_row if self._both_ways else None
         if self._axes is not None:
             inputs["axes"] = to_device(self._axes.of_step(host), device)
-        return Wanted(NO_TOKENS, inputs=inputs)
+        return Wanted(NO_TOKENS, inputs=inputs, both_ways=both_ways)
 
     def collect(self, step: Step, note: ReadRows, failed: dict[int, str]) -> None:
         failed.update(note.failed)
@@ -175,13 +189,24 @@ class MediaPlan(FeaturePlan):
         if tower is None:
             return None
         if lacks := _lacks(tower, plan):
-            log.warning("%s: images aren't served, only text: %s", config.model, lacks)
+            _log_only_text(config.model, lacks)
             return None
+        runs = min(MOST_RUNS, config.max_num_batched_tokens)
         return cls(
             tower,
-            MediaCapacity(config.media_cache_rows, config.media_step_rows),
+            MediaCapacity(config.media_cache_rows, config.media_step_rows, runs),
             {POSITION_OFFSET: offsets_of} if tower.media_type.axes else {},
         )
+
+    def is_served_by(self, attention: ChosenAttention) -> bool:
+        if not self.tower.whole or attention.backend.capabilities.both_ways:
+            return True
+        _log_only_text(
+            self.tower.directory,
+            f"attention backend {attention.name} can't attend in both directions "
+            "(AttentionCapabilities.both_ways)",
+        )
+        return False
 
     def build(self, loaded: Loaded) -> EncodesMedia:
         """Raises `ConfigError` too, if a CPU's memory can't hold the encoder."""
@@ -190,6 +215,10 @@ class MediaPlan(FeaturePlan):
             require_ram(needed, f"{loaded.config.model}: its image encoder", loaded.group.size)
         tower = self.tower.build(loaded.plan.dtype, loaded.device, loaded.config.seed)
         return EncodesMedia(tower, self.capacity, loaded.plan.dtype, loaded.rows)
+
+
+def _log_only_text(model: str | Path, reason: str) -> None:
+    log.warning("%s: images aren't served, only text: %s", model, reason)
 
 
 def _lacks(tower: TowerPlan, plan: ModelPlan) -> str:
@@ -203,6 +232,9 @@ def _lacks(tower: TowerPlan, plan: ModelPlan) -> str:
     lacking = [name for name, is_there in needed.items() if not is_there]
     if lacking:
         return f"{type(plan.arch).__name__} doesn't read them (ModelCapabilities.{lacking[0]})"
-    if tower.media_type.both_ways != "none":
-        return "attention in both directions isn't supported"
+    if tower.whole and not any(spec.both_ways for spec in plan.specs):
+        return (
+            f"{type(plan.arch).__name__} has no layers in which an image's tokens attend in both "
+            "directions (LayerSpec.both_ways)"
+        )
     return ""

@@ -50,6 +50,7 @@ class WantedStates:
     every: bool = False
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # see `Wanted`
     of: dict[Any, slice] = field(default_factory=dict)  # feature -> its part of `tokens`
+    both_ways: NDArray[np.bool_] | None = None  # see `Wanted`
 
     def ask(self, step: Step, host: HostInputs, most: int) -> None:
         """Add those of the step's features. More than `most` states aren't computed apart."""
@@ -63,6 +64,8 @@ class WantedStates:
                 count += len(wanted.tokens)
                 self.every |= wanted.every
                 self.inputs |= wanted.inputs
+                if wanted.both_ways is not None:
+                    self.both_ways = wanted.both_ways
         self.tokens = np.concatenate(tokens)
         self.every |= bool(self.of) and count > most
 
@@ -263,7 +266,11 @@ class Runner:
         else:
             step.key = GraphKey("model" if step.is_plain_decode else "mixed", axes=step.axes)
             inputs = host.to_device(self.rows)
-            attention = host.attention_batch(self.rows, inputs, shared)
+            if wanted.both_ways is None:
+                attention = host.attention_batch(self.rows, inputs, shared)
+            else:
+                divided = host.divided(wanted.both_ways)
+                attention = divided.attention_batch(self.rows, divided.to_device(self.rows))
             self.backend.plan(attention)
             for planned in self.parts.states:
                 planned.plan(step, host, inputs)

@@ -80,6 +80,8 @@ class HostInputs:
     line_ends: Int64  # [n] where the last token of each line is among these tokens
     max_blocks: int  # of a row
     tables: Int32 | None  # [tables, b, max_blocks] their pages, if the tables are small
+    # [b] see `AttentionBatch.host_both_ways`; None: there are no such rows
+    both_ways: NDArray[np.bool_] | None = None
 
     @classmethod
     def of(cls, batch: Batch, state: RowState) -> HostInputs:
@@ -160,6 +162,23 @@ class HostInputs:
             host_kv_lens=self.kv_lens,
             shared_prefix_blocks=shared_blocks,
             mixed_graph=mixed_graph,
+            host_both_ways=self.both_ways,
+        )
+
+    def divided(self, both_ways: NDArray[np.bool_]) -> HostInputs:
+        """Return the step as attention gets it: rows are divided where `both_ways` [tokens]
+        changes, and consecutive tokens of a row with it attend in both directions."""
+        changes = np.flatnonzero(both_ways[1:] != both_ways[:-1]) + 1
+        starts = np.union1d(self.query_starts[:-1], changes).astype(np.int32)
+        parents = np.searchsorted(self.query_starts, starts, side="right") - 1
+        ends = np.append(starts[1:], self.query_starts[-1:])
+        return replace(
+            self,
+            rows=self.rows[parents],
+            query_starts=np.append(starts, self.query_starts[-1:]),
+            kv_lens=self.kv_lens[parents] - (self.ends[parents] - ends),
+            tables=None if self.tables is None else self.tables[:, parents],
+            both_ways=both_ways[starts],
         )
 
     def to_device(self, state: RowState) -> DeviceInputs:

@@ -62,6 +62,7 @@ class TowerPlan:
     directory: Path
     media_type: MediaType
     levels: int  # rows for each placeholder: see `MediaType.levels`
+    whole: bool  # see `MediaType.whole`
     hidden_size: int  # of a row
     config: Any  # transformers' PretrainedConfig of the whole model
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)  # of its tensors
@@ -210,6 +211,7 @@ def find_tower(model_dir: str | Path, *, dummy: bool = False) -> TowerPlan | Non
         directory,
         media_type,
         media_type.levels(raw),
+        media_type.whole(raw),
         int(config.get_text_config(decoder=True).hidden_size),
         config,
         shapes,

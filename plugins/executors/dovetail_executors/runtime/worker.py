@@ -97,6 +97,7 @@ class Worker:
             config.block_size,
             plan.cache_dtype,
         )
+        plans = [each for each in plans if each.is_served_by(chosen)]
         pool = self._make_kv_pool(plan, plans, specs, chosen.backend, device)
         layout = pool.planned.layout
         if device.type == "cpu":  # before reading weights, so that errors surface at once
@@ -388,9 +389,8 @@ class Worker:
         runner = self._running()
         runner.pool.allocate(num_pages)
         runner.rows.pool_allocated(num_pages)
-        runner.backend.prepare(
-            runner.rows.max_lines, config.max_num_batched_tokens, runner.rows.max_len
-        )
+        max_rows = runner.rows.max_lines + sum(each.more_rows for each in runner.features)
+        runner.backend.prepare(max_rows, config.max_num_batched_tokens, runner.rows.max_len)
 
     def _records(self, backend: AttentionBackend, pool: KVPool, device: torch.device) -> bool:
         """Return True if steps are recorded as CUDA graphs."""
