@@ -78,6 +78,11 @@ class Grids:
         self._kept.move_to_end(key)
         return self._kept[key]
 
+    def forget(self) -> None:
+        """Keep no arguments: those that one CUDA stream made mustn't be replaced while another one
+        reads them."""
+        self._kept.clear()
+
     def _with_grid_on_device(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden_states, lengths, grid, *others = args
         return hidden_states, lengths, to_device(grid.numpy(), self._device), *others

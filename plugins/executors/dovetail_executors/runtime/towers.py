@@ -143,6 +143,8 @@ class Tower:
                     if name in inspect.signature(self._model.get_image_features).parameters
                 }
                 rows = len(self._levels(tensors)[0])
+                if self._grids is not None:
+                    self._grids.forget()
                 if rows <= most_rows:
                     runs = ((0, rows),)
                     return MediaItem(kind="image", digest=b"", runs=runs, tensors=tensors)
