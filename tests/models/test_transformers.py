@@ -27,7 +27,7 @@ from tests.models.tiny_configs import random_model, tiny
 
 ROWS = rows_of(PAGE.read_text(encoding="utf-8"))
 # types whose module code hides state or masks
-MISLEADING = ("inkling_text", "lfm2", "llama4_text", "minimax")
+MISLEADING = ("inkling_text", "lfm2", "llama4_text")
 SOME = ("phimoe", "internlm3", "gemma4", "lfm3", "mamba", "bloom", "bart", "diffllama")
 
 
@@ -80,10 +80,16 @@ def test_other_shapes_of_a_type_are_exact(
     )
 
 
-def test_alibi_is_refused(tmp_path: Path) -> None:
+def test_alibi_that_is_rounded_key_by_key_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, "falcon", alibi=True)
-    with pytest.raises(UnsupportedError, match="alibi"):
+    with pytest.raises(UnsupportedError, match="rounded to bfloat16"):
         load(tmp_path)
+
+
+def test_alibi_with_an_8_bit_cache_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "bloom")
+    with pytest.raises(UnsupportedError, match="hold positions"):
+        load(tmp_path, kv_cache_dtype="fp8", max_model_len=64)
 
 
 def saved(directory: Path, model_type: str = "mixtral", **changes: Any) -> Path:

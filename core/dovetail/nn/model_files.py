@@ -60,6 +60,9 @@ _NOT_OF_SHAPE = ("model_type", "architectures", "transformers_version", "router_
 _POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta")  # model types
 
 
+_LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")  # the first that there is
+
+
 _WITHOUT_POSITIONS = 1 << 17  # the length of a model whose config names none
 
 
@@ -192,7 +195,8 @@ def model_length(config: Any) -> int:
     """Return the model's maximum sequence length in tokens. YaRN multiplies the trained length by
     its factor; in RoBERTa's models the first position follows that of padding. A model without
     positions has no maximum of its own."""
-    length = int(getattr(config, "max_position_embeddings", _WITHOUT_POSITIONS))
+    named = (getattr(config, name) for name in _LENGTHS if hasattr(config, name))
+    length = int(next(named, _WITHOUT_POSITIONS))
     if config.model_type in _POSITIONS_AFTER_PADDING:
         return length - int(config.pad_token_id) - 1
     rope = getattr(config, "rope_parameters", None) or {}

@@ -62,6 +62,7 @@ from dovetail_models.transformers_attention import (
     AttentionCall,
     bind,
     one_line,
+    positions_of_step,
     specs_of,
     trace,
 )
@@ -372,6 +373,10 @@ class TransformersModel(nn.Module):
     def verify(self, run: TrialRun) -> None:
         """Compare the whole model, in its dtype, with transformers; if quantized, or with a smaller
         cache dtype, with itself without graphs. Then store the verdict of all checks."""
+        if run.rounds_kv and any(call.has_positions for call in self._calls):
+            raise UnsupportedError(
+                "kv_cache_dtype: its keys hold positions, for ALiBi, which 8 bits can't"
+            )
         if not self._to_verify:
             return
         tokens = trial_tokens(self.config.vocab_size, self._max_len)
@@ -555,6 +560,7 @@ def _states_of(
     base: nn.Module, layers: Layers, given: Mapping[str, torch.Tensor], positions: torch.Tensor
 ) -> torch.Tensor:
     """Return the states of tokens or embeddings, as arguments of transformers' model."""
+    positions_of_step.set(positions)
     for rotary in layers.rotaries:
         rotary.begin(positions)
     states: torch.Tensor = base(

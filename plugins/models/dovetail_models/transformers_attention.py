@@ -47,6 +47,7 @@ _HANDLED = frozenset(
         "max_length_k",
         "s_aux",  # sinks, and the cap of scores: layers have them
         "softcap",
+        "has_positions",  # see `AttentionCall`
     ]
 )
 
@@ -64,6 +65,7 @@ class AttentionCall:
     problems: tuple[str, ...]  # unsupported features
     sinks: str | None = None  # name of the module's parameter
     softcap: float | None = None
+    has_positions: bool = False  # K has numbers that a smaller dtype of the cache would falsify
 
 
 class _InTurn:
@@ -88,6 +90,8 @@ class _Recorder:
         self.names, self.calls = names, list[AttentionCall]()
 
 
+# positions [tokens] int64 of the tokens that a model computes
+positions_of_step: ContextVar[torch.Tensor] = ContextVar("positions")
 _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
 
 
@@ -210,6 +214,7 @@ def _call(
         problems=tuple(problems),
         sinks=sinks,
         softcap=None if softcap is None else float(softcap),
+        has_positions=bool(kwargs.get("has_positions")),
     )
 
 
@@ -248,6 +253,7 @@ def trace(base: nn.Module) -> list[AttentionCall]:
     Raises `UnsupportedError` if the model can't be traced."""
     ids, positions = (torch.zeros(1, 3, dtype=torch.long, device="meta") for _ in range(2))
     with _recording(base) as calls:
+        positions_of_step.set(positions[0])
         try:
             base(input_ids=ids, position_ids=positions, use_cache=False)
         except Exception as error:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,7 +22,8 @@ from torch import nn
 from dovetail.api.state import StateBatch, StateLayer, StateSpec, StateTensor
 from dovetail.nn.state.scan import fresh
 
-_GETTERS = {"get_conv_state", "get_recurrent_state"}  # of transformers' `Cache`
+# of transformers' `Cache`, and of MiniMax's
+_GETTERS = {"get_conv_state", "get_recurrent_state", "get_linear_cache"}
 _FROM_ZERO = {"mamba_selective_scan"}  # functions that have no argument for an earlier state
 _ARGUMENTS = ("cache_params", "past_key_values")  # names of the cache in `forward`
 
@@ -66,6 +68,12 @@ class RowStates:
     ) -> torch.Tensor:
         self.states["recurrent", state_idx] = recurrent_states
         return recurrent_states
+
+    def get_linear_cache(self, layer_idx: int = 0) -> torch.Tensor | None:
+        return self.get_recurrent_state()
+
+    def set_linear_cache(self, layer_idx: int, cache: torch.Tensor) -> None:
+        self.update_recurrent_state(cache)
 
     def is_recording_past(self, layer_idx: int = 0) -> bool:
         return False
@@ -135,12 +143,23 @@ def _names_in(module: nn.Module) -> frozenset[str]:
     return frozenset(() if code is None else code.co_names)
 
 
+def _of_hidden_states(module: nn.Module) -> Callable[..., Any]:
+    """Return the `forward` of a module with None for whatever it needs beside hidden states."""
+    _, *others = inspect.signature(module.forward).parameters.values()
+    needed = [
+        one.name
+        for one in others
+        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
+    return partial(module.forward, **dict.fromkeys(needed))
+
+
 class _Recorder:
     def __init__(self, name: str, module: nn.Module, calls: list[StateCall]) -> None:
         self._name = name
         self._argument = str(_argument_of(module))
         self._by_token = bool(_names_in(module) & _FROM_ZERO)
-        self._forward = module.forward
+        self._forward = _of_hidden_states(module)
         self._calls = calls
 
     def __call__(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -166,7 +185,7 @@ class _OfRows:
     """`forward` of a module for the tokens of a step."""
 
     def __init__(self, module: nn.Module, call: StateCall, layer: StateLayer) -> None:
-        self._forward = module.forward
+        self._forward = _of_hidden_states(module)
         self._argument = call.argument
         self._shapes = call.shapes
         self._by_token = call.by_token
