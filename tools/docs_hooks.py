@@ -532,7 +532,17 @@ def _code(*names: str) -> str:
 def all_file_keys() -> tuple[FileKeys, ...]:
     """Return the table of each file of a model. Those of models and weight formats need torch,
     which other parts of the site don't."""
-    from dovetail.nn.format import awq, compressed_tensors, fp8, gptq, mxfp4
+    from dovetail.nn.format import (
+        auto_round,
+        awq,
+        bitsandbytes,
+        compressed_tensors,
+        fbgemm_fp8,
+        fp8,
+        gptq,
+        modelopt,
+        mxfp4,
+    )
     from dovetail_models import arch, eagle3
 
     return (
@@ -549,6 +559,10 @@ def all_file_keys() -> tuple[FileKeys, ...]:
         compressed_tensors.KEYS,
         compressed_tensors.GROUP_KEYS,
         compressed_tensors.NUMBER_KEYS,
+        modelopt.KEYS,
+        fbgemm_fp8.KEYS,
+        auto_round.KEYS,
+        bitsandbytes.KEYS,
         tokenizer.TOKENIZER_CONFIG,
         tokenizer.CHAT_TEMPLATE,
         tokenizer.PROCESSORS,

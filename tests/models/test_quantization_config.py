@@ -133,6 +133,45 @@ INT4 = {
 }
 
 
+NVFP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "symmetric": True,
+}
+BITS_AND_BYTES = {
+    "_load_in_4bit": True,
+    "_load_in_8bit": False,
+    "bnb_4bit_compute_dtype": "bfloat16",
+    "bnb_4bit_quant_storage": "uint8",
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "llm_int8_enable_fp32_cpu_offload": False,
+    "llm_int8_has_fp16_weight": False,
+    "llm_int8_skip_modules": None,
+    "llm_int8_threshold": 6.0,
+    "load_in_4bit": True,
+    "load_in_8bit": False,
+    "quant_method": "bitsandbytes",
+}
+AUTO_ROUND = {
+    "autoround_version": "0.5.1",
+    "bits": 4,
+    "block_name_to_quantize": "model.layers",
+    "data_type": "int",
+    "extra_config": {"model.layers.1.mlp.down_proj": {"act_bits": 16, "bits": 16}},
+    "group_size": 128,
+    "iters": 1000,
+    "low_gpu_mem_usage": True,
+    "nsamples": 512,
+    "packing_format": "auto_round:auto_gptq",
+    "quant_method": "auto-round",
+    "seqlen": 2048,
+    "sym": True,
+}
+
+
 def choose(
     said: Any, asked: str | None = None, installed: tuple[QuantizationRef, ...] = QUANTIZATIONS
 ) -> Any:
@@ -159,6 +198,44 @@ def choose(
         (GPTQ, "int4 (groups of 128, symmetric)"),
         (GPTQ | {"group_size": -1, "sym": False}, "int4 (one scale per output, asymmetric)"),
         (AWQ, "int4 (groups of 128, asymmetric)"),
+        (GPTQ | {"bits": 8}, "int8 (groups of 128)"),
+        (AUTO_ROUND, "int4 (groups of 128, symmetric)"),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "sym": False},
+            "int4 (groups of 128, asymmetric)",
+        ),
+        (BITS_AND_BYTES, "nf4"),
+        (
+            BITS_AND_BYTES | {"load_in_4bit": False, "_load_in_4bit": False, "load_in_8bit": True},
+            "int8 (a scale per output)",
+        ),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "fp8 (a scale per output)"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "NVFP4",
+                "kv_cache_quant_algo": "FP8",
+                "group_size": 16,
+                "exclude_modules": ["lm_head", "model.layers.1.mlp*"],
+            },
+            "nvfp4",
+        ),
+        (
+            of_group(
+                weights=FLOAT8 | {"type": "int"},
+                format="int-quantized",
+                input_activations={**FLOAT8, "type": "int", "strategy": "token", "dynamic": True},
+            ),
+            "int8 (a scale per output)",
+        ),
+        (
+            of_group(weights=NVFP4, format="nvfp4-pack-quantized", input_activations=NVFP4),
+            "nvfp4",
+        ),
+        (
+            of_group(weights=INT4, format="pack-quantized", input_activations=FLOAT8),
+            "int4 (groups of 128, symmetric)",
+        ),
     ],
 )
 def test_published_configs_are_read(said: dict[str, Any], told: str) -> None:
@@ -197,6 +274,19 @@ def test_what_is_left_out_stays_plain() -> None:
         listed.of_module(f"model.layers.0.{name}") == DENSE
         for name in ("mlp.up_proj", "mlp.down_proj")
     ] == [True, False]
+    for said in (
+        AUTO_ROUND,
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "exclude_modules": ["lm_head", "model.layers.1.mlp*"],
+        },
+        BITS_AND_BYTES | {"llm_int8_skip_modules": ["lm_head", "model.layers.1.mlp.down_proj"]},
+    ):
+        made = choose(said)
+        modules = ("layers.0.mlp.down_proj", "layers.1.mlp.down_proj")
+        assert [made.of_module(f"model.{name}") == DENSE for name in modules] == [False, True]
+        assert made.of_module("lm_head") == DENSE
     assert (
         choose(AWQ | {"modules_to_not_convert": ["visual"]}).of_module("visual.blocks.0.attn.proj")
         == DENSE
@@ -207,8 +297,8 @@ def test_what_is_left_out_stays_plain() -> None:
     ("said", "why"),
     [
         (
-            {"quant_method": "bitsandbytes"},
-            r"quant_method 'bitsandbytes' is unknown; known are fp8, compressed-tensors, gptq, awq",
+            {"quant_method": "hqq"},
+            r"quant_method 'hqq' is unknown; known are fp8, compressed-tensors, modelopt, bits",
         ),
         (DEEPSEEK_V3 | {"fmt": "e5m2"}, "fmt = 'e5m2' is not implemented"),
         (
@@ -227,7 +317,7 @@ def test_what_is_left_out_stays_plain() -> None:
             r"desc_act = True is not implemented \(only False\): groups of inputs must be "
             r"contiguous",
         ),
-        (GPTQ | {"bits": 8}, r"bits = 8 is not implemented \(only 4\)"),
+        (GPTQ | {"bits": 3}, r"bits = 3 is not implemented \(only 4, 8\)"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin' is not implemented"),
         (GPTQ | {"format": "marlin"}, "checkpoint_format = 'marlin' is not implemented"),
         (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "dynamic = .* settings of single modules"),
@@ -235,7 +325,7 @@ def test_what_is_left_out_stays_plain() -> None:
         (DEEPSEEK_V3 | {"expert_dtype": "fp4"}, "expert_dtype = 'fp4' is not implemented"),
         (
             of_group(weights={**FLOAT8, "symmetric": False}),
-            "weights: symmetric = False is not implemented for 8 bits",
+            "weights: symmetric = False is not implemented for this type",
         ),
         (
             of_group(weights=FLOAT8) | {"quantization_status": "calibration"},
@@ -248,12 +338,34 @@ def test_what_is_left_out_stays_plain() -> None:
         (AWQ | {"version": "gemv"}, "version = 'gemv' is not implemented"),
         (AWQ | {"zero_point": False}, "zero_point = False is not implemented"),
         (
-            of_group(weights=INT4, format="pack-quantized", input_activations=FLOAT8),
-            "with input_activations, are not implemented",
+            of_group(weights={**INT4, "num_bits": 2}, format="pack-quantized"),
+            "of type 'int' and 2 bits, 'pack-quantized', are not implemented",
         ),
         (
-            of_group(weights={**INT4, "num_bits": 8}, format="int-quantized"),
-            "of type 'int' and 8 bits, 'int-quantized', without",
+            of_group(weights=NVFP4 | {"group_size": 32}, format="nvfp4-pack-quantized"),
+            "group_size = 32 are not implemented for 4-bit floats .only tensor_group and 16",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"},
+            "quant_algo = 'W4A16_AWQ' is not",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32},
+            "group_size = 32 is not implemented",
+        ),
+        (
+            BITS_AND_BYTES | {"bnb_4bit_quant_type": "int4"},
+            "bnb_4bit_quant_type = 'int4' is not implemented",
+        ),
+        (
+            BITS_AND_BYTES | {"bnb_4bit_quant_storage": "bfloat16"},
+            "bnb_4bit_quant_storage = 'bfloat16' is not implemented",
+        ),
+        (AUTO_ROUND | {"bits": 2}, "bits = 2 in the layout 'auto_round:auto_gptq' are not"),
+        (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type = 'mx_fp' is not implemented"),
+        (
+            AUTO_ROUND | {"extra_config": {"model.layers.0.mlp.down_proj": {"bits": 8}}},
+            "extra_config.model.layers.0.mlp.down_proj = .* is not implemented",
         ),
         (
             of_group(weights={**INT4, "actorder": "group"}, format="pack-quantized"),

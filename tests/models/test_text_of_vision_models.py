@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from dovetail import LLMEngine, SamplingParams
-from dovetail.errors import UnsupportedError
+from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.front.media.prompts import ImagePrompts
 from tests.models.tiny_configs import tiny_whole
 
@@ -241,6 +241,10 @@ def test_a_checkpoint_of_another_kind_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         '{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}'
     )
-    (tmp_path / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(UnsupportedError, match="ModelOpt"):
+    other = tmp_path / "hf_quant_config.json"
+    other.write_text("{}")
+    with pytest.raises(ModelLoadError, match=r"hf_quant_config.json: quantization: expected keys"):
+        LLMEngine.from_config({"model": str(tmp_path)})
+    other.write_text('{"quantization": {"quant_algo": "W4A8_AWQ", "exclude_modules": []}}')
+    with pytest.raises(UnsupportedError, match="quant_algo = 'W4A8_AWQ' is not implemented"):
         LLMEngine.from_config({"model": str(tmp_path)})

@@ -74,9 +74,7 @@ _INSTEAD_OF_A_CONFIG = {  # files that indicate other layouts than transformers'
 }
 
 
-_BESIDE_A_CONFIG = {  # files that indicate unsupported models
-    "hf_quant_config.json": "weights quantized by ModelOpt aren't served; see docs/quantization.md",
-}
+_MODELOPT = "hf_quant_config.json"  # ModelOpt's own place for what config.json may say, too
 
 
 def text_of(config: Any, model_dir: str | Path) -> Any:
@@ -126,7 +124,17 @@ def stored_as(model_dir: str | Path) -> Mapping[str, Any] | None:
     """Return the `quantization_config` of a directory's config; None if its weights are plain.
     Raises `ModelLoadError` if it is malformed."""
     path = Path(model_dir) / "config.json"
-    return _stored_as(path, read_json_object(path))
+    stored = _stored_as(path, read_json_object(path))
+    other = Path(model_dir) / _MODELOPT
+    return _of_modelopt(other) if stored is None and other.is_file() else stored
+
+
+def _of_modelopt(path: Path) -> Mapping[str, Any]:
+    """Return what `hf_quant_config.json` says as a `quantization_config`."""
+    inner = read_json_object(path).get("quantization")
+    if not isinstance(inner, Mapping):
+        raise ModelLoadError(f"{path}: quantization: expected keys and values, got {shown(inner)}")
+    return {"quant_method": "modelopt", **inner}
 
 
 def _stored_as(path: Path, raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -147,7 +155,6 @@ def read_config(model_dir: str | Path) -> Any:
         raise ModelLoadError(
             f"{path}: no such file; a model is a directory with config.json and safetensors files"
         )
-    _refuse(path.parent, _BESIDE_A_CONFIG)
     raw = read_json_object(path)
     if kind := raw.get("speculators_model_type"):
         raise UnsupportedError(

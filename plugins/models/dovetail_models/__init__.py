@@ -177,9 +177,25 @@ def dovetail_quantizations() -> list[QuantizationSpec]:
         QuantizationSpec(
             "compressed-tensors",
             "dovetail.nn.format.compressed_tensors:CompressedTensors",
-            "FP8 or INT4 weights of llm-compressor",
+            "FP8, INT8, INT4, NVFP4 or MXFP4 weights of llm-compressor",
         ),
-        QuantizationSpec("gptq", "dovetail.nn.format.gptq:Gptq", "INT4 weights of GPTQ"),
+        QuantizationSpec(
+            "modelopt", "dovetail.nn.format.modelopt:ModelOpt", "FP8 or NVFP4 weights of ModelOpt"
+        ),
+        QuantizationSpec(
+            "bitsandbytes",
+            "dovetail.nn.format.bitsandbytes:BitsAndBytes",
+            "NF4, FP4 or INT8 weights of bitsandbytes",
+        ),
+        QuantizationSpec(
+            "auto-round",
+            "dovetail.nn.format.auto_round:AutoRound",
+            "INT4 or INT8 weights of AutoRound",
+        ),
+        QuantizationSpec(
+            "fbgemm_fp8", "dovetail.nn.format.fbgemm_fp8:FbgemmFp8", "FP8 weights of Meta"
+        ),
+        QuantizationSpec("gptq", "dovetail.nn.format.gptq:Gptq", "INT4 or INT8 weights of GPTQ"),
         QuantizationSpec("awq", "dovetail.nn.format.awq:Awq", "INT4 weights of AWQ"),
         QuantizationSpec(
             "mxfp4", "dovetail.nn.format.mxfp4:Mxfp4", "MXFP4 weights of gpt-oss's experts"

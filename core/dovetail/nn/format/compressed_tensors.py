@@ -1,8 +1,8 @@
-"""`quant_method: compressed-tensors`: FP8 and INT4 checkpoints of llm-compressor."""
+"""`quant_method: compressed-tensors`: checkpoints of llm-compressor in FP8, INT8, INT4 and FP4."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,12 @@ import torch
 from dovetail.api.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.errors import ModelLoadError, UnsupportedError, shown
 from dovetail.nn.format.base import Quantization, WeightFormat
+from dovetail.nn.format.compressed_int8 import PackedInt8, PlainInt8
 from dovetail.nn.format.dense import DENSE
 from dovetail.nn.format.float8 import Float8
 from dovetail.nn.format.int4 import Int4, Unpacked
+from dovetail.nn.format.mxfp4 import PackedMxfp4
+from dovetail.nn.format.nvfp4 import Nvfp4
 from dovetail.nn.format.packing import PACKED, share_of, unpacked
 from dovetail.nn.format.reading import (
     DEQUANTIZE,
@@ -54,19 +57,21 @@ GROUP_KEYS = FileKeys(
         "targets": Used("names of layers, or Linear"),
         "weights": Used("how weights are stored, below"),
         "input_activations": Used("how inputs are quantized, below"),
-        "format": Used("float-quantized, naive-quantized or pack-quantized"),
+        "format": Used("float-, naive-, int-, pack-, nvfp4-pack- or mxfp4-pack-quantized"),
         "output_activations": Refused("quantized outputs"),
     },
 )
 NUMBER_KEYS = FileKeys(
     "compressed-tensors: weights and input_activations",
     {
-        "num_bits": Used("8, or 4 of weights"),
-        "type": Used("float of 8 bits, int of 4"),
-        "strategy": Used("tensor, channel or block of 8 bits; group or channel of 4"),
+        "num_bits": Used("8 or 4"),
+        "type": Used("float or int"),
+        "strategy": Used(
+            "of FP8 tensor, channel or block; of integers group or channel; of FP4 its own"
+        ),
         "group_size": Used("inputs per scale"),
         "block_structure": Used("outputs and inputs per scale"),
-        "symmetric": Used("whether there are zero points; only of 4 bits"),
+        "symmetric": Used("whether there are zero points; only of integers"),
         "dynamic": Used("whether scales of inputs are computed"),
         "actorder": Used("weight or static; others are refused"),
         "observer": _MAKING,
@@ -148,36 +153,33 @@ def _format_of(name: str, group: Mapping[str, Any], fallback: Any) -> WeightForm
     inputs = group.get("input_activations")
     packing = group.get("format") or fallback
     NUMBER_KEYS.check(weights, f"{where}.weights")
-    kind = (weights.get("type"), weights.get("num_bits"))
-    if kind == ("float", 8) and packing in ("float-quantized", "naive-quantized"):
-        return _float8(where, weights, inputs)
-    if kind == ("int", 4) and packing == "pack-quantized" and inputs is None:
-        return _int4(where, weights)
-    what = (
-        f"weights of type {shown(kind[0])} and {shown(kind[1])} bits, {shown(packing)}, "
-        f"{'with' if inputs else 'without'} input_activations"
-    )
-    raise UnsupportedError(
-        f"{where}: {what}, are not implemented (only float of 8 bits, float-quantized; int of 4 "
-        f"bits, pack-quantized, without)"
-    )
+    kind = (weights.get("type"), weights.get("num_bits"), packing)
+    reader = _READERS.get(kind)
+    if reader is None:
+        what = f"weights of type {shown(kind[0])} and {shown(kind[1])} bits, {shown(packing)}"
+        known = "; ".join(f"{name} of {bits} bits, {form}" for name, bits, form in _READERS)
+        raise UnsupportedError(f"{where}: {what}, are not implemented (only {known})")
+    if inputs is not None:
+        inputs = keys_and_values(inputs, f"{where}.input_activations")
+        NUMBER_KEYS.check(inputs, f"{where}.input_activations")
+    return reader(where, weights, inputs)
+
+
+def _refuse_asymmetric(where: str, numbers: Mapping[str, Any]) -> None:
+    if numbers.get("symmetric") is False:
+        raise UnsupportedError(
+            f"{where}: symmetric = False is not implemented for this type (only True)"
+        )
 
 
 def _float8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Float8:
-    if inputs is not None:
-        NUMBER_KEYS.check(
-            keys_and_values(inputs, f"{where}.input_activations"), f"{where}.input_activations"
+    if inputs is not None and (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
+        raise UnsupportedError(
+            f"{where}.input_activations: {shown(dict(inputs))} is not implemented (only float of 8 "
+            f"bits)"
         )
-        if (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
-            raise UnsupportedError(
-                f"{where}.input_activations: {shown(dict(inputs))} is not implemented (only float "
-                f"of 8 bits)"
-            )
-    for kind, numbers in (("weights", weights), ("input_activations", inputs or {})):
-        if numbers.get("symmetric") is False:
-            raise UnsupportedError(
-                f"{where}.{kind}: symmetric = False is not implemented for 8 bits (only True)"
-            )
+    _refuse_asymmetric(f"{where}.weights", weights)
+    _refuse_asymmetric(f"{where}.input_activations", inputs or {})
     static = inputs is not None and not inputs.get("dynamic")
     bits = 16 if inputs is None else 8
     strategy = weights.get("strategy")
@@ -197,7 +199,44 @@ def _float8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | 
     )
 
 
-def _int4(where: str, weights: Mapping[str, Any]) -> PackedInt4:
+def _int4(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> PackedInt4:
+    return PackedInt4(*_groups(where, weights))
+
+
+def _int8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> PlainInt8:
+    static = inputs is not None and not inputs.get("dynamic")
+    return PlainInt8(*_groups(where, weights), static)
+
+
+def _packed_int8(
+    where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None
+) -> PackedInt8:
+    return PackedInt8(*_groups(where, weights))
+
+
+def _nvfp4(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Nvfp4:
+    _refuse_asymmetric(f"{where}.weights", weights)
+    _expect(where, weights, "tensor_group", 16)
+    return Nvfp4("weight_packed", "weight_global_scale", divides=True)
+
+
+def _mxfp4(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> PackedMxfp4:
+    _refuse_asymmetric(f"{where}.weights", weights)
+    _expect(where, weights, "group", 32)
+    return PackedMxfp4()
+
+
+def _expect(where: str, weights: Mapping[str, Any], strategy: str, group: int) -> None:
+    found = weights.get("strategy"), weights.get("group_size")
+    if found != (strategy, group):
+        raise UnsupportedError(
+            f"{where}.weights: strategy = {shown(found[0])} and group_size = {shown(found[1])} are "
+            f"not implemented for 4-bit floats (only {strategy} and {group})"
+        )
+
+
+def _groups(where: str, weights: Mapping[str, Any]) -> tuple[int | None, bool]:
+    """Return the inputs per scale, None for all, and whether weights are symmetric."""
     if weights.get("actorder") not in (None, False, "weight", "static"):
         raise UnsupportedError(
             f"{where}.weights: actorder = {shown(weights['actorder'])} is not implemented (only "
@@ -205,8 +244,20 @@ def _int4(where: str, weights: Mapping[str, Any]) -> PackedInt4:
         )
     if (strategy := weights.get("strategy")) not in ("group", "channel"):
         raise UnsupportedError(
-            f"{where}.weights: strategy = {shown(strategy)} is not implemented for 4 bits (only "
-            f"group, channel)"
+            f"{where}.weights: strategy = {shown(strategy)} is not implemented for integers "
+            f"(only group, channel)"
         )
     group = group_size(weights, "group_size", f"{where}.weights") if strategy == "group" else None
-    return PackedInt4(group, bool(weights.get("symmetric", True)))
+    return group, bool(weights.get("symmetric", True))
+
+
+# by type, bits and packing
+_READERS: Mapping[tuple[Any, Any, Any], Callable[..., WeightFormat]] = {
+    ("float", 8, "float-quantized"): _float8,
+    ("float", 8, "naive-quantized"): _float8,
+    ("float", 4, "nvfp4-pack-quantized"): _nvfp4,
+    ("float", 4, "mxfp4-pack-quantized"): _mxfp4,
+    ("int", 4, "pack-quantized"): _int4,
+    ("int", 8, "pack-quantized"): _packed_int8,
+    ("int", 8, "int-quantized"): _int8,
+}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, gcd
 from typing import TYPE_CHECKING, Any, Literal
@@ -121,12 +121,18 @@ class Float8(StoredFormat):
         if self.scales == "computed":
             return {}
         outputs, inputs = part.source_shape
-        tensors = {"weight": TensorShape(((outputs, inputs),), part.dim, part.start, part.size)}
+        tensors = {
+            "weight": TensorShape(
+                ((outputs, inputs),), part.dim, part.start, part.size, stride=part.stride
+            )
+        }
         if self.scales == "tensor":
             tensors[self.scale_name] = TensorShape(((), (1,), (1, 1)))
         elif self.scales == "channel":
-            own = (0, part.start, part.size) if part.dim == 0 else (None, 0, 0)
-            tensors[self.scale_name] = TensorShape(((outputs, 1), (outputs,)), *own)
+            dim, start, size = (0, part.start, part.size) if part.dim == 0 else (None, 0, 0)
+            tensors[self.scale_name] = TensorShape(
+                ((outputs, 1), (outputs,)), dim, start, size, stride=part.stride
+            )
         else:
             size = self.block[part.dim]
             first = part.start // size
@@ -152,6 +158,13 @@ class Float8(StoredFormat):
             raise ModelLoadError(f"{self.scale_name}: scales must be finite")
         if bool((values.view(torch.uint8) & 0x7F == 0x7F).any()):
             raise ModelLoadError("weights must not be NaN")
+        for copy in range(part.copies):
+            at = part.at + copy * part.size
+            self._place(weight, replace(part, at=at, copies=1), values, scales)
+
+    def _place(
+        self, weight: StoredWeight, part: Part, values: torch.Tensor, scales: torch.Tensor
+    ) -> None:
         part.place(weight.data).copy_(values)
         rows = part.size if part.dim == 0 else part.source_shape[0]
         if self.scales != "block":

@@ -1,4 +1,4 @@
-"""`quant_method: gptq`: INT4 checkpoints of GPTQ (arXiv:2210.17323), in the layout of AutoGPTQ and
+"""`quant_method: gptq`: INT4 and INT8 checkpoints of GPTQ (arXiv:2210.17323), in the layout of AutoGPTQ and
 GPTQModel."""
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ from dovetail.errors import ModelLoadError, UnsupportedError, shown
 from dovetail.nn.format.base import Quantization, WeightFormat
 from dovetail.nn.format.dense import DENSE
 from dovetail.nn.format.int4 import MIDDLE, Int4, Unpacked
-from dovetail.nn.format.packing import PACKED, share_of, unpacked
+from dovetail.nn.format.int8 import MIDDLE as MIDDLE_OF_BYTES
+from dovetail.nn.format.int8 import Int8, signed
+from dovetail.nn.format.int8 import Unpacked as UnpackedBytes
+from dovetail.nn.format.packing import (
+    BYTES,
+    PACKED,
+    bytes_of,
+    contiguous_groups,
+    share_of,
+    unpacked,
+)
 from dovetail.nn.format.reading import WHERE, group_size, within
 from dovetail.nn.format.stored import TensorShape
 from dovetail.nn.parameter import Part
@@ -26,9 +36,9 @@ KEYS = FileKeys(
     "gptq",
     {
         "quant_method": Used("the format"),
-        "bits": Used("4; others are refused"),
+        "bits": Used("4 or 8; others are refused"),
         "group_size": Used("inputs per scale"),
-        "sym": Used("whether all zero points are 8"),
+        "sym": Used("whether all zero points are the middle"),
         "checkpoint_format": Used(
             "gptq stores zero points minus 1, gptq_v2 as they are; others are refused"
         ),
@@ -75,13 +85,8 @@ class GptqInt4(Int4):
         }
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> Unpacked:
+        contiguous_groups(tensors, self.group)
         values = unpacked(tensors["qweight"], 0).t()
-        if (groups := tensors.get("g_idx")) is not None:
-            size = self.group or len(groups)
-            if not torch.equal(groups.long().cpu(), torch.arange(len(groups)) // size):
-                raise ModelLoadError(
-                    "g_idx: groups of non-contiguous inputs (desc_act) are not implemented"
-                )
         stored = unpacked(tensors["qzeros"], 1).t()
         # Some writers label one version as the other; if all zero points are the middle, the values
         # tell which it is.
@@ -94,6 +99,37 @@ class GptqInt4(Int4):
         return Unpacked(values, tensors["scales"].t(), None if self.symmetric else zeros)
 
 
+@dataclass(frozen=True, slots=True)
+class GptqInt8(Int8):
+    """GPTQ's layout, transposed: see `GptqInt4`."""
+
+    less_one: bool = True
+
+    def tensors(self, part: Part) -> Mapping[str, TensorShape]:
+        outputs, inputs = part.source_shape
+        groups = self._groups(inputs)
+        of_group = self.group or inputs
+        return {
+            "qweight": share_of(part, (inputs // BYTES, outputs), (1, 0), (1, BYTES)),
+            "qzeros": share_of(part, (groups, outputs // BYTES), (1, 0), (BYTES, of_group)),
+            "scales": share_of(part, (groups, outputs), (1, 0), (1, of_group)),
+            "g_idx": TensorShape(((inputs,),), optional=True),
+        }
+
+    def unpack(self, tensors: Mapping[str, torch.Tensor]) -> UnpackedBytes:
+        contiguous_groups(tensors, self.group)
+        values = signed(bytes_of(tensors["qweight"], 0).t())
+        stored = bytes_of(tensors["qzeros"], 1).t().to(torch.int16)
+        if self.symmetric and not any(
+            bool((stored == value).all()) for value in (MIDDLE_OF_BYTES, MIDDLE_OF_BYTES - 1)
+        ):
+            raise ModelLoadError(
+                f"qzeros: a zero point isn't {MIDDLE_OF_BYTES}, although the config says sym"
+            )
+        zeros = None if self.symmetric else stored + self.less_one - MIDDLE_OF_BYTES
+        return UnpackedBytes(values, tensors["scales"].t(), zeros)
+
+
 class Gptq(Quantization):
     """Quantizes all linear layers except the head, or only those that the config lists."""
 
@@ -101,9 +137,10 @@ class Gptq(Quantization):
         super().__init__(config)
         config = config or {}
         KEYS.check(config, WHERE)
-        if config.get("bits") != 4:
+        bits = config.get("bits")
+        if bits not in (4, 8):
             raise UnsupportedError(
-                f"quantization_config: bits = {shown(config.get('bits'))} is not implemented (only 4)"
+                f"quantization_config: bits = {shown(bits)} is not implemented (only 4, 8)"
             )
         packing = config.get("checkpoint_format") or config.get("format") or "gptq"
         if packing not in ("gptq", "gptq_v2"):
@@ -111,8 +148,10 @@ class Gptq(Quantization):
                 f"quantization_config: checkpoint_format = {shown(packing)} is not implemented "
                 f"(only gptq, gptq_v2)"
             )
-        self.format = GptqInt4(
-            group_size(config, "group_size"), bool(config.get("sym", True)), packing == "gptq"
+        made = GptqInt4 if bits == 4 else GptqInt8
+        symmetric = bool(config.get("sym", True))
+        self.format: GptqInt4 | GptqInt8 = made(
+            group_size(config, "group_size"), symmetric, packing == "gptq"
         )
         self._quantized = tuple(
             str(name) for some in config.get("modules_in_block_to_quantize") or () for name in some

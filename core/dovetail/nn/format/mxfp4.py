@@ -1,4 +1,4 @@
-"""`quant_method: mxfp4`: experts of gpt-oss. Weights of 4 bits (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6
+"""MXFP4, also `quant_method: mxfp4`: experts of gpt-oss. Weights of 4 bits (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6
 and their negatives); 32 inputs of an output share a scale, which is a power of two (e8m0: 2 **
 (code - 127)), as in the OCP's Microscaling Formats 1.0.
 """
@@ -17,8 +17,10 @@ from dovetail.api.file_keys import FileKeys, Used
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.format.base import Quantization, WeightFormat, stacked
 from dovetail.nn.format.dense import DENSE
+from dovetail.nn.format.packing import share_of
 from dovetail.nn.format.reading import DEQUANTIZE, WHERE, names
-from dovetail.nn.format.stored import StoredFormat, StoredWeight, TensorShape
+from dovetail.nn.format.stored import StoredWeight, TensorShape
+from dovetail.nn.format.widened import WidenedFormat
 from dovetail.nn.kernels import stored_experts
 from dovetail.nn.parameter import Part, Weight
 
@@ -38,7 +40,7 @@ LARGEST_IN_FLOAT16 = 127 + 13  # code of a scale by which 6 can be multiplied
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Format(StoredFormat):
+class Mxfp4Format(WidenedFormat):
     """Packed like `Int4`, with the codes of scales [inputs / 32, outputs]."""
 
     def __str__(self) -> str:
@@ -92,16 +94,20 @@ class Mxfp4Format(StoredFormat):
     def store(self, weight: StoredWeight, part: Part, tensors: Mapping[str, torch.Tensor]) -> None:
         blocks = tensors["blocks"]
         scales = tensors["scales"]
+        self._check(weight, tensors)
+        self._place(weight, part, 0, torch.stack((blocks & 15, blocks >> 4), -1).flatten(1), scales)
+
+    def _check(self, weight: StoredWeight, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             if tensor.dtype != torch.uint8:
                 raise ModelLoadError(
                     f"{name}: expected uint8, found {str(tensor.dtype).removeprefix('torch.')}"
                 )
+        scales = next(tensor for name, tensor in tensors.items() if "scale" in name)
         if bool((scales == 255).any()):
             raise ModelLoadError("scales must be numbers, but one is 255 (NaN)")
         if weight.compute_dtype == torch.float16 and bool((scales > LARGEST_IN_FLOAT16).any()):
             raise ModelLoadError("a scale exceeds the range of float16: use bfloat16")
-        self._place(weight, part, 0, torch.stack((blocks & 15, blocks >> 4), -1).flatten(1), scales)
 
     def quantize(self, weight: StoredWeight, part: Part, first: int, rows: torch.Tensor) -> None:
         own = (
@@ -138,6 +144,24 @@ class Mxfp4Format(StoredFormat):
         return stored_experts.Stored(
             stacked(weights), weights[0].layer_shape[1], scales, None, GROUP, stored_experts.FP4
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMxfp4(Mxfp4Format):
+    """`mxfp4-pack-quantized` of compressed-tensors: two dimensions, for one layer."""
+
+    def tensors(self, part: Part) -> Mapping[str, TensorShape]:
+        outputs, inputs = part.source_shape
+        return {
+            "weight_packed": share_of(part, (outputs, inputs // 2), (0, 1), (1, 2)),
+            "weight_scale": share_of(part, (outputs, inputs // GROUP), (0, 1), (1, GROUP)),
+        }
+
+    def store(self, weight: StoredWeight, part: Part, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._check(weight, tensors)
+        packed = tensors["weight_packed"]
+        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
+        self._place(weight, part, 0, codes, tensors["weight_scale"])
 
 
 class Mxfp4(Quantization):

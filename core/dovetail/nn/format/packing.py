@@ -1,8 +1,9 @@
-"""Eight 4-bit integers packed into an int32, as in checkpoints; slicing a rank's share of them."""
+"""Eight 4-bit integers, or four bytes, packed into an int32, as in checkpoints; slicing a rank's
+share of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -11,6 +12,7 @@ from dovetail.nn.format.stored import TensorShape
 from dovetail.nn.parameter import Part
 
 PACKED = 8
+BYTES = 4
 IN_ORDER = tuple(range(PACKED))
 
 
@@ -28,6 +30,29 @@ def unpacked(packed: torch.Tensor, dim: int, order: Sequence[int] = IN_ORDER) ->
     return ((packed[:, None, :] >> shifts[None, :, None]) & 15).to(torch.uint8).flatten(0, 1)
 
 
+def bytes_of(packed: torch.Tensor, dim: int) -> torch.Tensor:
+    """Unpack [a, b] int32 -> uint8 [4 a, b] (dim 0) or [a, 4 b] (dim 1), the lowest byte first.
+    Raises `ModelLoadError` for another dtype."""
+    if packed.dtype != torch.int32:
+        raise ModelLoadError(f"expected int32, found {str(packed.dtype).removeprefix('torch.')}")
+    turned = packed.t() if dim == 0 else packed
+    values = turned.contiguous().view(torch.uint8)
+    return values.t() if dim == 0 else values
+
+
+def contiguous_groups(tensors: Mapping[str, torch.Tensor], group: int | None) -> None:
+    """Raise `ModelLoadError` unless `g_idx`, if there is one, says that each group of inputs is
+    consecutive."""
+    groups = tensors.get("g_idx")
+    if groups is None:
+        return
+    size = group or len(groups)
+    if not torch.equal(groups.long().cpu(), torch.arange(len(groups)) // size):
+        raise ModelLoadError(
+            "g_idx: groups of non-contiguous inputs (desc_act) are not implemented"
+        )
+
+
 def share_of(
     part: Part,
     shape: tuple[int, int],
@@ -39,6 +64,11 @@ def share_of(
     it: outputs are along dims[0], inputs along dims[1], `per_index` of them per index. Raises
     `UnsupportedError` if the rank's share begins or ends within an index."""
     size = per_index[part.dim]
+    if part.stride != 1 and size != 1:
+        raise UnsupportedError(
+            f"outputs that alternate in the checkpoint can't be told apart: {size} are stored "
+            f"together"
+        )
     if shape[dims[part.dim]] == 1 and part.dim == 1:
         return TensorShape((shape,), optional=optional)  # one index for all inputs
     if part.start % size or part.size % size:
@@ -48,4 +78,6 @@ def share_of(
             f"a rank's share of {total} {what} is {part.size}, no multiple of the {size} that are "
             f"stored together: use fewer ranks"
         )
-    return TensorShape((shape,), dims[part.dim], part.start // size, part.size // size, optional)
+    first = part.start // size
+    count = part.size // size
+    return TensorShape((shape,), dims[part.dim], first, count, optional, stride=part.stride)

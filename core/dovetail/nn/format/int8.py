@@ -1,0 +1,103 @@
+"""8-bit integers: minus a zero point, times a scale, per output or per group of consecutive inputs
+of an output. Activations keep their 16 bits, also where a checkpoint was made for 8 (W8A8), which
+is more exact."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.nn.format.stored import StoredWeight
+from dovetail.nn.format.widened import WidenedFormat, own_inputs, places
+from dovetail.nn.parameter import Part, Weight
+
+LARGEST = 127
+MIDDLE = 128  # zero point of symmetric weights that are stored without a sign
+
+
+class Unpacked(NamedTuple):
+    """This rank's weights of a checkpoint: `values` [outputs, inputs] int8; `scales` and `zeros`
+    [outputs, groups], or one of each for all outputs. `zeros` None: 0."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Int8(WidenedFormat):
+    """`group`: inputs per scale; None: all of them. Each subclass reads one packing."""
+
+    group: int | None = None
+    symmetric: bool = True
+
+    @abstractmethod
+    def unpack(self, tensors: Mapping[str, torch.Tensor]) -> Unpacked:
+        """Unpack this rank's shares of a part's tensors. Raises `ModelLoadError` if they are
+        invalid."""
+
+    def __str__(self) -> str:
+        kind = "a scale per output" if self.group is None else f"groups of {self.group}"
+        return f"int8 ({kind}{'' if self.symmetric else ', asymmetric'})"
+
+    def allocate(self, weight: Weight, device: torch.device) -> StoredWeight:
+        outputs, inputs = weight.shape
+        for part in weight.parts.values():
+            self._check_part(part)
+        values = torch.zeros((outputs, inputs), dtype=torch.int8, device=device)
+        groups = (outputs, self._groups(inputs))
+        zeros = None if self.symmetric else torch.zeros(groups, dtype=torch.int16, device=device)
+        return StoredWeight(self, weight, values, torch.ones(groups, device=device), zeros)
+
+    def _check_part(self, part: Part) -> None:
+        inputs = part.source_shape[1]
+        if self.group is None:
+            return
+        if inputs % self.group:
+            raise UnsupportedError(f"groups of {self.group} inputs don't divide {inputs}")
+        if part.dim == 1 and (part.start % self.group or part.size % self.group):
+            raise UnsupportedError(
+                f"a rank's share of {inputs} inputs is {part.size}, no multiple of the "
+                f"{self.group} inputs of a group: use fewer ranks"
+            )
+
+    def dequantized(self, weight: StoredWeight) -> torch.Tensor:
+        outputs, inputs = weight.layer_shape
+        grouped = weight.data.float().view(outputs, weight.scales.shape[1], -1)
+        if weight.zeros is not None:
+            grouped -= weight.zeros.float()[:, :, None]
+        return (grouped * weight.scales[:, :, None]).view(outputs, inputs)
+
+    def store(self, weight: StoredWeight, part: Part, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._place(weight, part, 0, self.unpack(tensors))
+
+    def quantize(self, weight: StoredWeight, part: Part, first: int, rows: torch.Tensor) -> None:
+        own = own_inputs(part, rows)
+        groups = own.reshape(len(own), self._groups(own.shape[1]), -1)
+        scales = groups.abs().amax(2) / LARGEST
+        scales.masked_fill_(scales == 0, 1.0)
+        values = (groups / scales[:, :, None]).round().to(torch.int8).flatten(1)
+        self._place(weight, part, first, Unpacked(values, scales))
+
+    def _place(self, weight: StoredWeight, part: Part, first: int, unpacked: Unpacked) -> None:
+        values, scales, zeros = unpacked
+        if not bool(torch.isfinite(scales).all()):
+            raise ModelLoadError("scales must be finite")
+        for rows in places(weight, part, first, len(values)):
+            weight.data[rows] = values
+            weight.scales[rows] = scales.float()
+            if weight.zeros is not None:
+                weight.zeros[rows] = 0 if zeros is None else zeros.to(torch.int16)
+
+    def _groups(self, inputs: int) -> int:
+        return 1 if self.group is None else inputs // self.group
+
+
+def signed(values: torch.Tensor) -> torch.Tensor:
+    """Return bytes minus `MIDDLE`, int8."""
+    return (values ^ MIDDLE).contiguous().view(torch.int8)
