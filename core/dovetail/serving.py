@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from dovetail.front.grammars import AnswerRule
     from dovetail.front.intake import ENABLE, Entered, Intake
     from dovetail.front.intake_facts import IntakeFacts
-    from dovetail.front.media.facts import MediaFacts
+    from dovetail.front.media.facts import IMAGES_AT_ONCE, MediaFacts
     from dovetail.front.media.prompts import ImagePrompt, ImagePrompts, MediaPrompt
     from dovetail.front.media.sources import ImageSource, image_of_base64, image_of_text
     from dovetail.front.outputs import EngineOutput, OutputBuilder, RequestGroup, by_sample
@@ -116,6 +116,7 @@ _HOMES = {
     "ResolvedComponent": "registry.resolved",
     "Settings": "cli.settings",
     "IMAGES": "front.vllm_groups",
+    "IMAGES_AT_ONCE": "front.media.facts",
     "TokenWatcher": "engine.finish",
     "TokenizedText": "front.tokenizer",
     "Tokenizer": "front.tokenizer",
@@ -210,6 +211,7 @@ __all__ = [
     "ResolvedComponent",
     "Settings",
     "IMAGES",
+    "IMAGES_AT_ONCE",
     "TokenWatcher",
     "TokenizedText",
     "Tokenizer",

@@ -24,7 +24,6 @@ from transformers import (
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.errors import ModelLoadError, UnsupportedError
-from dovetail.front.media.prompts import ImagePrompts
 from tests.models.tiny_configs import tiny_whole
 
 TEXT: dict[str, Any] = {
@@ -169,12 +168,6 @@ def served(directory: Path) -> list[list[int]]:
                 output.request_id: list(output.outputs[0].token_ids) for output in engine.step()
             }
     return [got[str(index)] for index in range(len(PROMPTS))]
-
-
-@pytest.fixture(autouse=True)
-def no_image_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines start a process for images, of two seconds of CPU time, and no image comes here."""
-    monkeypatch.setattr(ImagePrompts, "prepare", lambda prompts: None)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -4,7 +4,6 @@ shared fairly by all clients. For `Exchange`."""
 from __future__ import annotations
 
 import asyncio
-import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -17,6 +16,7 @@ from itertools import count
 from math import inf
 from typing import Any, TypeVar
 
+from dovetail.serving import IMAGES_AT_ONCE
 from dovetail_server.admission import busy
 from dovetail_server.settings import ServerSettings
 
@@ -31,7 +31,7 @@ GIVEN_SIZES = (
     inf,
 )
 # the same for requests with images, which processes decode
-IMAGE_SIZES = (inf,) * min(8, os.cpu_count() or 1)
+IMAGE_SIZES = (inf,) * IMAGES_AT_ONCE
 
 
 class Share:

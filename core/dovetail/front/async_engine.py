@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 from dovetail.errors import ConfigError, EngineDeadError, RequestError, shown
 from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine, request_ids
+from dovetail.front.media.facts import IMAGES_AT_ONCE
 from dovetail.front.outputs import EngineOutput
 from dovetail.front.prompts import Prompt, cuts, images_in, is_unmade
 from dovetail.front.vllm_methods import SaysWhatIsMissing
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
         ParallelConfig,
         SchedulerConfig,
     )
-
-_IMAGE_THREADS = 8  # prompts with images that are prepared at a time, and wait for processes
 
 
 class _Consumer:
@@ -79,7 +78,7 @@ class AsyncLLMEngine(SaysWhatIsMissing):
         self.engine = engine
         # one thread: texts stay in order
         self._tokenizer = ThreadPoolExecutor(1, "dovetail-tokenizer")
-        self._images = ThreadPoolExecutor(_IMAGE_THREADS, "dovetail-images")
+        self._images = ThreadPoolExecutor(IMAGES_AT_ONCE, "dovetail-images")
         self._readers: dict[_Consumer, str] = {}  # request ids
         # since the last call of `_wake_readers`
         self._to_wake: dict[asyncio.AbstractEventLoop, list[_Consumer]] = {}

@@ -127,8 +127,6 @@ class LLMEngine(SaysWhatIsMissing):
         self._intake = Intake(
             assembly.intake_facts, lambda: self.tokenizer, random.Random(assembly.config.seed)
         )
-        if self.images is not None:
-            self.images.prepare()
         self._builder = OutputBuilder(None, self._as_ids)
         self._admission = Admission(assembly, constraints_of)
         self._closed = False

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dovetail.base.checks import BINARY, is_integer
 from dovetail.config.limits import Limits
 from dovetail.errors import RequestError, shown
+from dovetail.front.media.facts import IMAGES_AT_ONCE
 from dovetail.front.media.prompts import ImagePrompt, ImagePrompts, MediaPrompt
 from dovetail.front.media.sources import NO_IMAGES, images_of_data
 from dovetail.front.request_checks import check_prompt_chars
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dovetail")
 
 PROMPT_COST = 32  # of a prompt beside its characters, in characters
-IMAGES_AT_ONCE = 16  # that are prepared before the first are computed
 IMAGE_COST = 50_000  # of an image to prepare, likewise: about as long as a text takes
 _DATA = "multi_modal_data"
 _OPTIONS = "mm_processor_kwargs"

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# Images that are fetched or prepared at a time, and of a list of prompts before its first ones are
+# computed: threads that wait, and processes, if there are as many cores.
+IMAGES_AT_ONCE = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaFacts:

@@ -1,7 +1,7 @@
 """`ImageProcesses`: decodes and prepares images, each in a process with limits of memory and time.
 
 For `prompts`. `worker` is what runs there: it is started when the first image comes, which takes
-seconds, or before by `prepare`.
+a second or two. A server prepares an image before its first request.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from dovetail.config.limits import Limits
 from dovetail.errors import MissingExtraError, RequestError, UnsupportedError
+from dovetail.front.media.facts import IMAGES_AT_ONCE
 from dovetail.front.media.sources import ImageSource, SourceKind
 from dovetail.front.worker_processes import WorkerEndedError, WorkerProcess, WorkerProcesses
 
 _WORKER = Path(__file__).with_name("worker.py")
-_MOST = 16  # processes
 # beyond `limits.max_image_s`, until a process that waits is ended; the system ends one whose
 # processor time is up
 OVERTIME_S = 1.0
@@ -101,13 +101,8 @@ class ImageProcesses:
         self._kept = _Kept(kept_bytes)
         self._model_dir = model_dir
         self._limits = limits
-        self.most = min(_MOST, os.cpu_count() or 1)  # processes
+        self.most = min(IMAGES_AT_ONCE, os.cpu_count() or 1)  # processes
         self._processes = WorkerProcesses(self.most, _start)
-
-    def prepare(self) -> None:
-        """Start a process, so that the first image doesn't wait for that."""
-        with self._processes.one():
-            pass
 
     def image(
         self,

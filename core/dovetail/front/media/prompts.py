@@ -7,10 +7,8 @@ elsewhere in the prompt is text.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import islice
@@ -19,7 +17,7 @@ from typing import Any, NamedTuple
 
 from dovetail.api.media_types import MediaType, media_type_of
 from dovetail.config.limits import Limits
-from dovetail.errors import DovetailError, RequestError
+from dovetail.errors import RequestError
 from dovetail.front.media.facts import MediaFacts
 from dovetail.front.media.fetching import Fetcher
 from dovetail.front.media.layouts import Layout, Piece, layout_of
@@ -125,15 +123,6 @@ class ImagePrompts:
 
     def _spelled(self, token_id: int) -> str:
         return self._tokenizer().token_strings([token_id])[0]
-
-    def prepare(self) -> None:
-        """Start what prepares images in a thread, so that the first one doesn't wait for that."""
-
-        def start() -> None:
-            with suppress(DovetailError):  # the first image is told
-                self._processes.prepare()
-
-        threading.Thread(target=start, daemon=True, name="dovetail-images").start()
 
     def close(self) -> None:
         """End the processes; another image starts new ones."""

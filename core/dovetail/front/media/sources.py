@@ -178,7 +178,7 @@ def _unknown(name: Any) -> str:
     kind = _KIND_OF.get(name) if isinstance(name, str) else None
     if kind is None:
         return f"{shown(name)}: models are given images only, by the key image"
-    return f"{name}: {kind}: {_OTHER_MEDIA}"
+    return f"{kind}: {_OTHER_MEDIA}" if name == kind else f"{name}: {kind}: {_OTHER_MEDIA}"
 
 
 def _decoded(text: str, place: str) -> bytes:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dovetail.api.executor import Batch, ExecutorConfig
-from dovetail.api.media import EncodedItem, MediaCapacity, MediaPlace, MediaRows
+from dovetail.api.media import MediaCapacity, MediaPlace, MediaRows
 from dovetail.errors import DovetailError
 from dovetail.nn.transfer import to_device
 from dovetail.request.media import MediaItem
@@ -152,13 +152,13 @@ class EncodesMedia(StepFeature[ReadRows]):
         failed.update(note.failed)
 
     def biggest(self, batch: Batch) -> Iterator[Batch]:
-        """Yield a step that encodes the largest picture, all of whose tokens are placeholders."""
-        item = self._tower.largest(self._capacity.cache_rows)
-        if item is not None:
+        """Encode the largest picture, and yield a step all of whose tokens are placeholders. That
+        doesn't encode it again: an encoder runs before the model of its step, and has freed its
+        memory."""
+        if self._tower.encode_largest(self._capacity.cache_rows):
             tokens = np.arange(batch.num_tokens.sum(), dtype=np.int32)
-            encoded = EncodedItem(item, np.arange(item.rows, dtype=np.int32))
             places = {new.row: (MediaPlace(0, (1, 1, len(new.token_ids))),) for new in batch.added}
-            part = MediaRows((encoded,), tokens, np.zeros(len(tokens), np.int32), places)
+            part = MediaRows((), tokens, np.zeros(len(tokens), np.int32), places)
             yield replace(batch, parts=(part,))
 
     @property

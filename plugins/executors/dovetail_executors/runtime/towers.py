@@ -51,7 +51,7 @@ _OTHER_TENSORS = re.compile(r"(model\.)?(audio\w*|embed_audio|mtp)(\.|$)")
 _BEFORE = re.compile(r"^(?:model\.)?(?:(vision_tower\.)vision_model\.)?")
 # arguments that the code of towers only reads on the host: on a device, that would wait for it
 _ON_HOST = ("batch_num_images", "image_sizes")
-# sides of pictures, in pixels, for the largest item; processors make them smaller
+# sides of pictures, in pixels, for the largest one; processors make them smaller
 _LARGEST_SIDES = (4096, 2048, 1024, 512, 256, 64)
 
 
@@ -121,11 +121,11 @@ class Tower:
         return torch.stack(rows)
 
     @torch.inference_mode()
-    def largest(self, most_rows: int) -> MediaItem | None:
-        """Return an item of noise, the largest of a few sizes that has at most `most_rows` rows;
-        None if all have more, or if the checkpoint's image processor can't be used, which is
-        logged: requests with images are refused then, and text is served. Raises `DovetailError` if
-        an item can't be encoded."""
+    def encode_largest(self, most_rows: int) -> int:
+        """Encode a picture of noise, the largest of a few sizes that has at most `most_rows` rows,
+        and return their number; 0 if all have more, or if the checkpoint's image processor can't be
+        used, which is logged: requests with images are refused then, and text is served. Raises
+        `DovetailError` if a picture can't be encoded."""
         from PIL import Image
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
@@ -142,17 +142,16 @@ class Tower:
                     for name, value in outputs.items()
                     if name in inspect.signature(self._model.get_image_features).parameters
                 }
-                rows = len(self._levels(tensors)[0])
+                rows = torch.stack(self._levels(tensors)).shape[1]
                 if self._grids is not None:
                     self._grids.forget()
                 if rows <= most_rows:
-                    runs = ((0, rows),)
-                    return MediaItem(kind="image", digest=b"", runs=runs, tensors=tensors)
+                    return rows
         except DovetailError:
             raise
         except Exception as error:  # transformers raises any exception
             log.warning("%s: its image processor can't be used: %s", directory, first_lines(error))
-        return None
+        return 0
 
     def _levels(self, tensors: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the rows [any, hidden] of each level."""
