@@ -594,10 +594,10 @@ def test_a_graph_captured_with_a_shared_prefix_serves_steps_without() -> None:
         assert_close([out.double().cpu().numpy()], bench.expected())
 
 
-def test_the_trial_before_a_gpu_is_relied_on_is_passed() -> None:
-    triton_trial.check(
-        TritonAttention, AttentionContext(DEVICE, "float16", 16), LayerSpec(0, 4, 2, 16, 0.25)
-    )
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_the_trial_before_a_gpu_is_relied_on_is_passed(both_ways: bool) -> None:
+    spec = LayerSpec(0, 4, 2, 16, 0.25, both_ways=both_ways)
+    triton_trial.check(TritonAttention, AttentionContext(DEVICE, "float16", 16), spec)
 
 
 @gpu

@@ -3,6 +3,7 @@ aren't. `test_triton_backend.py` tests that correct kernels pass, where they can
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("triton")
 
 from bench.compiling import GPUS
 
-from dovetail.api.attention import AttentionContext, AttentionLayer, LayerSpec
+from dovetail.api.attention import AttentionBatch, AttentionContext, AttentionLayer, LayerSpec
 from dovetail.errors import DovetailError, UnsupportedError
 from dovetail.nn.kernels import available, gpu
 from dovetail_attention import triton_backend, triton_trial
@@ -45,6 +46,22 @@ def test_a_backend_that_computes_something_else_fails(spec: LayerSpec, dtype: st
     triton_trial.check(TorchAttention, context, spec)
     with pytest.raises(DovetailError, match=f"heads of 16 in {dtype}: it computes wrong numbers"):
         triton_trial.check(Wrong, context, spec)
+
+
+class OneDirection(TorchAttention):
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(replace(batch, host_both_ways=None))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_backend_that_sees_no_later_tokens_fails_where_layers_attend_in_both_directions(
+    window: int | None,
+) -> None:
+    context = AttentionContext("cpu", "float32", 16)
+    spec = LayerSpec(0, 4, 2, 16, 0.25, window)
+    triton_trial.check(OneDirection, context, spec)
+    with pytest.raises(DovetailError, match="it computes wrong numbers"):
+        triton_trial.check(OneDirection, context, replace(spec, both_ways=True))
 
 
 class FakeRef:

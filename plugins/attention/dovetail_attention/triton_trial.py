@@ -2,7 +2,7 @@
 by `reasons_against`.
 
 Both this backend and the plain one are given the same two steps: prompts, two of which begin alike;
-then a decode of these two, beside a chunk.
+then a decode of these two, beside a chunk, which attends in both directions if such layers may.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
                 queries,
                 lens,
                 step.shared_blocks,
+                host_both_ways=np.array([False, False, spec.both_ways]),
             )
         )
         qkv = (
