@@ -20,7 +20,9 @@ from starlette.testclient import TestClient
 from dovetail.front.media import processes
 from dovetail.front.media.processes import ImageProcesses
 from dovetail.request.media import MediaItem
+from dovetail_server.admission import IMAGE_BYTES, HeldImages
 from dovetail_server.app import create_app
+from dovetail_server.errors import HttpError
 from dovetail_server.protocol import advisory
 from dovetail_server.protocol.responses import ResponsesRequest
 from dovetail_server.settings import ServerSettings
@@ -336,6 +338,27 @@ async def test_prepared_images_are_bounded_and_released() -> None:
     engine.close()
 
 
+def test_images_of_several_requests_are_bounded_before_and_after_they_are_prepared() -> None:
+    images = HeldImages(10 * IMAGE_BYTES)
+    busy = pytest.raises(HttpError, match="max_held_image_bytes")
+    with images.preparing(100), busy, images.preparing(1):  # a single request is admitted
+        pass
+    assert images.held == 0
+    with (
+        images.preparing(3),
+        images.preparing(7),
+        pytest.raises(HttpError, match="max_held_image_bytes"),
+    ):
+        images.take(1)
+    images.take(4 * IMAGE_BYTES)
+    with images.preparing(6):
+        pass
+    with pytest.raises(HttpError, match="max_held_image_bytes"):
+        images.take(7 * IMAGE_BYTES)  # they were larger than estimated
+    images.release(4 * IMAGE_BYTES)
+    assert images.held == 0
+
+
 @pytest.mark.anyio
 @pytest.mark.slow("makes a checkpoint and starts the process that prepares images")
 async def test_a_client_that_leaves_while_its_image_is_prepared_leaves_nothing() -> None:
@@ -410,7 +433,7 @@ async def test_no_further_image_is_prepared_once_the_client_has_left(
         return prepare(self, source, *arguments, **named)
 
     monkeypatch.setattr(ImageProcesses, "image", held)
-    monkeypatch.setattr(processes, "_MOST", 2)
+    monkeypatch.setattr(processes, "IMAGES_AT_ONCE", 2)
     engine = seeing("a")
     app = create_app(engine)
     async with serving(app) as address:

@@ -11,7 +11,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 
 from starlette.types import Message, Receive, Scope
 
@@ -23,6 +24,7 @@ from dovetail_server.streams import ClientGone
 SLOWEST_BYTES_S = 65_536  # minimum average rate of a body after its timeout
 # bodies up to this size are always accepted, so that large ones don't block ordinary requests
 SMALL_BODY_BYTES = 65_536
+IMAGE_BYTES = 6 * 2**20  # of a prepared image, about: of 1,024 x 1,024 pixels for Qwen3-VL
 _REMEMBERED = 128  # recent first tokens, from which the queue's rate is estimated
 _LONGEST_RETRY_S = 60
 
@@ -59,19 +61,35 @@ class HeldBytes:
 
 
 class HeldImages:
-    """Accounts for the bytes of prepared images of unfinished requests."""
+    """Accounts for the bytes of prepared images of unfinished requests, and for those of images
+    that are being prepared, whose size is estimated."""
 
     def __init__(self, most: int) -> None:
         self.held = 0
         self._most = most
 
-    def check(self) -> None:
-        """Raise `HttpError` 429 if there are too many to prepare more."""
-        if self.held > self._most:
+    @contextmanager
+    def preparing(self, count: int) -> Iterator[None]:
+        """Account for `count` images. Raises `HttpError` 429 as `take` does."""
+        size = count * IMAGE_BYTES
+        self.take(size)
+        try:
+            yield
+        finally:
+            self.release(size)
+
+    def take(self, size: int) -> None:
+        """Account for so many bytes of a request. Raises `HttpError` 429 above the limit, unless no
+        other request has images."""
+        if self.held and self.held + size > self._most:
             raise busy(
                 f"its requests have {self.held} bytes of prepared images, and max_held_image_bytes "
                 f"is {self._most}"
             )
+        self.held += size
+
+    def release(self, size: int) -> None:
+        self.held -= size
 
 
 class HeldBody:

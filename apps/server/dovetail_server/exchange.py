@@ -391,24 +391,26 @@ class Exchange:
             prompt = await preparing.run(self.client, chars, render, given_template=given_template)
             if isinstance(prompt, TokenizedText):
                 return prompt
-            self.server.admission.images.check()
+            count = len(prompt.images)
             gone = threading.Event()
             prepare = partial(
                 self.engine.with_images, prompt, cut=cut, wanted=lambda: not gone.is_set()
             )
-            try:
-                cost = max(image_chars, _IMAGE_CHARS * len(prompt.images))
-                made = await preparing.with_images(self.client, cost, prepare)
-            finally:
-                gone.set()
+            with self.server.admission.images.preparing(count):
+                try:
+                    cost = max(image_chars, _IMAGE_CHARS * count)
+                    made = await preparing.with_images(self.client, cost, prepare)
+                finally:
+                    gone.set()
         self._hold_images(made)
         return made
 
     def _hold_images(self, prompt: MediaPrompt) -> None:
-        """Account for the prepared images of a prompt until the exchange is closed."""
+        """Account for the prepared images of a prompt until the exchange is closed. Raises
+        `HttpError` 429."""
         size = sum(array.nbytes for item in prompt.media for array in item.tensors.values())
+        self.server.admission.images.take(size)
         self._image_bytes += size
-        self.server.admission.images.held += size
 
     async def made(self, source: PromptSource) -> list[Prompt]:
         """Make prompts in slices, each in a thread in its client's turn; short ones are made here.
@@ -622,7 +624,7 @@ class Exchange:
     def close(self) -> None:
         """Abort unfinished requests in the engine, and update the record. Idempotent."""
         self._leave()
-        self.server.admission.images.held -= self._image_bytes
+        self.server.admission.images.release(self._image_bytes)
         self._image_bytes = 0
         if self.stream is not None:
             self.stream.stop_pings()

@@ -98,8 +98,9 @@ class ServerSettings(BaseModel):
 
     max_held_image_bytes: Count = 8 * 2**30
     """Maximum number of bytes of the prepared images of a front end's unfinished requests, which
-    the engine's process holds in memory: 3 to 25 MB for an image of 1,024 x 1,024. While they have
-    more, other requests with images get 429 with `Retry-After`."""
+    the engine's process holds in memory: 3 to 25 MB for an image of 1,024 x 1,024. A request whose
+    images exceed it together with those of others gets 429 with `Retry-After`: by 6 MiB an image
+    before they are prepared, and by their size afterwards."""
 
     max_backlog_bytes: Count = 2**20
     """Maximum number of unread bytes of a stream. A client that falls further behind gets an error
