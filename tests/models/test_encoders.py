@@ -3,6 +3,7 @@ pairs; and what isn't served is refused by name."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import Gemma3TextModel
 
 from dovetail import LLM, LoRARequest
 from dovetail.api.attention import LayerSpec
@@ -19,7 +21,7 @@ from dovetail.errors import UnsupportedError
 from dovetail.testing.checks import CheckFailed
 from dovetail_executors.runtime.attention_choice import choose_attention
 from tests.adapters import config_of, weights_of, write_adapter
-from tests.models.pooling_checkpoints import ROUNDINGS, save, states
+from tests.models.pooling_checkpoints import ROUNDINGS, dense, save, sentence_transformer, states
 from tests.models.test_pooling import PROMPTS, agree, pooled, started
 from tests.rounding import assert_rounded
 from tests.runtime.demo import DEMO, context
@@ -36,7 +38,12 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "Roberta": ROBERTA,
     "XLMRoberta": ROBERTA,
     "ModernBert": WINDOWED,
+    "DistilBert": {"dim": 48, "hidden_dim": 64, "n_layers": 2, "n_heads": 4},
+    "MPNet": {"pad_token_id": 1, "max_position_embeddings": 66},
+    "NomicBert": {"head_dim": 12},
 }
+ENCODERS["EuroBert"] = {"pad_token_id": 0, "mask_token_id": 3}
+CLASSIFIERS = [family for family in ENCODERS if family not in ("NomicBert", "EuroBert")]
 
 
 def saved(directory: Path, family: str, head: str = "Model", **fields: Any) -> Any:
@@ -71,7 +78,7 @@ def test_an_encoder_embeds_by_the_mean_of_its_states(family: str, tmp_path: Path
         )
 
 
-@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("family", CLASSIFIERS)
 @pytest.mark.parametrize("labels", [1, 3])
 def test_a_classifier_scores_as_transformers_does(family: str, labels: int, tmp_path: Path) -> None:
     fields = (
@@ -168,6 +175,17 @@ def test_the_second_text_of_a_pair_has_another_token_type(tmp_path: Path) -> Non
         )
 
 
+@pytest.mark.slow("starts ranks: processes that import torch")
+@pytest.mark.parametrize("family", ["MPNet", "NomicBert", "DistilBert"])
+def test_ranks_share_the_heads_of_an_encoder(family: str, tmp_path: Path) -> None:
+    model = saved(tmp_path, family)
+    with started(tmp_path, ranks=2) as bench:
+        agree(
+            pooled(bench, RowPooling("token_embed", activate=False)),
+            lambda tokens: states(model, tokens),
+        )
+
+
 def test_padding_within_a_prompt_takes_no_position(tmp_path: Path) -> None:
     model = saved(tmp_path, "XLMRoberta")
     prompts = [[5, 1, 9, 1, 1, 30], [1, 7], [4, 4, 1]]
@@ -184,7 +202,7 @@ def test_padding_within_a_prompt_takes_no_position(tmp_path: Path) -> None:
         assert_rounded(found[index], expected.numpy(), ROUNDINGS)
 
 
-@pytest.mark.parametrize("family", ["Bert", "XLMRoberta", "ModernBert"])
+@pytest.mark.parametrize("family", ["Bert", "XLMRoberta", "ModernBert", "DistilBert", "MPNet"])
 def test_a_prompt_may_have_as_many_tokens_as_there_are_positions(
     family: str, tmp_path: Path
 ) -> None:
@@ -277,3 +295,58 @@ def test_a_model_that_mixes_both_kinds_of_layers_is_refused() -> None:
     specs = [LayerSpec(index, 4, 4, 8, 1.0, causal=bool(index)) for index in range(2)]
     with pytest.raises(UnsupportedError, match="some layers are causal and others aren't"):
         choose_attention(context().attention, specs, "cpu", "float32", None)
+
+
+def test_embedding_gemma_sees_later_tokens_and_pools_through_its_layers(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "use_bidirectional_attention": True,
+        "query_pre_attn_scalar": 12,
+    }
+    save(tmp_path, "Gemma3TextModel", **SPECIAL, **fields)
+    model = Gemma3TextModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    sentence_transformer(
+        tmp_path,
+        *("Pooling", "Dense", "Dense", "Normalize"),
+        pooling={"word_embedding_dimension": 48, "pooling_mode_mean_tokens": True},
+    )
+    layers = [
+        dense(tmp_path / "2_Dense", 48, 80, "Identity", bias=False),
+        dense(tmp_path / "3_Dense", 80, 48, "Identity", bias=False),
+    ]
+    with started(tmp_path) as bench, torch.no_grad():
+        can = bench.capacity.pooling
+        assert can is not None
+        assert not can.generates
+        agree(
+            pooled(bench, RowPooling("embed")),
+            lambda tokens: F.normalize(layers[1](layers[0](states(model, tokens).mean(0))), dim=-1),
+        )
+    assert any(len(prompt) > model.config.sliding_window for prompt in PROMPTS)
+
+
+@pytest.mark.parametrize("family", ["NomicBert"])
+def test_fields_of_the_published_config_must_agree_with_those_that_are_read(
+    family: str, tmp_path: Path
+) -> None:
+    saved(tmp_path, family)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    published = {
+        "activation_function": "swiglu",
+        "n_embd": 48,
+        "n_layer": 2,
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "n_positions": 8192,
+        "causal": False,
+        "use_flash_attn": True,
+    }
+    path.write_text(json.dumps(content | published))
+    with started(tmp_path):
+        pass
+    for name, value in (("n_embd", 64), ("rotary_emb_fraction", 0.5), ("rotary_emb_base", 10)):
+        path.write_text(json.dumps(content | published | {name: value}))
+        with pytest.raises(UnsupportedError, match=f"{name} = {value}"), started(tmp_path):
+            pass

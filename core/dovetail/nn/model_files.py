@@ -57,7 +57,7 @@ _NAMED_OTHERWISE = ("cosmos3_omni",)
 _NOT_OF_SHAPE = ("model_type", "architectures", "transformers_version", "router_aux_loss_coef")
 
 
-_POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta")  # model types
+_POSITIONS_AFTER_PADDING = ("mpnet", "roberta", "xlm-roberta")  # model types
 
 
 _LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")  # the first that there is

@@ -148,6 +148,15 @@ def dovetail_components() -> list[ComponentSpec]:
             "ModernBERT, an encoder with windows in most layers",
             "modernbert",
         ),
+        _encoder("distilbert", "DistilBert", "DistilBert", "DistilBERT, an encoder", "distilbert"),
+        _encoder("mpnet", "MPNet", "MPNet", "MPNet, an encoder: all-mpnet-base-v2", "mpnet"),
+        _model("eurobert", "EuroBert", "EuroBertModel", "EuroBERT, an encoder"),
+        _model(
+            "nomic_bert",
+            "NomicBert",
+            "NomicBertModel",
+            "Nomic's BERT, an encoder: nomic-embed-text",
+        ),
         _model(
             "transformers",
             "Transformers",

@@ -3,7 +3,7 @@ learned positions and token types."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -107,43 +107,72 @@ class XLMRoberta(Roberta):
     model_type = "xlm-roberta"
 
 
+NAMES = {  # of a layer's modules in a checkpoint
+    "q": "attention.self.query",
+    "k": "attention.self.key",
+    "v": "attention.self.value",
+    "o": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "output_norm": "output.LayerNorm",
+}
+
+
 class BertLayer(nn.Module):
     """Attention, then feed-forward; each adds its input, and a norm follows."""
 
-    def __init__(self, config: Any, spec: LayerSpec, context: BuildContext) -> None:
+    names: Mapping[str, str] = NAMES
+
+    def __init__(
+        self,
+        config: Any,
+        spec: LayerSpec,
+        context: BuildContext,
+        *,
+        inner: int | None = None,
+        eps: float | None = None,
+    ) -> None:
+        """`inner`, `eps`: of the feed-forward and the norms, where the config has other names."""
         super().__init__()
         hidden = config.hidden_size
-        inner = config.intermediate_size
+        inner = config.intermediate_size if inner is None else inner
+        eps = config.layer_norm_eps if eps is None else eps
         heads = config.num_attention_heads
         self.qkv_proj = QKVParallelLinear(hidden, heads, heads, spec.head_size, context, bias=True)
         self.attn = context.make_attention(spec)
         self.o_proj = RowParallelLinear(hidden, hidden, context, bias=True)
-        self.attention_norm = LayerNorm(hidden, config.layer_norm_eps, context, bias=True)
+        self.attention_norm = LayerNorm(hidden, eps, context, bias=True)
         self.up_proj = ColumnParallelLinear(hidden, inner, context, bias=True)
         self.down_proj = RowParallelLinear(inner, hidden, context, bias=True)
-        self.output_norm = LayerNorm(hidden, config.layer_norm_eps, context, bias=True)
+        self.output_norm = LayerNorm(hidden, eps, context, bias=True)
 
     def forward(self, x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
         """x [tokens, hidden] -> the same; with `wanted` [n], only these tokens' [n, hidden]."""
         spec = self.attn.spec
         q, k, v = torch.split(self.qkv_proj(x).view(len(x), -1, spec.head_size), spec.heads, dim=1)
-        self.attn.write(k, v)
-        attended, x = kept(wanted, self.attn.attend(q).flatten(1), x)
+        attended, x = kept(wanted, self.attend(q, k, v).flatten(1), x)
         x = self.attention_norm(self.o_proj(attended).add_(x))
         return self.output_norm(self.down_proj(F.gelu(self.up_proj(x))).add_(x))
 
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return the values that each token sees: all are [tokens, heads, head_size]."""
+        self.attn.write(k, v)
+        return self.attn.attend(q)
+
     def weights(self, prefix: str) -> Iterator[WeightRule]:
+        names = self.names
         yield from rules(
             prefix,
             {
-                "attention.self.query": (self.qkv_proj, "q"),
-                "attention.self.key": (self.qkv_proj, "k"),
-                "attention.self.value": (self.qkv_proj, "v"),
-                "attention.output.dense": (self.o_proj, None),
-                "attention.output.LayerNorm": (self.attention_norm, None),
-                "intermediate.dense": (self.up_proj, None),
-                "output.dense": (self.down_proj, None),
-                "output.LayerNorm": (self.output_norm, None),
+                names["q"]: (self.qkv_proj, "q"),
+                names["k"]: (self.qkv_proj, "k"),
+                names["v"]: (self.qkv_proj, "v"),
+                names["o"]: (self.o_proj, None),
+                names["attention_norm"]: (self.attention_norm, None),
+                names["up"]: (self.up_proj, None),
+                names["down"]: (self.down_proj, None),
+                names["output_norm"]: (self.output_norm, None),
             },
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from dovetail_models.arch import ConfigArch
 _SIZES = (
     "vocab_size",
     "hidden_size",
-    "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "max_position_embeddings",
@@ -39,11 +39,12 @@ class EncoderArch(ConfigArch):
     activations = ("gelu",)
     auto_classes = ("AutoModel", "AutoModelForSequenceClassification")
     prefix: str  # of the encoder's tensors in a checkpoint that has a head
+    inner_size = "intermediate_size"  # the field of the feed-forward's
 
     def size_reasons(self, config: Any) -> list[str]:
         if reasons := [
             f"{name} = {getattr(config, name)} must be at least 1"
-            for name in _SIZES
+            for name in (*_SIZES, self.inner_size)
             if getattr(config, name) < 1
         ]:
             return reasons
@@ -108,3 +109,10 @@ def rules(prefix: str, layers: Mapping[str, tuple[Layer, str | None]]) -> Iterat
 def kept(wanted: torch.Tensor | None, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the values of the tokens that are wanted."""
     return values if wanted is None else tuple(value.index_select(0, wanted) for value in values)
+
+
+def rows_of(positions: torch.Tensor) -> list[slice]:
+    """Return the tokens of each row of a step whose rows are whole. `positions` [tokens] count from
+    0. Waits for the device."""
+    starts = (positions == 0).nonzero().flatten().tolist()
+    return [slice(*ends) for ends in pairwise([*starts, len(positions)])]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dovetail.api.attention import LayerSpec
-from dovetail.api.model import BuildContext, WeightRule
+from dovetail.api.model import BuildContext, ModelPooling, WeightRule
 from dovetail.nn.activation import ACTIVATIONS
 from dovetail.nn.attention import Attention
 from dovetail.nn.embedding import LMHead, ScaledEmbedding, VocabParallelEmbedding
@@ -123,8 +123,15 @@ class Gemma3(Gemma2):
     model_type = "gemma3_text"
     handled = Gemma2.handled | {"sliding_window_pattern"}  # transformers makes layer_types of it
 
+    causal = (None, False, True)  # EmbeddingGemma's tokens see later ones
+
     def spec(self, config: Any, index: int) -> LayerSpec:
-        return replace(super().spec(config, index), both_ways=True)
+        causal = not config.use_bidirectional_attention
+        return replace(super().spec(config, index), causal=causal, both_ways=causal)
+
+    def pooling(self, config: Any) -> ModelPooling:
+        pooling = super().pooling(config)
+        return replace(pooling, generates=not config.use_bidirectional_attention)
 
     def rope_reasons(self, config: Any) -> list[str]:
         return ropes_reasons_against(config.rope_parameters)
