@@ -55,6 +55,7 @@ NEEDS_TIME = {
     "granitemoehybrid",
     "lfm2",
     "lfm2_moe",
+    "llama4_text",
     "roberta",
 }  # processes, many tensors, or layers that another model has: in the full profile alone
 SERVES_ANY = {

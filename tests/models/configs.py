@@ -15,6 +15,7 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
@@ -179,6 +180,27 @@ def glm4_moe_configs(draw: st.DrawFn) -> Glm4MoeConfig:
         moe_intermediate_size=draw(st.sampled_from([4, 6])),
         norm_topk_prob=draw(st.booleans()),
         routed_scaling_factor=draw(st.sampled_from([1.0, 2.5])),
+    )
+
+
+@st.composite
+def llama4_configs(draw: st.DrawFn) -> Llama4TextConfig:
+    fields = draw(_common(own_head_size=True))
+    layers = fields["num_hidden_layers"]
+    kinds = st.sampled_from(["chunked_attention", "full_attention"])
+    return Llama4TextConfig(
+        **fields,
+        intermediate_size_mlp=draw(st.sampled_from([8, 20])),
+        layer_types=draw(st.lists(kinds, min_size=layers, max_size=layers)),
+        no_rope_layers=[draw(st.integers(0, 1)) for _ in range(layers - 1)] + [1],
+        attention_chunk_size=draw(st.sampled_from([1, 4, 10])),
+        moe_layers=draw(st.sampled_from([[], [0], [0, 1, 2]])),
+        num_local_experts=3,
+        num_experts_per_tok=draw(st.sampled_from([1, 2])),
+        use_qk_norm=draw(st.booleans()),
+        attn_temperature_tuning=draw(st.booleans()),
+        floor_scale=draw(st.sampled_from([3, 20])),
+        attention_bias=draw(st.booleans()),
     )
 
 
@@ -376,6 +398,7 @@ def configs() -> st.SearchStrategy[Any]:
         glm4_configs(),
         glm4_moe_configs(),
         latent_configs(),
+        llama4_configs(),
         llama_configs(),
         mistral_configs(),
     )

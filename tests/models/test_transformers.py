@@ -27,7 +27,7 @@ from tests.models.tiny_configs import random_model, tiny
 
 ROWS = rows_of(PAGE.read_text(encoding="utf-8"))
 # types whose module code hides state or masks
-MISLEADING = ("inkling_text", "lfm2", "llama4_text")
+MISLEADING = ("inkling_text", "lfm2")
 SOME = ("phimoe", "internlm3", "gemma4", "lfm3", "mamba", "bloom", "bart", "diffllama")
 
 

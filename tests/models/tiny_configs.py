@@ -119,6 +119,7 @@ OF_TYPES: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "llama4_text": {"num_experts_per_tok": 1, "intermediate_size_mlp": 80},
     "longcat_flash": {
         "ffn_hidden_size": 96,
         "expert_ffn_hidden_size": 32,

@@ -37,6 +37,13 @@ def dovetail_components() -> list[ComponentSpec]:
             "LlamaForCausalLM",
             "Llama 2 and 3, and models with the same architecture",
         ),
+        _model(
+            "llama4_text",
+            "Llama4",
+            "Llama4ForCausalLM",
+            "Llama 4, text, attention within chunks and experts",
+            module="llama4",
+        ),
         _model("mistral", "Mistral", "MistralForCausalLM", "Mistral, with sliding window"),
         _model("qwen2", "Qwen2", "Qwen2ForCausalLM", "Qwen2 and Qwen2.5, dense"),
         _model("qwen3", "Qwen3", "Qwen3ForCausalLM", "Qwen3, dense"),
