@@ -138,6 +138,14 @@ def test_modules_are_found_whatever_class_peft_had_wrapped(
     }
 
 
+def test_a_module_in_no_layer_is_found_by_its_last_part(tmp_path: Path) -> None:
+    sizes = {"model.inputs_projection": (8, 4)}
+    weights = weights_of({"model.language_model.inputs_projection": (8, 4)})
+    config = config_of(target_modules=["inputs_projection"])
+    found = read(write_adapter(tmp_path / "a", config, weights), AdapterCapacity(2, 16, sizes))
+    assert set(found) == {f"model.inputs_projection.lora_{side}" for side in "AB"}
+
+
 @pytest.mark.parametrize(
     "targets",
     ["all-linear", r".*\.(q_proj|down_proj)", ["q_proj", "mlp.down_proj"], [Q, DOWN]],

@@ -324,7 +324,14 @@ def test_two_ranks_write_the_same_tokens(name: str) -> None:
         check(directory, output, own)
 
 
-@pytest.mark.parametrize("name", ["llava", pytest.param("gemma3", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llava",
+        pytest.param("gemma3", marks=pytest.mark.full),
+        pytest.param("gemma4", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.slow("makes an engine, and transformers' whole model")
 def test_an_adapter_changes_the_language_model_alone(name: str, tmp_path: Path) -> None:
     directory = checkpoint(name)
