@@ -40,6 +40,15 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "ModernBert": WINDOWED,
     "DistilBert": {"dim": 48, "hidden_dim": 64, "n_layers": 2, "n_heads": 4},
     "MPNet": {"pad_token_id": 1, "max_position_embeddings": 66},
+    "DebertaV2": {
+        "relative_attention": True,
+        "share_att_key": True,
+        "position_biased_input": False,
+        "norm_rel_ebd": "layer_norm",
+        "pos_att_type": "p2c|c2p",
+        "position_buckets": 8,
+        "max_relative_positions": -1,
+    },
     "NomicBert": {"head_dim": 12},
 }
 ENCODERS["EuroBert"] = {"pad_token_id": 0, "mask_token_id": 3}
@@ -176,7 +185,7 @@ def test_the_second_text_of_a_pair_has_another_token_type(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow("starts ranks: processes that import torch")
-@pytest.mark.parametrize("family", ["MPNet", "NomicBert", "DistilBert"])
+@pytest.mark.parametrize("family", ["MPNet", "NomicBert", "DebertaV2"])
 def test_ranks_share_the_heads_of_an_encoder(family: str, tmp_path: Path) -> None:
     model = saved(tmp_path, family)
     with started(tmp_path, ranks=2) as bench:
@@ -202,7 +211,9 @@ def test_padding_within_a_prompt_takes_no_position(tmp_path: Path) -> None:
         assert_rounded(found[index], expected.numpy(), ROUNDINGS)
 
 
-@pytest.mark.parametrize("family", ["Bert", "XLMRoberta", "ModernBert", "DistilBert", "MPNet"])
+@pytest.mark.parametrize(
+    "family", ["Bert", "XLMRoberta", "ModernBert", "DistilBert", "MPNet", "DebertaV2"]
+)
 def test_a_prompt_may_have_as_many_tokens_as_there_are_positions(
     family: str, tmp_path: Path
 ) -> None:
@@ -250,6 +261,11 @@ REFUSED = [
         "position_embedding_type = 'rotary'",
     ),  # jina v3
     ("XLMRoberta", {"auto_map": {"AutoModel": "modeling_lora.XLMRobertaLoRA"}}, "auto_map"),
+    ("DebertaV2", {"pos_att_type": "c2p"}, "pos_att_type"),  # the first DeBERTa's
+    ("DebertaV2", {"conv_kernel_size": 3}, "conv_kernel_size"),  # V2's
+    ("DebertaV2", {"share_att_key": False}, "share_att_key = False"),
+    ("MPNet", {"pad_token_id": 0}, "pad_token_id = 0"),
+    ("NomicBert", {"rotary_emb_interleaved": True}, "rotary_emb_interleaved = True"),
     ("ModernBert", {"classifier_activation": "silu"}, "classifier_activation = 'silu'"),
 ]
 
@@ -263,6 +279,12 @@ def test_an_encoder_of_another_kind_is_refused_by_the_field(
     saved(tmp_path, family, **fields)
     with pytest.raises(UnsupportedError, match=words), started(tmp_path):
         pass
+
+
+def test_adapters_of_deberta_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "DebertaV2")
+    with pytest.raises(UnsupportedError, match="LoRA"):
+        LLM(tmp_path, dtype="float32", enable_lora=True, max_model_len=60)
 
 
 def test_a_head_for_masked_tokens_is_refused_as_such(tmp_path: Path) -> None:

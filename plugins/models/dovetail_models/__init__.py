@@ -157,6 +157,9 @@ def dovetail_components() -> list[ComponentSpec]:
         ),
         _encoder("distilbert", "DistilBert", "DistilBert", "DistilBERT, an encoder", "distilbert"),
         _encoder("mpnet", "MPNet", "MPNet", "MPNet, an encoder: all-mpnet-base-v2", "mpnet"),
+        _encoder(
+            "deberta_v2", "DebertaV2", "DebertaV2", "DeBERTa V3, an encoder: rerankers", "deberta"
+        ),
         _model("eurobert", "EuroBert", "EuroBertModel", "EuroBERT, an encoder"),
         _model(
             "nomic_bert",
