@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForImageTextToText,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -27,7 +28,7 @@ from transformers import (
 from dovetail.api.media_types import MEDIA_TYPES, MediaType
 
 VOCAB_SIZE = 320
-PAD, BOS, EOS = 256, 257, 258  # after the bytes
+PAD, BOS, EOS = 259, 260, 261  # after the bytes, and two to four newlines
 HIDDEN = 64  # of the language model
 PATCH = 4  # pixels along a side of a patch of a tower that takes any size
 TILE = 28  # pixels along a side of a picture, or of a tile, of other towers
@@ -162,6 +163,12 @@ class Kind:
     more_tokens: tuple[str, ...] = ()  # without a name
     model_type: str = ""  # empty: its name
     in_template: str = ""  # an image that the chat template writes; empty: `written`
+    in_prompt: str = "image_token"  # the name of the token of an image that isn't expanded
+
+    @property
+    def prompt_token(self) -> str:
+        """An image that isn't expanded."""
+        return self.tokens[self.in_prompt]
 
 
 _QWEN: dict[str, Any] = {
@@ -218,7 +225,7 @@ _OF_MISTRAL: dict[str, Any] = {
     "text": {"model_type": "mistral", "sliding_window": None},
     "vision": PIXTRAL,
 }
-_KINDS = {
+KINDS = {
     "mistral3": Kind(**_OF_MISTRAL, processor=_OF_PIXTRAL, top={"spatial_merge_size": 2}),
     "pixtral": Kind(
         **_OF_MISTRAL,
@@ -405,6 +412,7 @@ _KINDS = {
             "eoi_token": "<end_of_image>",
         },
         written="<start_of_image>",
+        in_prompt="boi_token",
         processor_class="Gemma3Processor",
         preprocessor={
             "image_processor_type": "Gemma3ImageProcessor",
@@ -454,7 +462,7 @@ _KINDS = {
         },
     ),
 }
-NAMES = tuple(_KINDS)
+NAMES = tuple(KINDS)
 
 _TEMPLATE = """\
 {%- for message in messages -%}
@@ -469,17 +477,17 @@ _TEMPLATE = """\
 
 def written(name: str) -> str:
     """Return an image of a prompt for the type, as its users write it."""
-    return _KINDS[name].written
+    return KINDS[name].written
 
 
 def placeholder(name: str) -> str:
     """Return the token that stands for a row of an image."""
-    return _KINDS[name].tokens["image_token"]
+    return KINDS[name].tokens["image_token"]
 
 
 def media_type(name: str) -> MediaType:
     """Return the type of a checkpoint's model."""
-    return MEDIA_TYPES[_KINDS[name].model_type or name]
+    return MEDIA_TYPES[KINDS[name].model_type or name]
 
 
 def settings_of(directory: Path) -> dict[str, Any]:
@@ -502,11 +510,9 @@ def checkpoint(name: str) -> Path:
 
 def save_checkpoint(directory: Path, name: str, **top: Any) -> None:
     """Write all files of a checkpoint. `top`: fields of its config."""
-    kind = _KINDS[name]
-    directory.mkdir(parents=True, exist_ok=True)
-    ids = _save_tokenizer(directory, kind)
+    config = save_files(directory, name, **top)
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(_config(name, kind, ids, top)).float().eval()
+    model = AutoModelForImageTextToText.from_config(config).float().eval()
     with torch.no_grad():
         for tensor in model.state_dict().values():
             # no part stays at a neutral value, such as 0 or 1
@@ -515,6 +521,18 @@ def save_checkpoint(directory: Path, name: str, **top: Any) -> None:
         # image's
         model.lm_head.weight[PAD:] = 0
     model.save_pretrained(directory)
+
+
+def save_files(directory: Path, name: str, **top: Any) -> PreTrainedConfig:
+    """Write the files of a checkpoint without its weights, and return its config. `top`: fields of
+    that."""
+    kind = KINDS[name]
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = tokenizer_of(kind)
+    tokenizer.save_pretrained(directory)
+    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in kind.tokens.items()}
+    config = _config(name, kind, ids, top)
+    config.save_pretrained(directory)
     common = {"processor_class": kind.processor_class}
     for file, settings in (
         ("preprocessor_config.json", kind.preprocessor),
@@ -524,9 +542,12 @@ def save_checkpoint(directory: Path, name: str, **top: Any) -> None:
     image = kind.in_template or kind.written
     template = _TEMPLATE.replace("WRITTEN", image.replace("\n", "\\n"))
     (directory / "chat_template.jinja").write_text(template)
+    return config
 
 
-def _config(name: str, kind: Kind, ids: Mapping[str, int], top: Mapping[str, Any]) -> Any:
+def _config(
+    name: str, kind: Kind, ids: Mapping[str, int], top: Mapping[str, Any]
+) -> PreTrainedConfig:
     config = CONFIG_MAPPING[kind.model_type or name]
     fields: dict[str, Any] = {
         "text_config": {**TEXT, **kind.text},
@@ -542,25 +563,24 @@ def _config(name: str, kind: Kind, ids: Mapping[str, int], top: Mapping[str, Any
     return config(**{**fields, **top})
 
 
-def _save_tokenizer(directory: Path, kind: Kind) -> dict[str, int]:
-    """Save one whose tokens are bytes and special tokens. Return the ids of those with a name."""
+def tokenizer_of(kind: Kind) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are bytes, two to four newlines, and special tokens."""
     special = [*_SPECIAL.values(), *dict.fromkeys(kind.tokens.values()), *kind.more_tokens]
-    vocab = {
-        letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    }
-    made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    newline = "\u010a"  # as byte-level tokenizers spell it
+    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(newline * n for n in (2, 3, 4))]
+    vocab = {letter: index for index, letter in enumerate(letters)}
+    merges = [(newline, newline), (newline * 2, newline * 2), (newline * 2, newline)]
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(special)
-    PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=made,
         pad_token=_SPECIAL[PAD],
         bos_token=_SPECIAL[BOS],
         eos_token=_SPECIAL[EOS],
         extra_special_tokens=dict(kind.tokens),
-    ).save_pretrained(directory)
-    ids = made.get_vocab()
-    return {name: ids[token] for name, token in kind.tokens.items()}
+    )
 
 
 @cache

@@ -160,7 +160,7 @@ def test_preempted_requests_compute_the_same_pictures_again(name: str) -> None:
         for other in images
     ]
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
-    settings: dict[str, Any] = {"executor.num_pages": 28, "max_model_len": 64}
+    settings: dict[str, Any] = {"executor.num_pages": 24, "max_model_len": 64}
     if name == "gemma4":
         settings = {"executor.num_pages": 80, "max_model_len": 256, "max_num_batched_tokens": 80}
     with engine(directory, kv_cache_memory=None, **settings) as llm:
@@ -233,7 +233,7 @@ def test_a_picture_is_found_in_the_prefix_cache_and_another_is_not(name: str) ->
             check(directory, output, [image])
             cached.append(output.num_cached_tokens)
     assert cached[0] == 0
-    assert cached[1] == cached[3] > len(text) - len(written(name))
+    assert cached[1] == cached[3] >= len(text) - len(written(name))
     assert 0 < cached[2] <= 40
 
 

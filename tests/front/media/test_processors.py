@@ -12,8 +12,9 @@ import pytest
 from dovetail.errors import RequestError
 from dovetail.front.media.prompts import ImagePrompts, MediaPrompt
 from dovetail.front.media.sources import images_of_data
-from tests.front.media.checkpoints import KINDS, image_prompts, own_tokenizer, whole_processor
+from tests.front.media.checkpoints import image_prompts, own_tokenizer, whole_processor
 from tests.front.media.files import picture
+from tests.media.checkpoints import KINDS
 from tests.media.oracle import spelled_out
 
 
@@ -25,7 +26,7 @@ def prepared(images: ImagePrompts, name: str, text: str, pictures: list[Any]) ->
 def for_whole(name: str, text: str) -> str:
     """Return a prompt as the whole processor reads it."""
     kind = KINDS[name]
-    return text.replace(kind.prompt_token, kind.written or kind.prompt_token)
+    return text.replace(kind.prompt_token, kind.in_template or kind.prompt_token)
 
 
 def refuses(whole: Any, **inputs: Any) -> bool:
@@ -80,7 +81,7 @@ def test_several_images_have_the_tokens_of_the_whole_processor(name: str, tmp_pa
         got = prepared(images, name, text, pictures)
         expected = whole(images=[pictures], text=[for_whole(name, text)])["input_ids"][0]
         assert list(got.token_ids) == list(expected)
-        row_id = own_tokenizer(name).encode(KINDS[name].image_token)[0]
+        row_id = own_tokenizer(name).encode(KINDS[name].tokens["image_token"])[0]
         ends = [0]
         for item in got.media:
             assert item.span.start >= ends[-1]

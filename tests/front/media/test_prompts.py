@@ -18,10 +18,11 @@ from dovetail.front.chat import ChatFrontEnd, ChatOptions
 from dovetail.front.media.prompts import ImagePrompt, ImagePrompts, MediaPrompt
 from dovetail.front.prompts import PromptEncoder, with_images
 from tests.front.media import files
-from tests.front.media.checkpoints import KINDS, image_prompts, own_tokenizer
+from tests.front.media.checkpoints import image_prompts, own_tokenizer
+from tests.media.checkpoints import KINDS
 
 NAME = "qwen3_vl"
-TOKEN = KINDS[NAME].image_token
+TOKEN = KINDS[NAME].prompt_token
 PICTURE = files.picture(40, 24)
 
 
