@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -16,6 +17,7 @@ from transformers import DeepseekV3Config, Glm4MoeLiteConfig
 from dovetail.api.attention import AttentionContext
 from dovetail.api.component import NoOptions
 from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.nn.format.dense import DENSE, Dense
 from dovetail.nn.format.fp8 import Fp8
 from dovetail.nn.parallel import SINGLE
 from dovetail.nn.placed_weights import place_weights
@@ -164,15 +166,61 @@ def test_two_fields_that_disagree_on_the_layers_with_experts_are_refused(
     )
 
 
-def test_a_checkpoint_must_store_the_weight_that_is_multiplied_from_both_sides_plain() -> None:
+def in_blocks(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix in FP8 with a scale for each block, as DeepSeek stores it."""
+    rows, columns = weight.shape
+    padded = F.pad(weight, (0, -columns % size, 0, -rows % size))
+    blocks = padded.unflatten(0, (-1, size)).unflatten(2, (-1, size))
+    scales = blocks.abs().amax((1, 3)) / 448
+    narrow = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
+    return narrow.to(torch.float8_e4m3fn), scales
+
+
+def widened(narrow: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Tensor:
+    spread = scales.repeat_interleave(size, 0).repeat_interleave(size, 1)
+    return narrow.float() * spread[: narrow.shape[0], : narrow.shape[1]]
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_deepseeks_own_fp8_computes_what_its_dequantized_weights_do(
+    rank: int | None, tmp_path: Path
+) -> None:
+    """Also the projection that is multiplied from both sides, which is kept plain."""
+    tensors = checkpoint_tensors(reference(small()))
+    narrow: dict[str, torch.Tensor] = {}
+    plain: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if "_proj" not in name:
+            narrow[name] = plain[name] = tensor
+            continue
+        narrow[name], scales = in_blocks(tensor, 4)
+        narrow[f"{name}_scale_inv"] = scales
+        plain[name] = widened(narrow[name], scales, 4)
+    said = {"quant_method": "fp8", "weight_block_size": [4, 4], "fmt": "e4m3"}
+    group = SINGLE if rank is None else FakeGroup(rank, 2)
+    tokens = some_tokens(small(), 20, 0)
+    found = []
+    for name, content, quantization in (("plain", plain, None), ("fp8", narrow, Fp8(said))):
+        (tmp_path / name).mkdir()
+        save_file(content, tmp_path / name / "model.safetensors")
+        model = build(small(), parallel=group, weights_later=quantization is not None)
+        if quantization is not None:
+            place_weights(model, quantization, CPU)
+        load_weights(model, tmp_path / name)
+        found.append(forward(model, tokens)[1])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_that_stays_plain_needs_a_format_that_is_read(monkeypatch: Any) -> None:
     said: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    made = Fp8({**said, "modules_to_not_convert": ["q_b_proj"]})
+    monkeypatch.setattr(made, "of_module", lambda name: Rounded() if "kv_b" in name else DENSE)
     with pytest.raises(
         UnsupportedError, match=r"layers\.0\.self_attn\.kv_b_proj must be stored in 16 bits"
     ):
-        place_weights(build(small(), weights_later=True), Fp8(said), CPU)
-    place_weights(
-        build(small(), weights_later=True),
-        Fp8({**said, "modules_to_not_convert": ["kv_b_proj"]}),
-        CPU,
-    )
+        place_weights(build(small(), weights_later=True), made, CPU)
     place_weights(build(small(), weights_later=True), Fp8(None), CPU)
+
+
+class Rounded(Dense):
+    """A format without tensors of its own."""

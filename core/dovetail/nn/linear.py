@@ -317,7 +317,7 @@ class LatentUpLinear(LinearLayer):
     (see latent attention, arXiv:2405.04434).
 
     Its weight [heads * (key + value), latent] is that of a linear layer, this rank's heads of it,
-    and is never quantized.
+    and stays plain, also where the checkpoint stores it in a format.
     """
 
     def __init__(

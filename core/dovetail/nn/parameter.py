@@ -128,12 +128,14 @@ class Weight(nn.Parameter):
 
     `scale`: a multiplier (a norm's weight), so that 1 is the identity. Anything not covered by a
     part (padding of a vocabulary) is 0. `later`: it stays on the meta device until its layer takes
-    a format. `plain`: it never has a format, and a checkpoint that stores it in one is refused.
+    a format. `plain`: it never has a format; `stored_as` is that in which the checkpoint stores it,
+    if it does, from which it is dequantized while it loads.
     """
 
     parts: Mapping[str | None, Part]
     scale: bool
     plain: bool
+    stored_as: Any = None
 
     def __new__(
         cls,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dovetail.errors import DovetailError, UnsupportedError, describe, shown
-from dovetail.nn.format import DENSE, Quantization, WeightFormat
+from dovetail.nn.format import DENSE, Quantization, StoredFormat, WeightFormat
 from dovetail.nn.linear import LinearLayer
 from dovetail.nn.moe import Experts
 from dovetail.nn.weights import some_of
@@ -35,8 +35,9 @@ def _format_of(quantization: Quantization, modules: Sequence[str]) -> WeightForm
 
 def place_weights(module: Any, quantization: Quantization, device: torch.device) -> None:
     """Give each linear layer of `module` (a `CausalLM` built with `weights_later`) its format, by
-    the names that the model's rules have for it, and memory on `device`. Raises `UnsupportedError`
-    if nothing of the model can be stored so, or something of it can't."""
+    the names that the model's rules have for it, and memory on `device`. A weight that is always
+    plain is told the format in which the checkpoint stores it. Raises `UnsupportedError` if nothing
+    of the model can be stored so, or something of it can't."""
     names: dict[int, list[str]] = {}
     for rule in module.weights():
         name = rule.source.rpartition(".")[0]
@@ -45,10 +46,12 @@ def place_weights(module: Any, quantization: Quantization, device: torch.device)
             rule.parameter, "plain", False
         )
         if stored and (form := _format_of(quantization, [name])) != DENSE:
-            raise UnsupportedError(
-                f"{name} must be stored in 16 bits, and the checkpoint's quantization_config says "
-                f"{form}"
-            )
+            if not isinstance(form, StoredFormat):
+                raise UnsupportedError(
+                    f"{name} must be stored in 16 bits, and the checkpoint's quantization_config "
+                    f"says {form}"
+                )
+            rule.parameter.stored_as = form
     layers = [layer for layer in module.modules() if isinstance(layer, LinearLayer | Experts)]
 
     def modules_of(weights: Sequence[Any]) -> list[str]:

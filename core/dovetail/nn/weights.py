@@ -22,6 +22,7 @@ from dovetail.errors import DovetailError, ModelLoadError
 from dovetail.gguf.unpacked import LINK, SUFFIX
 from dovetail.nn.format.stored import CheckpointTensor, StoredWeight
 from dovetail.nn.gguf_tensors import GgufTensors
+from dovetail.nn.parameter import Weight
 
 log = logging.getLogger("dovetail")
 
@@ -92,8 +93,9 @@ def load_weights(
     plain = list(model.weights())
     if not partly:
         _check_rules(model, plain)
+    held = _held(plain)
     rules: dict[str, list[WeightRule]] = {}
-    for rule in _for_each_tensor(plain):
+    for rule in _for_each_tensor(plain, held):
         rules.setdefault(rule.source, []).append(rule)
     stored = {
         name: path for name, path in _tensor_files(Path(directory)).items() if not elsewhere(name)
@@ -132,6 +134,7 @@ def load_weights(
                 done += 1
                 if progress is not None:
                     progress("loading weights", done, len(todo))
+    _dequantize(held)
 
 
 def tensors_named(
@@ -211,15 +214,32 @@ def _bits_of(dtype: str) -> int:
     return int(found[1]) if found else 8
 
 
-def _for_each_tensor(rules: Iterable[WeightRule]) -> Iterator[WeightRule]:
+def _held(rules: Iterable[WeightRule]) -> dict[int, tuple[Weight, StoredWeight]]:
+    """Return memory for the plain weights that the checkpoint stores in a format, by their ids."""
+    return {
+        id(rule.parameter): (
+            rule.parameter,
+            rule.parameter.stored_as.allocate(rule.parameter, rule.parameter.device),
+        )
+        for rule in rules
+        if isinstance(rule.parameter, Weight) and rule.parameter.stored_as is not None
+    }
+
+
+def _dequantize(held: Mapping[int, tuple[Weight, StoredWeight]]) -> None:
+    """Fill plain weights from the memory that `_held` returned, now that it is loaded."""
+    for weight, stored in held.values():
+        weight.data.copy_(stored.format.dequantized(stored))
+
+
+def _for_each_tensor(
+    rules: Iterable[WeightRule], held: Mapping[int, tuple[Weight, StoredWeight]]
+) -> Iterator[WeightRule]:
     """Return the rules, with one per stored tensor for weights in another format, instead of one
     for the plain weight."""
     for rule in rules:
-        tensors = (
-            dict(rule.parameter.tensors(rule.shard_id))
-            if isinstance(rule.parameter, StoredWeight)
-            else {}
-        )
+        _, weight = held.get(id(rule.parameter), (None, rule.parameter))
+        tensors = dict(weight.tensors(rule.shard_id)) if isinstance(weight, StoredWeight) else {}
         if not tensors:
             yield rule
         for word, tensor in tensors.items():
