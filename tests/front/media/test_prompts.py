@@ -67,6 +67,8 @@ def test_the_same_picture_is_one_item_however_it_is_given(
         f"file://{path}",
         data_url(data),
         data_url(data).replace("data:image/png", "DATA:"),
+        data_url(data).replace("image/png", "image/png;name=a%20b.png;charset=utf-8"),
+        data_url(data).replace("image/png", "text/html"),  # its content says what it is
         files.file_of(PICTURE, "WEBP", lossless=True),
         files.file_of(PICTURE.convert("RGBA")),
         Image.open(io.BytesIO(data)),
@@ -107,13 +109,18 @@ def test_options_of_the_processor_are_of_the_digest(encoder: PromptEncoder) -> N
         (Path("/"), "/"),
         ("data:image/png,abc", "must be data:image/…;base64"),
         ("data:image/png;base64,@@@", "isn't valid base64"),
+        ("data:image/png;base64,iVBO\nRw0K", "isn't valid base64"),
+        ("data:image/png;base64,iVBORw%3D%3D", "isn't valid base64"),
+        ("data:image/png;base64,iVBORw", "isn't valid base64"),
+        ("data:image/png;" + "a=b;" * 1000 + "base64,iVBORw==", "must be data:image/…;base64"),
+        ("data:image/svg+xml;base64,PHN2Zy8+", "must be one of JPEG, PNG"),
         ("https://example.com/a.png", "media.hosts"),
         ("ftp://example.com/a.png", "must be a data: URL"),
         (b"", "it must be one of JPEG, PNG, WEBP, GIF"),
         (Image.new("RGB", (0, 5)), "must have from 1 to"),
         (Image.new("RGB", (5, 3000)), "at most 200 times"),
     ],
-    ids=range(11),
+    ids=range(16),
 )
 def test_what_is_no_image_is_refused(encoder: PromptEncoder, image: Any, why: str) -> None:
     with pytest.raises(RequestError, match=r"^multi_modal_data: the image") as refused:
