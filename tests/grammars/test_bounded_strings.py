@@ -79,7 +79,7 @@ SCHEMA: dict[str, Any] = {
 def backend(name: str, **options: Any) -> LLGuidance:
     """Return a backend for the vocabulary of that name. It takes a second to make: all of 150,000
     tokens are read."""
-    return LLGuidance(GrammarOptions(threads=2, **options), vocabulary(name))
+    return LLGuidance(GrammarOptions(threads=2, processes=0, **options), vocabulary(name))
 
 
 @pytest.fixture(scope="module", autouse=True)

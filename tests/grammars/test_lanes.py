@@ -40,7 +40,7 @@ ENDLESS = GrammarContext(BYTES.token_bytes, frozenset(), 257)
 
 
 def compiled(context: GrammarContext) -> tuple[LLGuidance, LLGrammar]:
-    backend = LLGuidance(GrammarOptions(threads=2), context)
+    backend = LLGuidance(GrammarOptions(threads=2, processes=0), context)
     grammar = backend.compile(GrammarSpec("json_schema", json.dumps(SCHEMA)))
     assert isinstance(grammar, LLGrammar)
     return backend, grammar

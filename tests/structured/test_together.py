@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dovetail.api.grammar import Grammar, GrammarContext, GrammarSpec
+from dovetail.api.grammar import Grammar, GrammarContext, GrammarSpec, Matcher
 from dovetail.api.sampler import RowSampling
 from dovetail.engine.constraint import Constraint
 from dovetail.engine.live_request import LiveRequest
 from dovetail.request.sampling_params import SamplingParams
 from dovetail.testing.fake_executor import next_allowed, next_token
+from dovetail_grammars import llguidance_backend
 from dovetail_grammars.llguidance_backend import LLGuidance
+from dovetail_grammars.mask_processes import FEW, RemoteMatcher
 from dovetail_grammars.options import GrammarOptions
 from tests.engine.drafters import Oracle
 from tests.engine.rules import compiled
@@ -45,17 +48,31 @@ PIECES = ("abc", "cab", '","', '"],"', '":"', '":["', '"}', "é", "ab-", "12", "
 TEXTS = [*(bytes([byte]) for byte in range(256)), *(piece.encode() for piece in PIECES)]
 CONTEXT = GrammarContext([*TEXTS, None], frozenset([len(TEXTS)]), len(TEXTS) + 1)
 MOST_TOKENS = 60
+READY_S = 60
 ANSWERS = 12  # more than are worth a thread
 
 
 @cache
-def backend() -> LLGuidance:
-    return LLGuidance(GrammarOptions(threads=2), CONTEXT)
+def backend(processes: int = 0) -> LLGuidance:
+    return LLGuidance(GrammarOptions(threads=2, processes=processes), CONTEXT)
+
+
+@pytest.fixture(autouse=True)
+def _no_grammar_is_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llguidance_backend, "SHARED_WITHIN_S", READY_S)
 
 
 @cache
-def grammar(schema: str) -> Grammar:
-    return backend().compile(GrammarSpec("json_schema", json.dumps(SCHEMAS[schema])))
+def grammar(schema: str, processes: int = 0) -> Grammar:
+    return backend(processes).compile(GrammarSpec("json_schema", json.dumps(SCHEMAS[schema])))
+
+
+def wait_for_processes(schema: str, processes: int) -> None:
+    until = time.monotonic() + READY_S
+    kept: list[Matcher] = []
+    while not (kept and isinstance(kept[-1], RemoteMatcher)):
+        assert time.monotonic() < until, "no process is ready"
+        kept = [*kept[-FEW - 1 :], grammar(schema, processes).begin()]
 
 
 @cache
@@ -74,7 +91,7 @@ def expected(schema: str, prompt: tuple[int, ...], seed: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def add(world: World, schema: str, number: int) -> LiveRequest:
+def add(world: World, schema: str, number: int, processes: int) -> LiveRequest:
     name = f"{schema} {number}"
     request = LiveRequest(
         name,
@@ -83,7 +100,7 @@ def add(world: World, schema: str, number: int) -> LiveRequest:
         max_tokens=MOST_TOKENS,
         sampling=RowSampling(seed=number % 3),
         stop_ids=CONTEXT.stop_ids,
-        constraint=Constraint(compiled(grammar(schema)), backend()),
+        constraint=Constraint(compiled(grammar(schema, processes)), backend(processes)),
     )
     world.requests[name], world.seeds[name], world.tokens[name] = request, number % 3, []
     world.core.add(request)
@@ -100,10 +117,17 @@ def add(world: World, schema: str, number: int) -> LiveRequest:
         pytest.param({"drafter": "alternating"}, id="drafts"),
     ],
 )
-def test_tokens_are_those_of_each_answer_by_itself(schema: str, shape: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "processes", [0, pytest.param(2, marks=pytest.mark.slow("starts processes"))]
+)
+def test_tokens_are_those_of_each_answer_by_itself(
+    schema: str, shape: dict[str, Any], processes: int
+) -> None:
+    if processes:
+        wait_for_processes(schema, processes)
     sizes = {"num_pages": 512, "max_num_seqs": ANSWERS, "max_model_len": 128, **shape}
     world = World(shape=Shape(vocab_size=CONTEXT.vocab_size, **sizes))
-    requests = [add(world, schema, number) for number in range(ANSWERS)]
+    requests = [add(world, schema, number, processes) for number in range(ANSWERS)]
     answers = {
         one.id: expected(schema, tuple(one.prompt_token_ids), world.seeds[one.id])
         for one in requests

@@ -48,7 +48,7 @@ class Answer:
 
 @cache
 def backend(vocabulary_name: str) -> GrammarBackend:
-    return LLGuidance(GrammarOptions(threads=1), vocabulary(vocabulary_name))
+    return LLGuidance(GrammarOptions(threads=1, processes=0), vocabulary(vocabulary_name))
 
 
 @cache

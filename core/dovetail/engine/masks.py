@@ -34,11 +34,12 @@ def accept_tokens(flight: InFlightStep) -> None:
     constraints: list[Constraint] = []
     matchers: list[Matcher] = []
     tokens: list[int] = []
+    ended = Status.FINISHED
     for request, token in zip(flight.requests, flight.result.token_ids.tolist(), strict=True):
         constraint = request.constraint
         if constraint is None or token < 0 or token in request.stop_ids:
             continue
-        if request.status is not Status.FINISHED and (matcher := constraint.matcher) is not None:
+        if request.status is not ended and (matcher := constraint.matcher) is not None:
             constraints.append(constraint)
             matchers.append(matcher)
             tokens.append(token)

@@ -17,6 +17,7 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
+from weakref import finalize
 
 import llguidance
 import numpy as np
@@ -34,7 +35,18 @@ from dovetail.api.grammar import (
 )
 from dovetail.errors import DovetailError, RequestError, describe
 from dovetail_grammars.deep_threads import in_deep_thread
+from dovetail_grammars.failing import Failing, require_none_failed
 from dovetail_grammars.llguidance_matcher import HEAD, Fill, Lanes, LLGrammar, LLMatcher
+from dovetail_grammars.mask_processes import (
+    Groups,
+    MaskProcesses,
+    RemoteMatcher,
+    end_fill,
+    end_step,
+    grouped,
+    start_fill,
+    start_step,
+)
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
 from dovetail_grammars.positions import Tracker
 from dovetail_grammars.regexes import Ranges, demands, rewritten
@@ -70,6 +82,8 @@ MAX_MULTIPLE = 10_000
 # of the parser for one mask: an ambiguous grammar takes time that is quadratic in them
 MOST_ITEMS = 20_000
 BLAMING_S = 0.5  # time limit for compiling parts of a schema separately to find the faulty one
+# Compile time of grammars that processes get: each compiles them again, while the engine waits
+SHARED_WITHIN_S = 0.02
 ANY_TEXT = "/(?s:.*)/"
 
 
@@ -85,19 +99,34 @@ class LLGuidance(GrammarBackend):
         self._tokenizer = _tokenizer(context, None)
         self._rest = None if self._strings.spelling is None else _tokenizer(self._strings.rest, [])
         self._fill = Fill(context, self._strings, options.threads)
+        self._processes = (
+            MaskProcesses(options.processes, options, context) if options.processes else None
+        )
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         options = self._json_options()
+        begun = time.perf_counter()
         try:
-            return self._compiled(HEAD + _WRITERS[spec.kind](spec, options))
+            lark = HEAD + _WRITERS[spec.kind](spec, options)
+            grammar = self.compiled(lark)
         except RequestError:
             raise
         except DovetailError as error:
             refuse(spec, self._blamed(spec, options, str(error)))
         except Exception as error:  # whatever the library raises is this request's error
             refuse(spec, describe(error))
+        if self._processes is None or time.perf_counter() - begun > SHARED_WITHIN_S:
+            return grammar
+        return SharedGrammar(grammar, self._processes, lark)
 
-    def _compiled(self, lark: str) -> Grammar:
+    def prepare(self) -> None:
+        """Make what grammars share."""
+        if self._rest is not None:
+            _ = self._strings.lengths
+
+    def compiled(self, lark: str) -> LLGrammar:
+        """Return a grammar written in the library's Lark. Raises `DovetailError` if it is
+        wrong."""
         grammar = LLGrammar(self._fill, Lanes(partial(self._made, self._tokenizer, lark)))
         grammar.begin().fill(np.zeros(-(-self.context.vocab_size // 32), dtype=np.uint32))
         tracker = self._tracker(lark)
@@ -140,7 +169,7 @@ class LLGuidance(GrammarBackend):
                 if time.monotonic() > until:
                     return reason
                 try:
-                    self._compiled(
+                    self.compiled(
                         f"{HEAD}start: {_schema([Subschema('#', rule, rule)], options)}\n"
                     )
                 except DovetailError as error:
@@ -151,13 +180,54 @@ class LLGuidance(GrammarBackend):
         )
 
     def accept_many(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> Sequence[bool]:
-        return self._fill.accept(cast("Sequence[LLMatcher]", matchers), tokens)
+        here, groups = grouped(matchers)
+        start_step(groups, tokens)
+        accepted = [False] * len(matchers)
+        local = cast("list[LLMatcher]", [matchers[index] for index in here])
+        states = self._fill.accept(local, [tokens[index] for index in here])
+        for index, state in zip(here, states, strict=True):
+            accepted[index] = state
+        end_step(groups, accepted)
+        return accepted
 
     def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
-        self._fill(cast("Sequence[LLMatcher]", matchers), words)
+        here, groups = grouped(matchers)
+        if groups:
+            self._start(matchers, words, here, groups)()
+        else:
+            self._fill(cast("Sequence[LLMatcher]", matchers), words)
 
     def start_fill(self, matchers: Sequence[Matcher], words: UInt32) -> Callable[[], None] | None:
+        here, groups = grouped(matchers)
+        if groups:
+            return self._start(matchers, words, here, groups)
         return self._fill.start(cast("Sequence[LLMatcher]", matchers), words)
+
+    def _start(
+        self, matchers: Sequence[Matcher], words: UInt32, here: Sequence[int], groups: Groups
+    ) -> Callable[[], None]:
+        """Do as `start_fill` if processes follow some of the answers."""
+        require_none_failed(cast("Sequence[Failing]", matchers))
+        start_fill(groups)
+        own = np.empty((len(here), words.shape[1]), np.uint32)
+        wait = self._fill.start(cast("list[LLMatcher]", [matchers[i] for i in here]), own)
+
+        def finish() -> None:
+            try:
+                end_fill(groups)
+            finally:
+                wait()
+            assert self._processes is not None
+            if not here:
+                self._processes.copy(cast("Sequence[RemoteMatcher]", matchers), words)
+                return
+            words[here] = own
+            for places, members in groups.values():
+                rows = np.empty((len(members), words.shape[1]), np.uint32)
+                self._processes.copy(members, rows)
+                words[places] = rows
+
+        return finish
 
     def _json_options(self) -> Mapping[str, Any]:
         """Options for white space and string escapes: with \\u, a key of the schema could be
@@ -168,6 +238,23 @@ class LLGuidance(GrammarBackend):
             "whitespace_pattern": f"[\\x20\\x0A\\x0D\\x09]{{1,{WHITESPACE_AT_MOST}}}",
             "json_allowed_escapes": ESCAPES,
         }
+
+
+class SharedGrammar(Grammar):
+    """Compiled grammar whose answers processes may follow."""
+
+    def __init__(self, inner: LLGrammar, processes: MaskProcesses, lark: str) -> None:
+        self._inner = inner
+        self._processes = processes
+        self._lark = lark
+        self._number = next(processes.grammars)
+        finalize(self, processes.forget, self._number)
+
+    def begin(self) -> Matcher:
+        ticket = self._processes.ticket()
+        matcher = self._processes.begin(self._number, self._lark) or LLMatcher(self._inner)
+        matcher.ticket = ticket
+        return matcher
 
 
 def _tokenizer(context: GrammarContext, slices: list[str] | None) -> Any:

@@ -216,6 +216,7 @@ class LLMatcher(Failing):
         self._context = grammar.fill.context
         self._whole = _Side(grammar.whole)
         self.running = True  # no stop id has been accepted
+        self.ticket: object = None  # of `MaskProcesses`, to be kept
         # Characters left in its string, if that determines which tokens of the string are allowed
         self.room: float | None = None
         # in a string with `room`: the library's mask of the rest's tokens
@@ -236,7 +237,10 @@ class LLMatcher(Failing):
 
     @may_fail
     def fill(self, words: UInt32) -> None:
-        self._fill([self], words.reshape(1, -1))
+        if self.known is not None and self.room is not None:
+            words[:] = self._strings.within(self.known, self.room)
+        else:
+            self._fill([self], words.reshape(1, -1))
 
     @may_fail
     def accept(self, token: int) -> bool:
@@ -388,7 +392,7 @@ class Fill:
         filling.ask()
         filling.finish()
 
-    def start(self, matchers: Sequence[LLMatcher], words: UInt32) -> Callable[[], None] | None:
+    def start(self, matchers: Sequence[LLMatcher], words: UInt32) -> Callable[[], None]:
         """Do as `__call__`, in the background; see `start_fill` of the backend."""
         filling = self._prepare(matchers, words)
         if len(filling.sides) < WORTH_A_THREAD:

@@ -17,5 +17,10 @@ class GrammarOptions(BaseModel):
     threads: Annotated[int, Field(ge=1, le=256)] | None = None
     """Number of threads that fill the masks of a step. null: up to four."""
 
+    processes: Annotated[int, Field(ge=0, le=64)] = 0
+    """Number of processes that follow answers and fill their masks, for batches of many constrained
+    answers on a machine with as many idle cores: up to 64 answers each. 0: the engine's process
+    does it."""
+
 
 WHITESPACE_AT_MOST = 20  # characters in a row, with `whitespace: flexible`

@@ -1,0 +1,173 @@
+"""Answers that processes follow are those that the engine's process would follow; if a process
+ends, its answers fail alone."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dovetail.api.grammar import GrammarSpec, Matcher
+from dovetail.errors import DovetailError
+from dovetail_grammars import llguidance_backend
+from dovetail_grammars.llguidance_backend import LLGuidance
+from dovetail_grammars.mask_processes import FEW, RemoteMatcher
+from dovetail_grammars.options import GrammarOptions
+from tests.grammars.helpers import BYTES, STOP
+
+SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "string", "maxLength": 4},
+            "b": {"type": "string", "pattern": "^[xy]{1,3}$"},
+            "c": {"enum": [1, 23, None]},
+        },
+        "required": ["a", "b", "c"],
+        "additionalProperties": False,
+    },
+    "minItems": 1,
+    "maxItems": 2,
+}
+SPEC = GrammarSpec("json_schema", json.dumps(SCHEMA))
+ANSWERS = 8
+READY_S = 60
+STARTS_PROCESSES = pytest.mark.slow("starts processes")
+
+
+def began(backend: LLGuidance, count: int, spec: GrammarSpec = SPEC) -> list[Matcher]:
+    """Return answers that processes follow, once these have started."""
+    grammar = backend.compile(spec)
+    until = time.monotonic() + READY_S
+    local: list[Matcher] = []
+    while time.monotonic() < until:
+        matcher = grammar.begin()
+        if isinstance(matcher, RemoteMatcher):
+            return [matcher, *(grammar.begin() for _ in range(count - 1))]
+        if len(local) < FEW:
+            local.append(matcher)
+    raise AssertionError("no process is ready")
+
+
+@pytest.fixture(autouse=True)
+def _no_grammar_is_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llguidance_backend, "SHARED_WITHIN_S", READY_S)
+
+
+@pytest.fixture(scope="module")
+def remote() -> Iterator[LLGuidance]:
+    yield LLGuidance(GrammarOptions(processes=2), BYTES)
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def local() -> LLGuidance:
+    return LLGuidance(GrammarOptions(threads=2, processes=0), BYTES)
+
+
+def mask(matcher: Matcher) -> Any:
+    words = np.full(9, 0xFFFFFFFF, np.uint32)
+    matcher.fill(words)
+    return words
+
+
+def tokens_of(words: Any) -> list[int]:
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    return [int(token) for token in np.flatnonzero(bits)]
+
+
+@pytest.mark.parametrize(
+    "together",
+    [
+        pytest.param(True, id="together"),
+        pytest.param(False, id="one by one", marks=STARTS_PROCESSES),
+    ],
+)
+def test_masks_and_ends_are_those_of_the_engine_s_own_process(
+    remote: LLGuidance, local: LLGuidance, together: bool
+) -> None:
+    chance = random.Random(2)
+    answers = began(remote, ANSWERS)
+    assert sum(isinstance(answer, RemoteMatcher) for answer in answers) == ANSWERS
+    twins = [local.compile(SPEC).begin() for _ in answers]
+    words = np.zeros((ANSWERS, 9), np.uint32)
+    for step in range(25):
+        if together:
+            wait = remote.start_fill(answers, words)
+            assert wait is not None
+            wait()
+        masks = words if together else [mask(answer) for answer in answers]
+        tokens = []
+        for line, twin in zip(masks, twins, strict=True):
+            assert (line == mask(twin)).all(), step
+            allowed = tokens_of(line) or [STOP]
+            tokens.append(
+                chance.choice(allowed) if chance.random() < 0.9 else chance.randrange(257)
+            )
+        advanced = remote.accept_many(answers, tokens) if together else [False] * ANSWERS
+        for answer, twin, token, done in zip(answers, twins, tokens, advanced, strict=True):
+            accepted = done or answer.accept(token)
+            assert accepted == twin.accept(token)
+            assert answer.complete == twin.complete
+            if accepted and chance.random() < 0.1:
+                answer.rollback(1)
+                twin.rollback(1)
+                assert list(answer.forced()) == list(twin.forced())
+
+
+@STARTS_PROCESSES
+def test_a_few_answers_are_followed_in_the_engine_s_process(remote: LLGuidance) -> None:
+    assert began(remote, 1)
+    gc.collect()
+    grammar = remote.compile(SPEC)
+    assert not any(isinstance(grammar.begin(), RemoteMatcher) for _ in range(3))
+
+
+@STARTS_PROCESSES
+def test_what_cannot_go_on_fails_alone_and_with_the_reason(remote: LLGuidance) -> None:
+    answers = began(remote, 4)
+    with pytest.raises(ValueError, match="can't roll back 3"):
+        answers[0].rollback(3)
+    assert tokens_of(mask(answers[0])) == [ord("[")]
+
+
+@STARTS_PROCESSES
+def test_when_a_process_ends_only_its_answers_fail(local: LLGuidance) -> None:
+    backend = LLGuidance(GrammarOptions(processes=2), BYTES)
+    answers = [one for one in began(backend, ANSWERS) if isinstance(one, RemoteMatcher)]
+    first = answers[0].process
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGKILL)
+    words = np.zeros((len(answers), 9), np.uint32)
+    with pytest.raises(DovetailError):
+        backend.fill_many(answers, words)
+    others = [one for one in answers if one.process is not first]
+    assert others
+    assert all(tokens_of(mask(one)) == [ord("[")] for one in others)
+    with pytest.raises(DovetailError, match="process"):
+        answers[0].fill(words[0])
+    assert not answers[0].complete
+    assert not any(backend.accept_many(answers[:1], [ord("[")]))
+    later = [backend.compile(SPEC).begin() for _ in range(4)]
+    backend.fill_many(later, words[:4])
+    assert all(tokens_of(line) == [ord("[")] for line in words[:4])
+
+
+@STARTS_PROCESSES
+def test_a_grammar_that_is_slow_to_compile_is_followed_in_the_engine_s_process(
+    remote: LLGuidance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = began(remote, 8)
+    monkeypatch.setattr(llguidance_backend, "SHARED_WITHIN_S", 0)
+    grammar = remote.compile(GrammarSpec("choice", '["a", "b"]'))
+    assert not any(isinstance(grammar.begin(), RemoteMatcher) for _ in range(8))
+    assert kept
