@@ -293,6 +293,15 @@ def gemma4_configs(draw: st.DrawFn) -> Any:
     }
     if draw(st.booleans()):
         return Gemma4UnifiedTextConfig(**fields)
+    if draw(st.booleans()):
+        inputs = {
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": draw(st.integers(1, 3)),
+            "moe_intermediate_size": draw(st.sampled_from([4, 6])),
+            "hidden_size_per_layer_input": 0,
+        }
+        return Gemma4TextConfig(**fields, **inputs)
     inputs = {
         "hidden_size_per_layer_input": draw(st.sampled_from([0, 4])),
         "vocab_size_per_layer_input": fields["vocab_size"] + 3,

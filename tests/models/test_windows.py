@@ -219,8 +219,13 @@ def test_weights_may_be_quantized(name: str) -> None:
         ),
         (
             "gemma4",
-            {"enable_moe_block": True},
-            "enable_moe_block = True: experts of Gemma 4 are not implemented",
+            {
+                "enable_moe_block": True,
+                "num_experts": 4,
+                "top_k_experts": 5,
+                "moe_intermediate_size": 8,
+            },
+            "top_k_experts (5) is more than num_experts (4)",
         ),
         ("gemma4", {"num_kv_shared_layers": 5}, "num_kv_shared_layers = 5: no earlier layer"),
         (

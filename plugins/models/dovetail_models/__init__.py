@@ -69,9 +69,7 @@ def dovetail_components() -> list[ComponentSpec]:
             "Gemma 3, text, with a window in most layers",
             module="gemma",
         ),
-        _model(
-            "gemma4_text", "Gemma4", "Gemma4ForCausalLM", "Gemma 4, text, dense", module="gemma4"
-        ),
+        _model("gemma4_text", "Gemma4", "Gemma4ForCausalLM", "Gemma 4, text", module="gemma4"),
         _model(
             "gemma4_unified_text",
             "Gemma4Unified",

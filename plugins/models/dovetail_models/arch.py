@@ -336,21 +336,23 @@ def window_reasons(config: Any) -> list[str]:
 
 
 def experts_reasons(
-    config: Any, count_name: str, inner_name: str = "moe_intermediate_size"
+    config: Any,
+    count_name: str,
+    inner_name: str = "moe_intermediate_size",
+    per_token_name: str = "num_experts_per_tok",
 ) -> list[str]:
     """Why the sizes of a mixture of experts can't be right."""
-    names = (count_name, "num_experts_per_tok", inner_name)
+    names = (count_name, per_token_name, inner_name)
     if reasons := [
         f"{name} = {getattr(config, name)} must be at least 1"
         for name in names
         if (getattr(config, name) or 0) < 1
     ]:
         return reasons
-    if config.num_experts_per_tok > getattr(config, count_name):
-        return [
-            f"num_experts_per_tok ({config.num_experts_per_tok}) is more than {count_name} "
-            f"({getattr(config, count_name)})"
-        ]
+    per_token = getattr(config, per_token_name)
+    count = getattr(config, count_name)
+    if per_token > count:
+        return [f"{per_token_name} ({per_token}) is more than {count_name} ({count})"]
     return []
 
 

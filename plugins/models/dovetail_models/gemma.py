@@ -3,9 +3,9 @@ and without a window."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -161,6 +161,16 @@ class Gemma3(Gemma2):
         )
 
 
+class NormedFeedForward(Protocol):
+    """Feed-forward whose output is normed: a `torch.nn.Module`, such as `GatedFeedForward`."""
+
+    def add_to(self, residual: Residual, norm: Norm, output_norm: Norm) -> None:
+        """See `GatedFeedForward.add_to`."""
+
+    def weights(self, prefix: str) -> Iterable[WeightRule]:
+        """Return the rules for tensors whose names begin with `prefix`."""
+
+
 class GemmaBlock(nn.Module):
     """Block that also norms what attention and feed-forward add to the residual stream."""
 
@@ -172,7 +182,7 @@ class GemmaBlock(nn.Module):
         attention: Attention,
         attention_output_norm: Norm,
         mlp_norm: Norm,
-        mlp: GatedFeedForward,
+        mlp: NormedFeedForward,
         mlp_output_norm: Norm,
     ) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""The dense text models of Gemma 4: heads by kind of layer, later layers that share K and V of
-earlier ones, embeddings for each layer."""
+"""The text models of Gemma 4: heads by kind of layer, later layers that share K and V of earlier
+ones, embeddings for each layer; dense, or with experts beside each feed-forward."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from dovetail.nn.activation import ACTIVATIONS
 from dovetail.nn.attention import Attention
 from dovetail.nn.decoder import AddTo, Decoder
 from dovetail.nn.embedding import VocabParallelEmbedding
+from dovetail.nn.feed_forward import GatedFeedForward
 from dovetail.nn.linear import ReplicatedLinear
+from dovetail.nn.moe import Experts, Router, Stacked, choose
 from dovetail.nn.norm import Norm, RMSNorm
 from dovetail.nn.parameter import weight_rules, whole
 from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rope, Rotation, rope_from_config
-from dovetail_models.arch import head_size, layer_type_reasons, rounded
+from dovetail_models.arch import experts_reasons, head_size, layer_type_reasons, rounded
 from dovetail_models.gemma import GemmaArch, GemmaBlock, feed_forward, ropes_reasons_against
 
 _BY_LAYER = {"head_dim", "num_key_value_heads"}  # what a config may hold for single layers
@@ -129,6 +131,76 @@ class InputGate(nn.Module):
         )
 
 
+class Mixture(nn.Module):
+    """Experts that read the stream through norms of their own, whose sum is normed, too."""
+
+    def __init__(self, config: Any, context: BuildContext) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        count = config.num_experts
+        eps = config.rms_norm_eps
+        self.router_norm = RMSNorm(hidden, eps, context)
+        self.router = Router(hidden, count, context)
+        self.logit_scale = hidden**-0.5
+        self.expert_scales = whole((count,), context, scale=True)
+        self.experts = Experts(
+            hidden,
+            config.moe_intermediate_size,
+            count,
+            context,
+            config.hidden_activation,
+            stacked=Stacked(optional=True),
+            per_token=config.top_k_experts,
+        )
+        self.norm = RMSNorm(hidden, eps, context)
+        self.output_norm = RMSNorm(hidden, eps, context)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The stream x [tokens, hidden] -> what is to be added to the feed-forward's output."""
+        logits = self.router(self.router_norm(x)) * self.logit_scale
+        ids, weights = choose(logits, self.experts.per_token, normalize=True)
+        weights = weights * self.expert_scales[ids.long()].float()
+        total = Residual(torch.zeros_like(x))
+        self.experts.add_to(total, self.norm(x), ids, weights)
+        return self.output_norm(total.summed())
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        yield from weight_rules(
+            prefix,
+            {
+                "router.proj": self.router,
+                "pre_feedforward_layernorm_2": self.norm,
+                "post_feedforward_layernorm_2": self.output_norm,
+            },
+        )
+        yield WeightRule(f"{prefix}router.scale", self.router_norm.weight)
+        yield WeightRule(f"{prefix}router.per_expert_scale", self.expert_scales)
+        yield from self.experts.weights(f"{prefix}experts.")
+
+
+class SparseFeedForward(nn.Module):
+    """A feed-forward whose output is normed, and a mixture beside it."""
+
+    def __init__(self, mlp: GatedFeedForward, output_norm: Norm, mixture: Mixture) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.output_norm = output_norm
+        self.mixture = mixture
+
+    def add_to(self, residual: Residual, norm: Norm, output_norm: Norm) -> None:
+        """See `GatedFeedForward.add_to`."""
+        chosen = self.mixture(residual.summed())
+        dense = self.output_norm(self.mlp.down_proj(self.mlp.inner(residual, norm)))
+        residual.add_parts(output_norm(dense + chosen)[None])
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        """Yield the rules for a layer's tensors, whose names begin with `prefix` without `mlp.`."""
+        yield from self.mlp.weights(prefix)
+        layer = prefix.removesuffix("mlp.")
+        yield from weight_rules(layer, {"post_feedforward_layernorm_1": self.output_norm})
+        yield from self.mixture.weights(layer)
+
+
 class Gemma4Block(GemmaBlock):
     """Block that also adds its embeddings of the tokens, and then scales the residual stream."""
 
@@ -180,14 +252,13 @@ class Gemma4Decoder(Decoder):
 
 
 class Gemma4(GemmaArch):
-    """Serves `Gemma4ForCausalLM`, and the text of `Gemma4ForConditionalGeneration`, without
-    experts."""
+    """Serves `Gemma4ForCausalLM`, and the text of `Gemma4ForConditionalGeneration`."""
 
     model_type = "gemma4_text"
     handled = GemmaArch.handled | {
         *("vocab_size_per_layer_input", "hidden_size_per_layer_input", "attention_k_eq_v"),
         *("num_kv_shared_layers", "use_double_wide_mlp"),
-        "enable_moe_block",  # checked below; without it the next three aren't read
+        "enable_moe_block",  # without it the next three aren't read
         *("num_experts", "top_k_experts", "moe_intermediate_size"),
         *("per_layer_config", "_heterogeneity_spec"),  # made of global_head_dim; checked below
     }
@@ -204,11 +275,9 @@ class Gemma4(GemmaArch):
         if reasons := layer_type_reasons(config):
             return reasons
         reasons = super().reasons_against_fields(config)
-        if getattr(config, "enable_moe_block", False):
-            reasons.append(
-                "enable_moe_block = True: experts of Gemma 4 are not implemented; `component: "
-                "transformers` serves them"
-            )
+        if _has_experts(config):
+            wrong = experts_reasons(config, "num_experts", per_token_name="top_k_experts")
+            reasons += [f"enable_moe_block: {reason}" for reason in wrong]
         for index, layer in enumerate(config.per_layer_config):
             own = {
                 key
@@ -269,11 +338,19 @@ class Gemma4(GemmaArch):
             Gemma4Attention(config, spec, context, v_is_k=config.attention_k_eq_v and is_full),
             self.norm(config, context),
             self.norm(config, context),
-            feed_forward(config, config.intermediate_size * (2 if is_wide else 1), context),
+            self.feed_forward(config, config.intermediate_size * (2 if is_wide else 1), context),
             self.norm(config, context),
             whole((1,), context, scale=True),
             self.input_gate(config, context),
         )
+
+    def feed_forward(
+        self, config: Any, inner: int, context: BuildContext
+    ) -> GatedFeedForward | SparseFeedForward:
+        mlp = feed_forward(config, inner, context)
+        if not _has_experts(config):
+            return mlp
+        return SparseFeedForward(mlp, self.norm(config, context), Mixture(config, context))
 
     def input_gate(self, config: Any, context: BuildContext) -> InputGate | None:
         if not _input_size(config):
@@ -295,3 +372,7 @@ class Gemma4Unified(Gemma4):
 
 def _input_size(config: Any) -> int:
     return getattr(config, "hidden_size_per_layer_input", 0) or 0
+
+
+def _has_experts(config: Any) -> bool:
+    return bool(getattr(config, "enable_moe_block", False))

@@ -40,6 +40,8 @@ class NeighborsAttention(Attention):
 class Glm4Block(GemmaBlock):
     """`GemmaBlock` under a checkpoint's other names."""
 
+    mlp: GatedFeedForward
+
     def weights(self, prefix: str) -> Iterator[WeightRule]:
         yield from weight_rules(
             prefix,
