@@ -268,6 +268,28 @@ KINDS = {
         vision={**TILES, "model_type": "clip_vision_model"},
         top={"image_grid_pinpoints": _PINPOINTS},
     ),
+    "granite_vision": Kind(
+        **_LLAVA,
+        model_type="llava_next",
+        processor_class="LlavaNextProcessor",
+        preprocessor={
+            "image_processor_type": "LlavaNextImageProcessor",
+            **_CROPPED,
+            "image_grid_pinpoints": _PINPOINTS,
+        },
+        processor={
+            **_OF_LLAVA,
+            "num_additional_image_tokens": 0,
+            "vision_feature_select_strategy": "full",
+        },
+        text={"model_type": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+        vision=SIGLIP,
+        top={
+            "image_grid_pinpoints": _PINPOINTS,
+            "vision_feature_layer": [-2, -1],
+            "vision_feature_select_strategy": "full",
+        },
+    ),
     "llava_onevision": Kind(
         tokens={"image_token": "<image>", "video_token": "<video>"},
         written="<image>\n",

@@ -39,6 +39,7 @@ SERVED = (
     "glm4v",
     "glm4v_moe",
     "glm_ocr",
+    "granite_vision",
     "idefics3",
     "internvl",
     "lighton_ocr",

@@ -36,7 +36,7 @@ def config_of(directory: Path) -> Any:
     return text_of(read_config(directory), directory)
 
 
-THROUGH_TRANSFORMERS = ("aya_vision", "exaone4_5")
+THROUGH_TRANSFORMERS = ("aya_vision", "exaone4_5", "granite_vision")
 SERVED = tuple(name for name in NAMES if name not in THROUGH_TRANSFORMERS)
 
 

@@ -19,7 +19,8 @@ _NEEDS_TORCHVISION = "transformers' processor for it needs torchvision"
 # names of tensors of vision and audio models and of what joins them to the text model
 OTHER_PARTS = re.compile(
     r"(model\.)?(visual|vision\w*|audio\w*|embed_vision|embed_audio"
-    r"|multi_modal_projector|mm_projector|connector|qformer|query_tokens|language_projection)(\.|$)"
+    r"|multi_modal_projector|mm_projector|connector|qformer|query_tokens|language_projection"
+    r"|image_newline)(\.|$)"
 )
 _MOST = 2**31 - 1  # token ids are int32
 _TEXT_ISNT_SERVED = "its language model isn't served"
