@@ -108,6 +108,23 @@ def test_a_classifier_scores_as_transformers_does(family: str, labels: int, tmp_
         agree(pooled(bench, RowPooling("classify")), lambda tokens: activation(logits(tokens)))
 
 
+@pytest.mark.parametrize("family", CLASSIFIERS)
+def test_a_tagger_labels_tokens_as_transformers_does(family: str, tmp_path: Path) -> None:
+    model = saved(tmp_path, family, "ForTokenClassification", num_labels=5)
+
+    @torch.no_grad()
+    def logits(tokens: list[int]) -> torch.Tensor:
+        found: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+        return found
+
+    with started(tmp_path) as bench:
+        can = bench.capacity.pooling
+        assert can is not None
+        assert (can.tasks, len(can.labels)) == (("token_classify",), 5)
+        agree(pooled(bench, RowPooling("token_classify", activate=False)), logits)
+        agree(pooled(bench, RowPooling("token_classify")), lambda ids: logits(ids).softmax(-1))
+
+
 @pytest.mark.parametrize(
     ("family", "head"),
     [("Bert", "Model"), ("XLMRoberta", "ForSequenceClassification"), ("ModernBert", "Model")],

@@ -527,7 +527,7 @@ def test_wrong_settings_are_refused(setting: dict[str, Any], words: str, tmp_pat
     ("kind", "fields", "words"),
     [
         ("LlamaModel", {"is_causal": False}, "is_causal = False"),
-        ("DistilBertModel", {}, "DistilBertModel"),
+        ("AlbertModel", {}, "AlbertModel"),
         ("LlamaForTokenClassification", {}, "LlamaForTokenClassification"),
     ],
 )

@@ -23,8 +23,9 @@ def _model(
 
 
 def _encoder(name: str, target: str, family: str, summary: str, module: str) -> ComponentSpec:
+    heads = ("ForSequenceClassification", "ForTokenClassification")
     return _model(
-        name, target, f"{family}Model", summary, module, f"{family}ForSequenceClassification"
+        name, target, f"{family}Model", summary, module, *(f"{family}{head}" for head in heads)
     )
 
 

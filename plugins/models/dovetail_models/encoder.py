@@ -14,6 +14,7 @@ from torch import nn
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import (
     BuildContext,
+    HeadLayer,
     ModelCapabilities,
     ModelPooling,
     ParallelGroup,
@@ -79,13 +80,19 @@ class EncoderArch(ConfigArch):
         )
 
     def pooling(self, config: Any) -> ModelPooling:
-        """Return the pooling of the architecture's classifier, otherwise sentence-transformers'
-        own."""
-        return self.classifier(config) if _has_head(config) else ModelPooling("mean")
+        """Return the pooling of the architecture's classifier, of texts or of tokens, otherwise
+        sentence-transformers' own."""
+        if not _has_head(config):
+            return ModelPooling("mean")
+        return self.tagger(config) if _is_tagger(config) else self.classifier(config)
 
     @abstractmethod
     def classifier(self, config: Any) -> ModelPooling:
         """Return how a checkpoint with a head for labels pools."""
+
+    def tagger(self, config: Any) -> ModelPooling:
+        """Return the head of a checkpoint with labels for each token."""
+        return ModelPooling("mean", (HeadLayer("classifier"),))
 
     @abstractmethod
     def encoder(
@@ -95,7 +102,12 @@ class EncoderArch(ConfigArch):
 
 
 def _has_head(config: Any) -> bool:
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures)
+    of_texts = any(name.endswith("ForSequenceClassification") for name in config.architectures)
+    return of_texts or _is_tagger(config)
+
+
+def _is_tagger(config: Any) -> bool:
+    return any(name.endswith("ForTokenClassification") for name in config.architectures)
 
 
 def rules(prefix: str, layers: Mapping[str, tuple[Layer, str | None]]) -> Iterator[WeightRule]:

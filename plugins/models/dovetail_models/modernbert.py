@@ -98,6 +98,9 @@ class ModernBert(EncoderArch):
         )
         return ModelPooling(config.classifier_pooling, head)
 
+    def tagger(self, config: Any) -> ModelPooling:
+        return self.classifier(config)
+
     def encoder(
         self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str
     ) -> nn.Module:

@@ -61,6 +61,8 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
     made_for: MadeFor = "embed" if is_embedding_model(model_dir) else "generate"
     if any(name.endswith("ForSequenceClassification") for name in names):
         made_for = "classify"
+    elif serving and any(name.endswith("ForTokenClassification") for name in names):
+        made_for = "tag"
     if not serving and (generator := _generator_of(names, config.model_type)):
         made_for = "embed" if made_for == "generate" else made_for
         names = config.architectures = [generator]

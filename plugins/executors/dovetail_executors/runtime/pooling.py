@@ -31,7 +31,7 @@ from dovetail.api.sentence_transformers_files import (
 )
 from dovetail.errors import ConfigError, ModelLoadError, UnsupportedError, shown
 
-MadeFor = Literal["generate", "embed", "classify"]
+MadeFor = Literal["generate", "embed", "classify", "tag"]  # tag: labels of each token
 
 _METHODS = {"lasttoken": "last", "mean": "mean", "cls": "cls"}  # names of sentence-transformers
 _OLD_MODES = {  # keys of older files
@@ -179,13 +179,13 @@ class PoolingPlan:
         layers = stored.layers
         head = tuple[StoredLayer, ...]()
         pair_activation = "sigmoid"
-        if made_for == "classify":
+        if made_for in ("classify", "tag"):
             if tokens is not None:
                 raise ConfigError(
                     "pooling.score_tokens: this checkpoint has a classifier of its own"
                 )
             labels = tuple(str(config.id2label[index]) for index in sorted(config.id2label))
-            tasks = ["classify", "token_classify"]
+            tasks = ["classify", "token_classify"] if made_for == "classify" else ["token_classify"]
             layers = ()
             own_activation = stored.activation or _stored_activation(config, directory)
             activation = own_activation or _usual_activation(config, directory)
