@@ -9,6 +9,7 @@ weights that this library makes of them again.
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from safetensors.torch import load_file
 
 from dovetail.api.executor import QuantizationRef
 from dovetail.api.model import ModelInputs
+from dovetail.nn.moe import Experts
 from dovetail.nn.parallel import SINGLE
+from dovetail.nn.weights import DRAWN_EXPERTS
+from dovetail.testing.suites.model_configs import tiny
 from dovetail_executors.runtime.loading import ModelPlan, load_model
 from dovetail_models import dovetail_quantizations
 from tests.models.oracle import CPU, MODELS, DenseAttention, executor_config
@@ -77,3 +81,28 @@ def test_weights_take_no_more_room_than_in_the_checkpoint(directory: Path) -> No
         if name.endswith("proj.weight")
     )
     assert ours <= stored
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "GptOssForCausalLM"])
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_random_weights_repeat_the_first_experts_of_each_layer(
+    tmp_path: Path, architecture: str, quantization: str | None
+) -> None:
+    count = DRAWN_EXPERTS + 3
+    config = tiny(architecture, num_experts=count, num_local_experts=count)
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    module = loaded(tmp_path, load_format="dummy", quantization=quantization)
+    layers = [part for part in module.modules() if isinstance(part, Experts)]
+    assert len(layers) > 1
+    for weights in (getattr(part, name) for part in layers for name in ("gate_up", "down")):
+        values = [weight.data.float() for weight in weights]
+        assert len(values) == count
+        for index, weight in enumerate(weights):
+            first = weights[index % DRAWN_EXPERTS]
+            assert torch.equal(values[index], values[index % DRAWN_EXPERTS])
+            if quantization is not None:
+                assert torch.equal(weight.scales, first.scales)
+        assert not any(torch.equal(*pair) for pair in combinations(values[:DRAWN_EXPERTS], 2))
+    first, second = (layer.gate_up[0].data.float() for layer in layers[:2])
+    assert not torch.equal(first, second)

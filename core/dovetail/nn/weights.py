@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,6 +71,10 @@ _OF_THE_CACHE = (
     ".v_scale",
     ".kv_scale",
 )
+
+
+DRAWN_EXPERTS = 8  # with `load_format: dummy`, of each mixture
+_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
 @torch.no_grad()
@@ -318,9 +323,12 @@ def _load_one(rule: WeightRule, source: Any, loaded: set[Place]) -> None:
 
 def dummy_weights(model: Any, seed: int) -> None:
     """Random weights instead of a checkpoint's: normal with standard deviation 0.02, and 1 for
-    norms. The same seed gives the same model on a kind of device, over however many ranks."""
+    norms. The same seed gives the same model on a kind of device, over however many ranks. Of a
+    mixture's experts the first `DRAWN_EXPERTS` are drawn, and the others repeat these, since
+    drawing hundreds of small experts in each layer would take most of a start."""
     filled: set[Place] = set()
     drawn = "", torch.empty(0)
+    first_experts: dict[tuple[str, int], Any] = {}
     for rule in model.weights():
         weight = rule.parameter
         place = place_of(rule)
@@ -328,6 +336,12 @@ def dummy_weights(model: Any, seed: int) -> None:
             continue
         filled.add(place)
         part = weight.parts[rule.shard_id]
+        if (expert := _expert_of(rule)) is not None:
+            first = first_experts.setdefault((expert.layer, expert.index % DRAWN_EXPERTS), weight)
+            if first is not weight:
+                _repeat(first, weight)
+                filled |= {place_of(replace(rule, shard_id=shard)) for shard in weight.parts}
+                continue
         if weight.scale:
             weight.load(torch.ones(part.source_shape, device=weight.device), rule.shard_id)
             continue
@@ -335,6 +349,32 @@ def dummy_weights(model: Any, seed: int) -> None:
         if name != drawn[0]:  # several parts of one tensor follow each other
             drawn = name, random_numbers(part.source_shape, name, seed, weight.device)
         weight.load(part.whole(drawn[1]), rule.shard_id)
+
+
+class _Expert(NamedTuple):
+    """One of a mixture's experts."""
+
+    layer: str  # of the experts: the tensor's name without an index
+    index: int
+
+
+def _expert_of(rule: WeightRule) -> _Expert | None:
+    """Return the expert whose weight a rule fills; None for other weights."""
+    part = rule.parameter.parts[rule.shard_id]
+    if part.expert is not None:
+        return _Expert(rule.source, part.expert[0])
+    if (found := _EXPERT.search(rule.source)) is None:
+        return None
+    start, end = found.span(1)
+    return _Expert(f"{rule.source[:start]}*{rule.source[end:]}", int(found[1]))
+
+
+def _repeat(source: Any, weight: Any) -> None:
+    """Copy the values of a weight that is filled to one of the same shape and format."""
+    weight.data.copy_(source.data)
+    for name, value in vars(weight).items():
+        if isinstance(value, torch.Tensor):
+            value.copy_(getattr(source, name))
 
 
 def random_numbers(
