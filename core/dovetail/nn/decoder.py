@@ -18,6 +18,7 @@ from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.layer import LayerList
 from dovetail.nn.norm import Norm
 from dovetail.nn.parameter import weight_rules
+from dovetail.nn.rehearsal import Rehearsal
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
 
@@ -159,6 +160,7 @@ class Decoder(nn.Module):
         self.head = head
         self._rotary_of = [different.index(rope) for rope in ropes]
         self._last_mixer = max(index for index, block in enumerate(self.blocks) if block.mixes)
+        self._rehearsal = Rehearsal(self.blocks, self._last_mixer)
         self._skipped = skipped
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
@@ -178,11 +180,12 @@ class Decoder(nn.Module):
         residual = Residual(x)  # changes x
         tapped = dict[int, torch.Tensor]()
         taps_see_all = not taps or max(taps) <= self._last_mixer
-        for index, (add_to, rotary) in enumerate(zip(added, self._rotary_of, strict=True)):
+        for index in self._rehearsal.indices(taps):
             if index in taps:
                 tapped[index] = residual.summed().clone()
             reduces = taps_see_all and index == self._last_mixer
-            add_to(residual, rotations[rotary], wanted if reduces else None)
+            rotation = rotations[self._rotary_of[index]]
+            added[index](residual, rotation, wanted if reduces else None)
         hidden = residual.normed(self.norm)
         if not taps:
             return hidden, hidden

@@ -41,6 +41,7 @@ class Compiler:
         self._pool = pool
         self._device = device
         self._jobs: dict[tuple[Any, ...], Future[None]] = {}
+        self.asked: list[tuple[Any, ...]] = []  # kinds of all launches, in order
 
     def add(self, kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> None:
         """Enqueue the compilation that launching the kernel with these arguments would trigger.
@@ -55,6 +56,7 @@ class Compiler:
             for name, value in options.items()
         )
         kind = id(kernel), *placed, *named
+        self.asked.append(kind)
         if kind not in self._jobs:
             self._jobs[kind] = self._pool.submit(
                 self._compile, kernel, grid, tuple(map(_stand_in, args)), options
@@ -127,6 +129,13 @@ def _why_unavailable(
 def is_compiling_ahead() -> bool:
     """True while `launch` only compiles kernels and launches none."""
     return _compiler.get() is not None
+
+
+def asked_kinds() -> list[tuple[Any, ...]] | None:
+    """Return the kinds of kernels that this thread has passed to `launch` since it only compiles
+    them, a list that grows; None if it launches them."""
+    compiler = _compiler.get()
+    return None if compiler is None else compiler.asked
 
 
 @contextmanager
