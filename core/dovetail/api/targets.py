@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from dovetail.api.start_phases import phase
 from dovetail.base.checks import did_you_mean
 from dovetail.errors import DovetailError, PluginError, describe_raised
 
@@ -19,7 +20,8 @@ def import_target(target: str, wrong: Wrong) -> Any:
     with the line of the package that raised it."""
     module, _, name = target.partition(":")
     try:
-        imported = import_module(module)
+        with phase("imports"):
+            imported = import_module(module)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too

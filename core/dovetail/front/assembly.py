@@ -22,6 +22,8 @@ from dovetail.api.media_types import media_type_of
 from dovetail.api.observer import EngineStarted, ObserverContext
 from dovetail.api.sampler import SamplerCapabilities
 from dovetail.api.scheduler import SchedulerContext
+from dovetail.api.start_phases import measuring_start
+from dovetail.base.kept_configs import begin_reading
 from dovetail.config.engine import EngineConfig
 from dovetail.config.parts import Parts, read_parts
 from dovetail.engine.core import CoreSettings, EngineCore
@@ -131,9 +133,29 @@ def assemble(
     clock: Clock | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Assembly:
-    """Raises `ConfigError`, `PluginError`, `UnsupportedError` or `ModelLoadError`; nothing stays
+    """Assemble an engine, and log its start by phase, which `capacity.details["start"]` has, too.
+
+    Raises `ConfigError`, `PluginError`, `UnsupportedError` or `ModelLoadError`; nothing stays
     behind then. What can be found wrong without the model's weights is found before they are
-    read."""
+    read.
+    """
+    with measuring_start() as phases:
+        assembly = _assemble(config, overrides, registry, clock, progress)
+    took = str(phases)
+    if not assembly.core.executor.capabilities.virtual_clock:
+        logger.info("ready after %s", took)
+    details = {**assembly.capacity.details, "start": took}
+    assembly.capacity = replace(assembly.capacity, details=details)
+    return assembly
+
+
+def _assemble(
+    config: str | Path | Mapping[str, Any] | EngineConfig,
+    overrides: Mapping[str, Any],
+    registry: Registry | None,
+    clock: Clock | None,
+    progress: Callable[[str, int, int], None] | None,
+) -> Assembly:
     # made after the model
     config, registry, parts = read_parts(
         config,
@@ -148,6 +170,8 @@ def assemble(
     named = config.tokenizer if own_tokenizer is None else None
     tokenizer_dir = _find("tokenizer", named, registry) if isinstance(named, str) else model_dir
     refuse_encoder_decoder(model_dir)
+    if any(each.startswith("transformers") for each in parts.executor.spec.requires):
+        begin_reading(model_dir)  # before the executor is imported, which takes as long
     defaults = GenerationDefaults.read(model_dir, sampling=config.generation_config == "auto")
     if own_tokenizer is not None:
         defaults = replace(

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dovetail.api.json_files import read_json_object
+from dovetail.api.start_phases import phase
 from dovetail.base.config_sizes import check_sizes
+from dovetail.base.kept_configs import kept_config
 from dovetail.errors import ModelLoadError, UnsupportedError, shown
 
 log = logging.getLogger("dovetail")
@@ -150,23 +153,10 @@ def read_config(model_dir: str | Path) -> Any:
     """`config.json` as a transformers config. Raises `ModelLoadError` naming the file when it is
     missing or wrong."""
     path = Path(model_dir) / "config.json"
-    if not path.is_file():
-        _refuse(path.parent, _INSTEAD_OF_A_CONFIG)
-        raise ModelLoadError(
-            f"{path}: no such file; a model is a directory with config.json and safetensors files"
-        )
-    raw = read_json_object(path)
-    if kind := raw.get("speculators_model_type"):
-        raise UnsupportedError(
-            f"{path}: this is a draft head ({shown(kind)}), not a model; name it as the model of "
-            f"`speculation.drafter`"
-        )
-    if "model_type" not in raw:
-        raise ModelLoadError(f"{path}: no 'model_type', which says how to read the config")
-    check_sizes(path, raw)
-    _stored_as(path, raw)  # transformers reads it, too, but wouldn't name the file
-    from transformers import CONFIG_MAPPING, AutoConfig
-    from transformers import __version__ as version
+    raw = _checked(path)
+    with phase("imports"):
+        from transformers import CONFIG_MAPPING, AutoConfig
+        from transformers import __version__ as version
 
     if raw["model_type"] not in CONFIG_MAPPING.keys():  # noqa: SIM118 also of what can't be hashed
         own_code = (
@@ -184,6 +174,66 @@ def read_config(model_dir: str | Path) -> Any:
         )
     except Exception as error:  # transformers raises any exception
         raise ModelLoadError(f"{path}: {first_lines(error)}") from error
+
+
+class PlainConfig:
+    """Attributes of a transformers config, without its methods. Subclasses are made for a config,
+    and called without arguments return the defaults of its class, as transformers' do."""
+
+    _defaults: Mapping[str, Any] = {}
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields or deepcopy(dict(self._defaults)))
+
+    def get_text_config(self, decoder: bool = False) -> PlainConfig:
+        """Return the config, which is that of a text model."""
+        return self
+
+
+class ReadConfig(NamedTuple):
+    """The config of a text model, and the name of the causal model that transformers has for its
+    `model_type`, None if there is none."""
+
+    config: Any
+    causal_model: str | None
+
+
+def kept_text_config(model_dir: str | Path) -> ReadConfig | None:
+    """Return what `text_of(read_config(model_dir), model_dir)` does, as a `PlainConfig`, without
+    importing transformers; None if that isn't kept (`dovetail.base.kept_configs`). Raises as
+    `read_config` for what it checks itself."""
+    _checked(Path(model_dir) / "config.json")
+    if (kept := kept_config(Path(model_dir))) is None:
+        return None
+    import torch
+
+    for fields in (kept.fields, kept.defaults):
+        if (name := fields.get("dtype")) is not None:
+            if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
+                return None
+            fields["dtype"] = dtype
+    own_class = type(kept.name, (PlainConfig,), {**kept.derived, "_defaults": kept.defaults})
+    return ReadConfig(own_class(**kept.fields), kept.causal_model)
+
+
+def _checked(path: Path) -> Mapping[str, Any]:
+    """Return the JSON object of a config. Raises `ModelLoadError` or `UnsupportedError`."""
+    if not path.is_file():
+        _refuse(path.parent, _INSTEAD_OF_A_CONFIG)
+        raise ModelLoadError(
+            f"{path}: no such file; a model is a directory with config.json and safetensors files"
+        )
+    raw = read_json_object(path)
+    if kind := raw.get("speculators_model_type"):
+        raise UnsupportedError(
+            f"{path}: this is a draft head ({shown(kind)}), not a model; name it as the model of "
+            f"`speculation.drafter`"
+        )
+    if "model_type" not in raw:
+        raise ModelLoadError(f"{path}: no 'model_type', which says how to read the config")
+    check_sizes(path, raw)
+    _stored_as(path, raw)  # transformers reads it, too, but wouldn't name the file
+    return raw
 
 
 def _refuse(directory: Path, files: Mapping[str, str]) -> None:

@@ -107,7 +107,7 @@ class ConfigArch(ModelArch):
     can remove it from config.json.
     """
 
-    capabilities = ModelCapabilities(tensor_parallel=True, taps=True)
+    capabilities = ModelCapabilities(tensor_parallel=True, taps=True, plain_config=True)
     model_type: str  # of transformers' config
     handled: frozenset[str] = frozenset()
     activation_field = "hidden_act"
@@ -178,7 +178,7 @@ class DecoderArch(ConfigArch):
     `rope_reasons` are called only for configs without reasons against them."""
 
     capabilities = ModelCapabilities(
-        tensor_parallel=True, taps=True, media=True, levels=True, axes=True
+        tensor_parallel=True, taps=True, media=True, levels=True, axes=True, plain_config=True
     )
     decoder = Decoder
 

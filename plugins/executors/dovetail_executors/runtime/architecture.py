@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -12,9 +13,17 @@ import torch
 
 from dovetail.api.executor import ComponentRef, QuantizationRef
 from dovetail.api.model import ModelArch, ModelContext
+from dovetail.api.start_phases import phase
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError, shown
 from dovetail.nn.kernels.gpu import gpu_of
-from dovetail.nn.model_files import first_lines, model_length, read_config, text_of
+from dovetail.nn.model_files import (
+    ReadConfig,
+    first_lines,
+    kept_text_config,
+    model_length,
+    read_config,
+    text_of,
+)
 from dovetail_executors.runtime.pooling import MadeFor, is_embedding_model
 
 log = logging.getLogger("dovetail")
@@ -43,9 +52,28 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
     """Return the one of `models` whose `architectures` include the config's, otherwise one that
     serves any; of several, the built-in.
 
+    An architecture with the capability `plain_config` gets a `PlainConfig` if one is kept.
+
     Raises `ModelLoadError` if the config can't be read, `UnsupportedError` if none serves it, if
     several do and none is built in, or if the one that does has reasons against it."""
+    if (kept := kept_text_config(model_dir)) is not None:
+        with suppress(DovetailError):  # those of transformers' config are raised below
+            found = _find(kept, model_dir, models)
+            if found.arch.capabilities.plain_config:
+                return found
     config = text_of(read_config(model_dir), model_dir)
+    with phase("imports"):
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    causal_model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    return _find(ReadConfig(config, causal_model), model_dir, models)
+
+
+def _find(
+    read: ReadConfig, model_dir: str | Path, models: Sequence[ComponentRef]
+) -> FoundArchitecture:
+    """Return the architecture for a config, as `find_architecture` does."""
+    config = read.config
     vars(config).pop("quantization_config", None)
     names = config.architectures
     if not names:
@@ -57,7 +85,7 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
             f"{Path(model_dir) / 'config.json'}: 'architectures' must be a list of names, got "
             f"{shown(names)}"
         )
-    serving = _serving(models, names, config.model_type)
+    serving = _serving(models, names, read)
     made_for: MadeFor = "embed" if is_embedding_model(model_dir) else "generate"
     if any(name.endswith("ForSequenceClassification") for name in names):
         made_for = "classify"
@@ -66,7 +94,7 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
     if not serving and (generator := _generator_of(names, config.model_type)):
         made_for = "embed" if made_for == "generate" else made_for
         names = config.architectures = [generator]
-        serving = _serving(models, names, config.model_type)
+        serving = _serving(models, names, read)
     if made_for != "generate":
         # a head that is never used costs nothing then, and its tensor may be missing
         config.tie_word_embeddings = True
@@ -98,23 +126,19 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
 
 
 def _serving(
-    models: Sequence[ComponentRef],
-    names: Sequence[str],
-    model_type: str,
+    models: Sequence[ComponentRef], names: Sequence[str], read: ReadConfig
 ) -> Sequence[ComponentRef]:
     """Return the models that name one of the architectures."""
-    if _is_of_another_type(names, model_type):
+    if _is_of_another_type(names, read):
         return []
     return built_ins_first([target for target in models if set(names) & set(target.architectures)])
 
 
-def _is_of_another_type(names: Sequence[str], model_type: str) -> bool:
+def _is_of_another_type(names: Sequence[str], read: ReadConfig) -> bool:
     """Return True if transformers serves the type with another type's class (InternLM3 with
     Llama's). A native model of that class is made for the other type's config."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    stem = model_type.removesuffix("_text").replace("_", "").replace("-", "")
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "")
+    stem = read.config.model_type.removesuffix("_text").replace("_", "").replace("-", "")
+    name = read.causal_model or ""
     return name in names and not name.replace("_", "").lower().startswith(stem)
 
 
