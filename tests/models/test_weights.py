@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 from dovetail.errors import ModelLoadError
 from dovetail.nn.parallel import SINGLE
 from dovetail.nn.weights import dummy_weights, load_weights
-from dovetail_executors.runtime.loading import ModelPlan, load_model
+from dovetail_executors.runtime.loading import ModelPlan, ReadingWeights, load_model
 from tests.models.oracle import (
     CPU,
     MODELS,
@@ -436,3 +436,47 @@ def test_an_architecture_that_forgets_a_parameter_is_reported(tmp_path: Path) ->
         ModelLoadError, match=r"no rule for parameter .*qkv_proj.weight \(part 'v'\)"
     ):
         load_weights(model, tmp_path)
+
+
+def read_in_a_thread(directory: Path, meanwhile: Callable[[ReadingWeights], object]) -> Any:
+    """Load a model whose weights a thread reads, call `meanwhile`, and return the model."""
+    config = executor_config(directory)
+    plan = ModelPlan.of(config, MODELS, SINGLE, CPU)
+    with ReadingWeights() as reading:
+        module = load_model(plan, config, DenseAttention, SINGLE, CPU, reading=reading)
+        meanwhile(reading)
+    return module
+
+
+def test_weights_that_a_thread_reads_are_the_same_and_there_at_the_end(tmp_path: Path) -> None:
+    saved(tmp_path)
+    module = read_in_a_thread(tmp_path, lambda reading: None)
+    assert not module.training
+    for name, parameter in loaded(tmp_path).named_parameters():
+        assert torch.equal(module.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_a_thread_can_not_read_is_raised_where_it_is_waited_for(
+    tmp_path: Path, waits: bool
+) -> None:
+    saved(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.pop(LAYER + "mlp.up_proj.weight"))
+    reached: list[bool] = []
+
+    def meanwhile(reading: ReadingWeights) -> None:
+        reached.append(True)
+        if waits:
+            reading.wait()
+            pytest.fail("it has read what isn't there")
+
+    with pytest.raises(ModelLoadError, match=r"mlp\.up_proj"):
+        read_in_a_thread(tmp_path, meanwhile)
+    assert reached
+
+
+def test_an_error_beside_the_reading_is_the_one_that_is_raised(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(ZeroDivisionError):
+        read_in_a_thread(tmp_path, lambda reading: 1 / 0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -251,3 +252,40 @@ def test_a_compiler_for_a_device_makes_it_current_in_each_thread(
     with compiling_ahead(torch.device("cuda", 1), 1):
         launch(Kernel(), (1,))(1)
     assert made_current == [torch.device("cuda", 1)]
+
+
+def test_a_check_never_runs_in_two_threads_at_once() -> None:
+    """Two threads must not load the same kernel."""
+    together = threading.Barrier(4)
+    running: list[torch.device] = []
+    most: list[int] = []
+
+    @available.shared
+    def check(device: torch.device) -> bool:
+        running.append(device)
+        most.append(len(running))
+        running.pop()
+        return True
+
+    def ask(_: int) -> bool:
+        together.wait()
+        return check(CPU)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(ask, range(4)))
+    assert {*most} == {1}
+
+
+def test_a_check_that_raises_raises_for_all_who_wait_and_is_tried_again() -> None:
+    fails = [True]
+
+    @available.shared
+    def check(device: torch.device) -> bool:
+        if fails:
+            raise ValueError("no")
+        return True
+
+    with pytest.raises(ValueError, match="no"):
+        check(CPU)
+    fails.clear()
+    assert check(CPU)

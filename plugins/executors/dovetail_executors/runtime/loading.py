@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +145,38 @@ class ModelPlan:
         )
 
 
+class ReadingWeights:
+    """Reads weights in a thread, while kernels that need only their shapes are compiled. As a
+    context it waits for them at the end, and raises what reading them raised."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="dovetail-weights")
+        self._read: Future[None] | None = None
+
+    def begin(self, read: Callable[[], None], device: torch.device) -> None:
+        """Call `read`, which fills parameters on `device`."""
+
+        def run() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # the current device is per thread
+            read()
+
+        self._read = self._pool.submit(run)
+
+    def wait(self) -> None:
+        """Wait until the weights are there. Raises what `load_weights` raises."""
+        if self._read is not None:
+            self._read.result()
+
+    def __enter__(self) -> ReadingWeights:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._pool.shutdown(wait=True)
+        if kind is None:
+            self.wait()
+
+
 def forecast(context: ExecutorContext) -> str:
     """Return how a model would be served by one rank, by its config and the headers of its weights.
     Raises as `ModelPlan.of` and `stored_bytes` do."""
@@ -191,10 +225,12 @@ def load_model(
     progress: Progress | None = None,
     environment: str = "",
     make_state: Callable[[StateSpec], StateLayer] | None = None,
+    reading: ReadingWeights | None = None,
 ) -> torch.nn.Module:
     """Build the model that `plan` describes, a `dovetail.api.model.CausalLM`, and load its weights
     from `config.model` (random ones for `load_format: dummy`). `environment`: see
     `RuntimeContext`; the quantization is added. `make_state`: None if no states are kept.
+    `reading`: as of `load_into`.
 
     Raises `ModelLoadError` for unusable files, and `UnsupportedError` if the architecture can't
     serve the config here.
@@ -227,6 +263,7 @@ def load_model(
         elsewhere=plan.pooling.owns,
         ranks=parallel.size,
         dtype=plan.dtype,
+        reading=reading,
     )
 
 
@@ -241,10 +278,12 @@ def load_into(
     elsewhere: Callable[[str], bool] = lambda _: False,
     ranks: int = 1,
     dtype: torch.dtype | None = None,
+    reading: ReadingWeights | None = None,
 ) -> torch.nn.Module:
     """Load the weights of `module`, a `CausalLM` or a draft head, as `load_model` does, and return
     it. `quantization`: the format of those that were left for later. `partly`, `elsewhere`: as of
-    `load_weights`. `dtype`: in which a module that loads itself keeps its weights.
+    `load_weights`. `dtype`: in which a module that loads itself keeps its weights. `reading`: reads
+    weights that need no work after they are read; None: all are there on return.
 
     Raises `ConfigError` if the weights don't fit the memory available to a CPU.
     """
@@ -264,7 +303,13 @@ def load_into(
     elif config.load_format == "dummy":
         dummy_weights(module, config.seed)
     else:
-        load_weights(module, config.model, progress, partly=partly, elsewhere=elsewhere)
+        read = partial(
+            load_weights, module, config.model, progress, partly=partly, elsewhere=elsewhere
+        )
+        if reading is None or quantization is not None:
+            read()
+        else:
+            reading.begin(read, device)
     return module.eval()
 
 
