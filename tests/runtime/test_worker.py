@@ -77,8 +77,8 @@ def start_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             steps.append("compile")
             prepare()
 
-        def capture(self, progress: Any) -> None:
-            steps.append("record")
+        def capture(self, progress: Any, *, all_sizes: bool) -> None:
+            steps.append("record all" if all_sizes else "record")
 
         def __str__(self) -> str:
             return "decode, mixed"

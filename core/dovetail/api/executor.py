@@ -511,6 +511,15 @@ class Executor(ABC):
         """Raise `DovetailError` if the executor can't continue (a dead worker, a lost device, a
         partly executed step), on every call from then on; `submit` raises then too."""
 
+    def finish_start(self) -> bool:
+        """Do a piece of what `start` has left for later, such as recording a CUDA graph. Returns
+        True if more is left.
+
+        Called again and again while the engine has no request; one that arrives meanwhile waits
+        for the piece, which should take some 10 ms at most. Raises like `submit`.
+        """
+        return False
+
     @abstractmethod
     def stop(self) -> None:
         """Release all resources. Idempotent; may be called after a failed start."""

@@ -400,7 +400,8 @@ class EngineConfig(BaseModel):
     """Plan the next step while the device computes this one. This changes no token."""
 
     cuda_graphs: bool = True
-    """Record steps in CUDA graphs, where attention and sampler support it."""
+    """Record steps in CUDA graphs, where attention and sampler support it: some at the start,
+    others while the engine has no request, or just before the first step that needs them."""
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
     """Seed of the generator that draws seeds for requests without one, and of all other random

@@ -535,6 +535,17 @@ class EngineCore:
             except Exception as error:
                 self._die(error)
 
+    def finish_start(self) -> bool:
+        """Let the executor do a piece of what its start has left for later, unless there are
+        requests. Returns True if more is left; raises nothing."""
+        if self.dead is not None or self._flights or self._requests:
+            return False
+        try:
+            return self.executor.finish_start()
+        except Exception as error:
+            self._die(error)
+            return False
+
     def check_alive(self) -> None:
         if self.dead is not None:
             raise EngineDeadError(

@@ -157,7 +157,7 @@ class EngineThread:
     def _run(self) -> None:
         failure = EngineDeadError("the engine was closed")
         try:
-            while self._take_calls(wait=not self._readers):
+            while self._take_calls(wait=not self._readers and not self._finish_start()):
                 if self._readers:
                     self._step()
         except EngineDeadError as error:  # the core has logged it
@@ -205,6 +205,11 @@ class EngineThread:
                     del self._readers[output.request_id]
                 unread.put(output)
         self._flush()
+
+    def _finish_start(self) -> bool:
+        """Return True if the start left more for later than what was done now."""
+        engine = self._engine()
+        return engine is not None and engine.core.finish_start()
 
     def _take_unclaimed(self) -> list[EngineOutput]:
         with self._door:

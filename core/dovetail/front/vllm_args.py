@@ -606,7 +606,7 @@ _ROWS = (
         None,
         {},
         0,
-        why="CUDA graphs are recorded at start-up",
+        why="CUDA graphs are recorded at start-up, or at first use",
         advice="cuda_graphs is the only switch",
         rejected=3,
     ),

@@ -337,7 +337,7 @@ def dummy_weights(model: Any, seed: int) -> None:
         filled.add(place)
         part = weight.parts[rule.shard_id]
         if (expert := _expert_of(rule)) is not None:
-            first = first_experts.setdefault((expert.layer, expert.index % DRAWN_EXPERTS), weight)
+            first = first_experts.setdefault((expert.layer, expert.number % DRAWN_EXPERTS), weight)
             if first is not weight:
                 _repeat(first, weight)
                 filled |= {place_of(replace(rule, shard_id=shard)) for shard in weight.parts}
@@ -355,7 +355,7 @@ class _Expert(NamedTuple):
     """One of a mixture's experts."""
 
     layer: str  # of the experts: the tensor's name without an index
-    index: int
+    number: int
 
 
 def _expert_of(rule: WeightRule) -> _Expert | None:

@@ -21,6 +21,7 @@ from dovetail.api.executor import (
     Masks,
     Result,
 )
+from dovetail.api.start_phases import phase
 from dovetail.nn.parallel import SINGLE
 from dovetail_executors.options import LocalOptions
 from dovetail_executors.runtime.device_choice import choose_device
@@ -54,9 +55,9 @@ class LocalExecutor(Executor):
         options = self.options
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        capacity = self.worker.load(
-            choose_device(options.device, "executor.device"), options.num_pages
-        )
+        with phase("device"):
+            device = choose_device(options.device, "executor.device")
+        capacity = self.worker.load(device, options.num_pages)
         self.worker.allocate(capacity.num_pages)
         return replace(
             capacity,
@@ -79,6 +80,9 @@ class LocalExecutor(Executor):
 
     def check(self) -> None:
         self.worker.check()
+
+    def finish_start(self) -> bool:
+        return self.worker.finish_start()
 
     def stop(self) -> None:
         self.worker.stop()

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -69,6 +69,12 @@ log = logging.getLogger("dovetail")
 Int64 = NDArray[np.int64]
 Progress = Callable[[str, int, int], None]  # task, number done, total
 
+# Keys of which more than the largest size is recorded at the start: those of the first requests
+FIRST_KEYS = (DECODE, GraphKey("sampling", Capture.TOKENS))
+MOST_FIRST = 8  # the largest of these sizes but one
+OUTPUTS = (
+    "outputs"  # pool of recordings whose outputs must outlive the replay that samples from them
+)
 NO_LINES = HostLines(np.zeros(0, np.int64), np.zeros(0, np.int32))
 MOST_THREADS = 16  # for compilation; more don't help, since its Python part is serialized
 
@@ -135,7 +141,7 @@ class Builder(ABC):
 class MixedSteps(Builder):
     """The model's part of any step, of `size` tokens."""
 
-    pool = "mixed"  # separate: hidden states must outlive the replay that samples from them
+    pool = OUTPUTS
 
     def __init__(
         self,
@@ -192,6 +198,8 @@ class DecodeSteps(Builder):
     def __init__(self, key: GraphKey, sizes: Sequence[int], parts: StepParts) -> None:
         super().__init__(key, sizes, parts)
         self.warm_ups = 0 if key.capture is None else 1
+        if key.capture is None:
+            self.pool = OUTPUTS
 
     def inputs(self, size: int) -> DecodeInputs:
         inputs = DecodeInputs(size, self.parts.rows)
@@ -319,6 +327,14 @@ def with_axes_of_features(builders: Sequence[Builder], parts: StepParts) -> list
     ]
 
 
+def first_sizes(builder: Builder) -> tuple[int, ...]:
+    """Return the sizes of a key that are recorded before the first step, in ascending order."""
+    most = builder.sizes[-1]
+    if builder.key not in FIRST_KEYS:
+        return (most,)
+    return tuple(size for size in builder.sizes if size <= MOST_FIRST or size == most)
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
     """A recording of one key and size."""
@@ -335,6 +351,19 @@ class Graph:
         return len(self.recording.pieces) == 1
 
 
+@dataclass(slots=True)
+class Recorded:
+    """Recordings of one key by size; None where one failed, and steps are launched instead."""
+
+    builder: Builder
+    graphs: dict[int, Graph | None] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> Iterator[int]:
+        """Sizes that aren't recorded yet, in ascending order."""
+        return (size for size in self.builder.sizes if size not in self.graphs)
+
+
 class Graphs:
     """Table of recordings.
 
@@ -347,8 +376,9 @@ class Graphs:
         self._builders = tuple(builders)
         self._parts = parts
         self._replayed: list[GraphKey] = []
-        # Of recorded keys: ascending sizes, and the recording of each
-        self._table: dict[GraphKey, tuple[tuple[int, ...], list[Graph]]] = {}
+        self._table: dict[GraphKey, Recorded] = {}  # without keys that can't be recorded
+        self._pools: dict[str, Any] = {}
+        self._stream: torch.cuda.Stream | None = None
 
     @classmethod
     def of(
@@ -376,6 +406,12 @@ class Graphs:
     def keys(self) -> Iterator[tuple[GraphKey, tuple[int, ...]]]:
         """Keys of the recordings with their ascending sizes, in the order of recording."""
         return ((builder.key, builder.sizes) for builder in self._builders)
+
+    @property
+    def recorded(self) -> Iterator[tuple[GraphKey, tuple[int, ...]]]:
+        """Keys of the recordings with the ascending sizes that are recorded by now."""
+        for key, each in self._table.items():
+            yield key, tuple(size for size in each.builder.sizes if each.graphs.get(size))
 
     def __str__(self) -> str:
         keys = {builder.key for builder in self._builders}
@@ -405,29 +441,31 @@ class Graphs:
             for size in typical(builder.sizes) if builder.warm_ups else ():
                 builder.rehearse(builder.inputs(size))
 
-    @torch.inference_mode()
-    def capture(self, progress: Progress | None = None) -> None:
-        """Record every size of every key. The KV pool must be allocated."""
-        pools = {
-            name: torch.cuda.graph_pool_handle()
-            for name in {builder.pool for builder in self._builders}
+    def capture(self, progress: Progress | None = None, *, all_sizes: bool = True) -> None:
+        """Record the sizes of every key. The KV pool must be allocated.
+
+        Unless `all_sizes`, only each key's largest, whose memory the others share, and those in
+        `first_sizes`; `find` and `record_next` record the others.
+        """
+        names = {builder.pool for builder in self._builders}
+        self._pools = {name: torch.cuda.graph_pool_handle() for name in names}
+        self._stream = torch.cuda.Stream(self._parts.rows.device)  # type: ignore[no-untyped-call]
+        sizes = {
+            builder.key: builder.sizes if all_sizes else first_sizes(builder)
+            for builder in self._builders
         }
         done = 0
-        total = sum(len(builder.sizes) for builder in self._builders)
-        stream = torch.cuda.Stream(self._parts.rows.device)  # type: ignore[no-untyped-call]
+        total = sum(map(len, sizes.values()))
         for builder in self._builders:
-            recorded = list[Graph]()
+            self._table[builder.key] = recorded = Recorded(builder)
             try:
-                for size in reversed(builder.sizes):
-                    inputs = builder.inputs(size)
-                    recording = record(
-                        partial(builder.run, inputs),
-                        pools[builder.pool],
-                        stream,
-                        builder.warm_ups,
-                        builder.splitter,
-                    )
-                    recorded.append(Graph(builder.key, size, inputs, recording))
+                for size in reversed(sizes[builder.key]):
+                    torch.cuda.empty_cache()
+                    if all_sizes or size == builder.sizes[-1]:
+                        graph = self._record(builder, size, builder.warm_ups)
+                    else:
+                        graph = self._record_at_once(builder, size)
+                    recorded.graphs[size] = graph
                     done += 1
                     if progress is not None:
                         progress("capturing CUDA graphs", done, total)
@@ -435,20 +473,74 @@ class Graphs:
                 if not builder.optional:
                     raise
                 log.info("steps of kind %s aren't recorded: %s", builder.key, error)
-                continue
-            self._table[builder.key] = builder.sizes, recorded[::-1]
+                del self._table[builder.key]
+
+    def record_next(self) -> bool:
+        """Record a size that is missing, if there is one. Returns True if more are missing."""
+        missing = ((each, size) for each in self._table.values() for size in each.missing)
+        found = next(missing, None)
+        if found is not None:
+            self._record_late(*found)
+        return next(missing, None) is not None
 
     def find(self, key: GraphKey, size: int) -> Graph | None:
-        """Return the smallest recording of the key for `size` lines or tokens; None if there is
-        none. One with all features' work also serves steps with the work of some."""
+        """Return the smallest recording of the key for `size` lines or tokens, which is recorded
+        now if it hasn't been; None if there is none. One with all features' work also serves steps
+        with the work of some."""
         for each in (key, replace(key, axes=key.axes.union(self._parts.model.axes))):
-            sizes, graphs = self._table.get(each, ((), []))
+            recorded = self._table.get(each)
+            sizes = () if recorded is None else recorded.builder.sizes
             index = bisect_left(sizes, size)
-            if index < len(sizes):
-                return graphs[index]
+            if recorded is not None and index < len(sizes):
+                if sizes[index] not in recorded.graphs:
+                    self._record_late(recorded, sizes[index])
+                return recorded.graphs[sizes[index]]
             if not key.axes.intersection(self._parts.model.axes):
                 return None  # steps without such work don't pay for it
         return None
+
+    def _record_late(self, recorded: Recorded, size: int) -> None:
+        """Record a size while serving; if that fails, its steps are launched kernel by kernel."""
+        builder = recorded.builder
+        recorded.graphs[size] = None
+        try:
+            graph = self._record_at_once(builder, size)
+        except Exception as error:  # of memory, mostly; one of the device will show in the step
+            log.warning(
+                "steps of kind %s and size %d aren't recorded: %s: %s",
+                builder.key,
+                size,
+                type(error).__name__,
+                error,
+            )
+        else:
+            recorded.graphs[size] = graph
+
+    def _record_at_once(self, builder: Builder, size: int) -> Graph:
+        """Record a size without running it first, as the key's largest has run; after running it if
+        that fails: there is no memory, or a backend does something when the size first runs."""
+        try:
+            return self._record(builder, size, 0)
+        except UnsupportedError:
+            raise
+        except Exception:
+            torch.cuda.empty_cache()
+            graph = self._record(builder, size, 1)
+            torch.cuda.empty_cache()  # of the stream that it ran on
+            return graph
+
+    @torch.inference_mode()
+    def _record(self, builder: Builder, size: int, warm_ups: int) -> Graph:
+        """Record a size of a key. `capture` has made the pools."""
+        inputs = builder.inputs(size)
+        recording = record(
+            partial(builder.run, inputs),
+            self._pools[builder.pool],
+            self._stream,
+            warm_ups,
+            builder.splitter,
+        )
+        return Graph(builder.key, size, inputs, recording)
 
     def replay(self, graph: Graph, batch: AttentionBatch | None = None) -> Any:
         """Enqueue the step in the graph's inputs. `batch`, if given, is planned in the attention

@@ -145,7 +145,8 @@ def record(
     reuse memory across streams.
 
     `run` runs `warm_ups` times before, so that kernels are compiled and workspaces allocated:
-    neither is possible while recording.
+    neither is possible while recording. An allocation that fails while recording isn't retried
+    after freeing the allocator's cache: the caller frees it.
     """
     stream = torch.cuda.Stream() if stream is None else stream  # type: ignore[no-untyped-call]
     # Not on `stream`: recordings on the stream of their warm-ups replay 1 to 3 % slower with one
@@ -158,9 +159,6 @@ def record(
         for _ in range(warm_ups):
             run()
     torch.cuda.synchronize(stream.device)
-    # for the recording: an allocation that fails during a capture isn't retried after freeing the
-    # cache
-    torch.cuda.empty_cache()
     with torch.cuda.stream(stream):
         return _capture(run, Recorder(pool), splitter)
 

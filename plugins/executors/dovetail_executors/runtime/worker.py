@@ -19,9 +19,11 @@ from dovetail.api.kv_cache import KVLayout
 from dovetail.api.model import ParallelGroup, VerifiesItself
 from dovetail.api.process_watch import PULSE
 from dovetail.api.sampler import SamplerContext
+from dovetail.api.start_phases import phase
 from dovetail.api.token_sizes import most_lines
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
-from dovetail.nn.kernels.available import runs_kernels
+from dovetail.nn.kernels.available import OF_BFLOAT16, OF_FLOAT8, begin_checks, runs_kernels
+from dovetail.nn.kernels.cache import prepare_cache
 from dovetail.nn.state.states import States, cached_state
 from dovetail_executors.runtime.attention_choice import ChosenAttention, choose_attention
 from dovetail_executors.runtime.device_choice import describe_device
@@ -33,6 +35,7 @@ from dovetail_executors.runtime.kv_scales import CacheScales
 from dovetail_executors.runtime.line_costs import draft_costs, line_costs
 from dovetail_executors.runtime.loading import (
     ModelPlan,
+    ReadingWeights,
     load_model,
     num_parameters,
     parameters_of_a_token,
@@ -86,8 +89,13 @@ class Worker:
         """
         context = self.context
         config = self.context.config
-        plan = ModelPlan.of(config, context.models, self.group, device, context.quantizations)
-        plans = feature_plans(context, plan, self.group, device)
+        if device.type == "cuda":
+            prepare_cache()
+        checks = begin_checks(device, OF_BFLOAT16)
+        with phase("config"):
+            plan = ModelPlan.of(config, context.models, self.group, device, context.quantizations)
+            plans = feature_plans(context, plan, self.group, device)
+        more_checks = begin_checks(device, () if plan.quantization is None else OF_FLOAT8)
         specs = [*plan.specs, *(spec for each in plans for spec in each.layers)]
         chosen = choose_attention(
             context.attention,
@@ -102,28 +110,36 @@ class Worker:
         layout = pool.planned.layout
         if device.type == "cpu":  # before reading weights, so that errors surface at once
             self._pool_pages(layout, plan.max_model_len, num_pages, device)
-        loaded = self._load_model(plan, plans, chosen, pool, device)
+        with ReadingWeights() as reading:
+            loaded = self._load_model(plan, plans, chosen, pool, device, reading)
+            self._make_runner(loaded, plans, pool)
+            if loaded.splitter is not None:
+                self._graphs = self._make_graphs(loaded, loaded.splitter)
+            checks.wait()
+            more_checks.wait()
+            with phase("weights"):
+                reading.wait()
+        pages = self._pool_pages(layout, plan.max_model_len, num_pages, device)
+        return self._capacity(loaded, chosen.name, pool, pages)
+
+    def _make_runner(self, loaded: Loaded, plans: Sequence[FeaturePlan], pool: KVPool) -> None:
         features = [each.build(loaded) for each in plans]
-        self._generates = plan.pooling.capacity.generates
+        self._generates = loaded.plan.pooling.capacity.generates
         self.runner = Runner(
             loaded.model,
             loaded.backend,
             pool,
             loaded.sampling,
-            context.clock,
+            self.context.clock,
             features,
             generates=self._generates,
         )
-        if device.type == "cpu":
+        if loaded.device.type == "cpu":
             _show_progress(loaded.model)
-        if device.type == "cuda":
+        if loaded.device.type == "cuda":
             gc.collect()
             # Permanent objects: scanning them repeatedly would stall steps for some 20 ms.
             gc.freeze()
-        if loaded.splitter is not None:
-            self._graphs = self._make_graphs(loaded, loaded.splitter)
-        pages = self._pool_pages(layout, plan.max_model_len, num_pages, device)
-        return self._capacity(loaded, chosen.name, pool, pages)
 
     def _load_model(
         self,
@@ -132,8 +148,10 @@ class Worker:
         chosen: ChosenAttention,
         pool: KVPool,
         device: torch.device,
+        reading: ReadingWeights,
     ) -> Loaded:
-        """Load the model, with attention that is bound to the pool, and make what samples it."""
+        """Load the model, with attention that is bound to the pool, and make what samples it. If
+        its steps are recorded, `reading` may still read weights then."""
         config = self.context.config
         progress = self.context.progress
         bound = make_layer = pool.wrap(chosen.backend.make_layer)
@@ -149,9 +167,18 @@ class Worker:
             f"{graphs}"
         )
         make_state = None if pool.states is None else pool.states.make_layer
-        model = load_model(
-            plan, config, make_layer, self.group, device, progress, environment, make_state
-        )
+        with phase("weights"):
+            model = load_model(
+                plan,
+                config,
+                make_layer,
+                self.group,
+                device,
+                progress,
+                environment,
+                make_state,
+                None if splitter is None else reading,
+            )
         if self._scales is not None and config.load_format != "dummy":
             self._scales.read(config.model)
         sampling = self._make_sampling(plan, plans, pool, device)
@@ -217,7 +244,10 @@ class Worker:
         runner = self._running()
         self._make_pool(num_pages)
         if self._graphs is not None:
-            self._graphs.capture(self.context.progress)
+            with phase("recording graphs"):
+                # Ranks record together, and what drafts cost is measured with all sizes.
+                all_sizes = self.group.size > 1 or self.context.config.max_drafts > 0
+                self._graphs.capture(self.context.progress, all_sizes=all_sizes)
             runner.graphs = self._graphs
             if self.context.config.max_drafts:
                 self.line_costs = line_costs(runner, self._graphs)
@@ -288,6 +318,13 @@ class Worker:
             raise DovetailError(
                 f"executor {self.executor} stopped computing: {self._failure}"
             ) from self._failure
+
+    def finish_start(self) -> bool:
+        """Record a graph that `allocate` has left for later, while no step is in flight. Returns
+        True if more are left. Raises like `submit`."""
+        self.check()
+        self._running()
+        return self._graphs is not None and self._graphs.record_next()
 
     def stop(self) -> None:
         """Release all resources.
@@ -411,7 +448,8 @@ class Worker:
             parameters_of_a_token(loaded.model),
             [feature.recordings for feature in runner.features],
         )
-        graphs.compile_ahead(lambda: self._make_pool(1), self.context.progress)
+        with phase("compiling kernels"):
+            graphs.compile_ahead(lambda: self._make_pool(1), self.context.progress)
         return graphs
 
     def _pool_pages(
@@ -429,8 +467,9 @@ class Worker:
 
     def _profile(self) -> int:
         """Return the peak GPU memory without the KV pool, in bytes. Leaves a pool of one page."""
-        self._make_pool(1)
-        return peak_bytes(self._running(), self.context.config.max_num_batched_tokens)
+        with phase("measuring memory"):
+            self._make_pool(1)
+            return peak_bytes(self._running(), self.context.config.max_num_batched_tokens)
 
 
 def _show_progress(model: torch.nn.Module) -> None:

@@ -1,0 +1,170 @@
+"""Sizes that are recorded while serving: steps have the same tokens, whenever theirs is recorded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail_executors.runtime import graphs as graphs_module
+from dovetail_executors.runtime.graphs import Graphs, decode_builders, mixed_builders
+from dovetail_executors.runtime.model_io import DECODE, MIXED, MODEL
+from dovetail_executors.runtime.recording import LayerSplitter
+from tests.runtime.fakes import Bench, generate
+from tests.runtime.recorded import WatchedGraphs, play_graphs_on_the_cpu
+from tests.runtime.test_decode_graphs import PROMPTS, CapturableGreedy, begin
+from tests.support import examples
+
+MAX_ROWS = 7  # recorded: 1, 2, 4, 7
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        play_graphs_on_the_cpu(patch)
+        patch.setattr(graphs_module, "MOST_FIRST", 1)
+        yield patch
+
+
+def late(max_rows: int = MAX_ROWS) -> tuple[Bench, WatchedGraphs]:
+    """A bench whose graphs have recorded the first sizes only."""
+    bench = Bench(max_rows=max_rows, num_blocks=60)
+    bench.sampler.__class__ = CapturableGreedy
+    parts = bench.runner.parts
+    graphs = WatchedGraphs(
+        [*mixed_builders(parts, LayerSplitter(), 96), *decode_builders(parts, max_rows)], bench
+    )
+    bench.backend.prepare(max_rows, 96, 64)
+    graphs.capture(all_sizes=False)
+    bench.runner.graphs = graphs
+    return bench, graphs
+
+
+def test_the_largest_size_of_each_key_and_the_smallest_of_the_first_steps_are_recorded_at_once(
+    on_cpu: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[int, int]] = []
+    bench = Bench(max_rows=MAX_ROWS, num_blocks=60)
+    bench.sampler.__class__ = CapturableGreedy
+    parts = bench.runner.parts
+    graphs = Graphs(
+        [*mixed_builders(parts, LayerSplitter(), 96), *decode_builders(parts, MAX_ROWS)], parts
+    )
+    bench.backend.prepare(MAX_ROWS, 96, 64)
+    graphs.capture(lambda what, done, total: told.append((done, total)), all_sizes=False)
+    recorded = {str(key): list(sizes) for key, sizes in graphs.recorded}
+    assert recorded == {"mixed": [96], "decode": [1, 7], "model": [7], "sampling": [1, 7]}
+    assert told == [(done, 6) for done in range(1, 7)]
+
+
+@examples(quick=8, full=200)
+@given(st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=5))
+def test_steps_of_sizes_that_are_recorded_late_have_the_same_tokens(steps: list[set[int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        play_graphs_on_the_cpu(patch)
+        patch.setattr(graphs_module, "MOST_FIRST", 0)
+        bench, graphs = late()
+        tokens = begin(bench, PROMPTS)
+        for rows in steps:
+            result = bench.run(dict.fromkeys(sorted(rows), 1))
+            assert result.failed == {}
+            for row, token in zip(sorted(rows), result.token_ids.tolist(), strict=True):
+                tokens[row].append(token)
+    assert tokens == [
+        generate(prompt, len(told)) for prompt, told in zip(PROMPTS, tokens, strict=True)
+    ]
+    sizes = {0: 0, 1: 1, 2: 2, 3: 4, 4: 4}
+    assert [each for each in graphs.replayed if each[0] == "decode"] == [
+        ("decode", sizes[len(rows)]) for rows in steps
+    ]
+
+
+def test_a_step_records_its_own_size_alone(on_cpu: pytest.MonkeyPatch) -> None:
+    bench, graphs = late()
+    begin(bench, PROMPTS[:2])
+    bench.run({0: 1, 1: 1})
+    assert {str(key): list(sizes) for key, sizes in graphs.recorded} == {
+        "mixed": [32, 96],
+        "decode": [1, 2, 7],
+        "model": [7],
+        "sampling": [1, 2, 7],
+    }
+
+
+def test_all_sizes_are_recorded_one_by_one_by_who_has_the_time(on_cpu: pytest.MonkeyPatch) -> None:
+    bench, graphs = late()
+    begin(bench, PROMPTS[:2])
+    recorded = [sum(len(sizes) for _, sizes in graphs.recorded)]
+    while graphs.record_next():
+        recorded.append(sum(len(sizes) for _, sizes in graphs.recorded))
+    assert recorded == list(range(recorded[0], recorded[0] + len(recorded)))
+    assert dict(graphs.recorded) == dict(graphs.keys)
+    assert not graphs.record_next()
+    assert [int(token) for token in bench.run({0: 1, 1: 1}).token_ids] == [
+        generate(prompt, 2)[-1] for prompt in PROMPTS[:2]
+    ]
+    assert graphs.find(MODEL, 1) is not graphs.find(DECODE, 1) is not None
+
+
+def test_without_the_memory_to_record_a_size_its_steps_are_launched(
+    on_cpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench, graphs = late()
+    tried: list[None] = []
+
+    def fails(*_: object) -> None:
+        tried.append(None)
+        raise torch.OutOfMemoryError("no memory")
+
+    on_cpu.setattr(graphs_module, "record", fails)
+    tokens = begin(bench, PROMPTS[:2])
+    with caplog.at_level(logging.WARNING, "dovetail"):
+        for _ in range(2):
+            told = bench.run({0: 1, 1: 1})
+            for row, token in enumerate(told.token_ids.tolist()):
+                tokens[row].append(token)
+    assert tokens == [generate(prompt, 3) for prompt in PROMPTS[:2]]
+    assert graphs.replayed == []
+    assert "steps of kind decode and size 2 aren't recorded: OutOfMemoryError" in caplog.text
+    assert graphs.find(MIXED, 32) is None
+    assert len(tried) == 2 * 3, "each of three sizes was tried again with a cache that is free"
+
+
+def test_memory_that_the_cache_had_is_enough_for_another_try(on_cpu: pytest.MonkeyPatch) -> None:
+    _, graphs = late()
+    record = graphs_module.record
+    freed: list[None] = []
+
+    def fails_at_first(*args: object) -> object:
+        if not freed:
+            raise torch.OutOfMemoryError("no memory")
+        return record(*args)  # type: ignore[arg-type]
+
+    on_cpu.setattr(graphs_module, "record", fails_at_first)
+    on_cpu.setattr(torch.cuda, "empty_cache", lambda: freed.append(None))
+    assert graphs.find(DECODE, 2) is not None
+    assert freed
+
+
+def test_a_late_size_is_run_first_only_if_it_can_not_be_recorded_at_once(
+    on_cpu: pytest.MonkeyPatch,
+) -> None:
+    """As where a backend tunes a kernel when a size first runs."""
+    _, graphs = late()
+    record = graphs_module.record
+    warm_ups: list[int] = []
+
+    def tunes(run: object, pool: object, stream: object, times: int, *more: object) -> object:
+        warm_ups.append(times)
+        if len(warm_ups) == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return record(run, pool, stream, times, *more)  # type: ignore[arg-type]
+
+    on_cpu.setattr(graphs_module, "record", tunes)
+    assert graphs.find(DECODE, 2) is not None
+    assert graphs.find(DECODE, 4) is not None
+    assert warm_ups == [0, 0, 1]
