@@ -17,6 +17,7 @@ from tests.models.model_types import (
     EXACT,
     PAGE,
     PROMPTS,
+    causal_served,
     greedy,
     rows_of,
     served_embeddings,
@@ -25,6 +26,7 @@ from tests.models.model_types import (
 )
 from tests.models.tiny_configs import random_model, tiny
 
+README = PAGE.parents[1] / "README.md"
 ROWS = rows_of(PAGE.read_text(encoding="utf-8"))
 # types whose module code hides state or masks
 MISLEADING = ("inkling_text", "lfm2")
@@ -44,6 +46,12 @@ def test_the_whole_table_of_types_is_true(model_type: str) -> None:
 
 def test_no_type_gives_wrong_tokens() -> None:
     assert not [name for name, row in ROWS.items() if "WRONG" in row]
+
+
+def test_the_readme_counts_the_types_of_the_table() -> None:
+    served, causal = causal_served(ROWS)
+    said = f"{served} of transformers' {causal} types of causal language models"
+    assert said in README.read_text(encoding="utf-8")
 
 
 def test_no_whole_checkpoint_is_refused_as_if_its_files_were_broken() -> None:
