@@ -155,7 +155,7 @@ def prepared(
     as_bytes = as_bytes and processor.do_rescale and processor.do_normalize
     plain = {"do_rescale": False, "do_normalize": False} if as_bytes else {}
     try:
-        images = [[image, image]] if beside_others else image
+        images = [[image, Image.new("RGB", (2, 2))]] if beside_others else image
         outputs = processor(images, return_tensors="np", **arguments, **plain)
         tensors = {name: np.asarray(value) for name, value in outputs.items()}
         if beside_others:
