@@ -126,9 +126,19 @@ def test_a_decoder_embeds_by_its_last_token(kind: str, tmp_path: Path) -> None:
 METHODS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "last": lambda x: x[-1],
     "mean": lambda x: x.mean(0),
+    "max": lambda x: x.amax(0),
+    "weighted": lambda x: (
+        (x * torch.arange(1, len(x) + 1)[:, None]).sum(0) / (len(x) * (len(x) + 1) / 2)
+    ),
     "cls": lambda x: x[0],
 }
-MODES = {"last": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}
+MODES = {
+    "last": "lasttoken",
+    "mean": "mean_tokens",
+    "cls": "cls_token",
+    "max": "max_tokens",
+    "weighted": "weightedmean_tokens",
+}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -401,8 +411,8 @@ def with_dense(directory: Path, **config: Any) -> None:
 
 WRONG: list[tuple[Callable[[Path], Any], str]] = [
     (
-        lambda path: with_pooling(path, pooling_mode_max_tokens=True),
-        r"1_Pooling/config.json: pooling by \['max'\]",
+        lambda path: with_pooling(path, pooling_mode_mean_sqrt_len_tokens=True),
+        r"1_Pooling/config.json: pooling by \['mean_sqrt_len_tokens'\]",
     ),
     (
         lambda path: with_pooling(path, pooling_mode=["cls", "mean"]),
@@ -511,7 +521,7 @@ def test_what_is_not_served_is_refused_by_name(
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"method": "max"}, "pooling.method: expected last, mean, cls, got 'max'"),
+        ({"method": "sum"}, "pooling.method: expected last, mean, cls, max, weighted, got 'sum'"),
         ({"score_tokens": ["yes"]}, "expected two tokens"),
         ({"score_tokens": [1, 2]}, "has no head for tokens"),
         ({"pooler": 1}, "the executor knows no pooler"),

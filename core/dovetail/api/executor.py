@@ -151,7 +151,7 @@ class ExecutorCapabilities:
 
 # Later versions may add tasks and methods: an executor gets only tasks of its `PoolingCapacity`
 PoolingTask = Literal["embed", "token_embed", "classify", "token_classify"]
-PoolingMethod = Literal["last", "mean", "cls"]
+PoolingMethod = Literal["last", "mean", "cls", "max", "weighted"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,9 @@ TRANSFORMER = FileKeys(
 POOLING = FileKeys(
     "Pooling/config.json",
     {
-        "pooling_mode": Used("cls, mean or lasttoken; others and several at once are refused"),
+        "pooling_mode": Used(
+            "cls, mean, lasttoken, max or weightedmean; others and several at once are refused"
+        ),
         "pooling_mode_*": Used("the same in older files"),
         "include_prompt": Refused("prompts are pooled, too", (True,)),
         "word_embedding_dimension": _SIZE,

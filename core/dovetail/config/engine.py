@@ -212,8 +212,9 @@ class Pooling(BaseModel):
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
     )
 
-    method: Literal["last", "mean", "cls"] | None = None
-    """The pooled state of a prompt: of its last token, the mean of all, or of its first token.
+    method: Literal["last", "mean", "cls", "max", "weighted"] | None = None
+    """The pooled state of a prompt: of its last token, the mean of all, of its first token, the
+    largest numbers of all, or the mean weighted by place: 1 for the first token, n for the n-th.
     null: the checkpoint's method, `last` for a generator."""
 
     normalize: bool | None = None

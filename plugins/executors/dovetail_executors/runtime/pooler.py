@@ -2,7 +2,9 @@
 compute its prompt, and applies the layers of a `PoolingPlan` in float32.
 
     last       the state of the last token, in the last step
-    cls, mean  `_held` [rows, hidden] keeps the first token's state, or the sum of all, from one step to the next
+    cls, mean, weighted, max
+               `_held` [rows, hidden] keeps the first token's state, or the sum of all, each times its
+               place if weighted, or their maximum, from one step to the next
     token_…    each step's results go to the host, which puts them together
 
 So a prompt in chunks gives what it gives at once. Steps without rows that pool cost one look at an
@@ -58,6 +60,7 @@ ACTIVATIONS: Mapping[str, Vectors] = {
     "softmax": partial(torch.softmax, dim=-1),
     "tanh": torch.tanh,
 }
+OF_ALL_TOKENS = ("mean", "weighted", "max")  # methods
 # of generators, if tied the embedding's
 _HEADS = (
     "lm_head.weight",
@@ -110,6 +113,7 @@ class _Member:
     row: _Row
     first: int  # where its wanted tokens are in the step's
     count: int  # of these; perhaps none
+    place: int  # of the first of these in its row, from 0 on
     begins: bool
     due: bool
 
@@ -219,7 +223,7 @@ class Pooler(StepFeature[PooledStep]):
             row = self._rows[number]
             begins = int(self._state.computed[number]) == 0
             begin, end = host.query_starts[index : index + 2].tolist()
-            if row.of_each_token or self.plan.capacity.method == "mean":
+            if row.of_each_token or self.plan.capacity.method in OF_ALL_TOKENS:
                 every = True
             elif self.plan.capacity.method == "last":
                 begin = end - 1
@@ -228,7 +232,8 @@ class Pooler(StepFeature[PooledStep]):
                 end = begin + 1 if begins else begin
             last = note.members[-1] if note.members else None
             first = 0 if last is None else last.first + last.count
-            note.members.append(_Member(index, number, row, first, end - begin, begins, due))
+            place = int(host.kv_lens[index]) - int(host.query_starts[index + 1]) + begin
+            note.members.append(_Member(index, number, row, first, end - begin, place, begins, due))
             firsts.append(begin)
         counts = np.array([member.count for member in note.members])
         tokens = ranges(np.array(firsts, np.int64), counts)
@@ -296,9 +301,13 @@ class Pooler(StepFeature[PooledStep]):
     ) -> torch.Tensor:
         """Return what is pooled of each member's tokens up to now, [n, hidden] float32: of a mean
         that isn't due, the sum."""
-        vectors = _sums(
-            _taken(hidden, _places(members, places)), [member.count for member in members]
-        )
+        method = self.plan.capacity.method
+        states = _taken(hidden, _places(members, places))
+        counts = [member.count for member in members]
+        if method == "weighted":
+            weights = ranges(np.array([member.place + 1 for member in members]), np.array(counts))
+            states = states.float() * to_device(weights, hidden.device)[:, None]
+        vectors = _largest(states, counts) if method == "max" else _sums(states, counts)
         if self.plan.capacity.method != "last" and not all(
             member.begins and member.due for member in members
         ):
@@ -306,16 +315,15 @@ class Pooler(StepFeature[PooledStep]):
                 self._held = vectors.new_zeros(self._state.max_rows, vectors.shape[1])
             numbers = to_device(np.array([member.number for member in members]), hidden.device)
             begins = to_device(np.array([member.begins for member in members]), hidden.device)
-            vectors = torch.where(
-                begins[:, None], vectors, vectors + self._held.index_select(0, numbers)
-            )
+            held = self._held.index_select(0, numbers)
+            both = torch.maximum(vectors, held) if method == "max" else vectors + held
+            vectors = torch.where(begins[:, None], vectors, both)
             self._held.index_copy_(0, numbers, vectors)
-        if self.plan.capacity.method == "mean":
-            lengths = np.array(
-                [self._state.known[member.number] if member.due else 1 for member in members],
-                np.float32,
-            )
-            vectors = vectors / to_device(lengths, hidden.device)[:, None]
+        if method in ("mean", "weighted"):
+            lengths = np.array([self._state.known[member.number] for member in members], np.float32)
+            shares = lengths * (lengths + 1) / 2 if method == "weighted" else lengths
+            shares[[not member.due for member in members]] = 1
+            vectors = vectors / to_device(shares, hidden.device)[:, None]
         return vectors
 
     def _finished(self, pooling: RowPooling, vectors: torch.Tensor) -> torch.Tensor:
@@ -372,6 +380,18 @@ def _sums(states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         return torch.stack([run.sum(0) for run in torch.split(states, list(counts))])
     lengths = to_device(np.array(counts, np.int64), states.device)
     return torch.segment_reduce(states, "sum", lengths=lengths, initial=0, unsafe=True)
+
+
+def _largest(states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Return the largest numbers [n, hidden] float32 of n runs of states [sum of counts, hidden],
+    each of at least one."""
+    states = states.float()
+    if all(count == 1 for count in counts):
+        return states
+    if states.device.type == "cpu":
+        return torch.stack([run.amax(0) for run in torch.split(states, list(counts))])
+    lengths = to_device(np.array(counts, np.int64), states.device)
+    return torch.segment_reduce(states, "max", lengths=lengths, unsafe=True)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,13 @@ from dovetail.errors import ConfigError, ModelLoadError, UnsupportedError, shown
 
 MadeFor = Literal["generate", "embed", "classify", "tag"]  # tag: labels of each token
 
-_METHODS = {"lasttoken": "last", "mean": "mean", "cls": "cls"}  # names of sentence-transformers
+_METHODS = {  # names of sentence-transformers
+    "lasttoken": "last",
+    "mean": "mean",
+    "cls": "cls",
+    "max": "max",
+    "weightedmean": "weighted",
+}
 _OLD_MODES = {  # keys of older files
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
