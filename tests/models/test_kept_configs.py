@@ -28,7 +28,7 @@ NOT_KEPT = {"Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"}
 KEEP = """
 import json, sys
 from pathlib import Path
-from dovetail.base.kept_configs import keep
+from dovetail.base.config_reader import keep
 sys.modules["torch"] = None
 for directory in json.loads(sys.argv[1]):
     keep(directory, Path(directory) / "kept.json")

@@ -26,10 +26,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dovetail.base import config_reader
+from dovetail.base.bounded_json import read_json
+from dovetail.base.config_reader import unpacked
+from dovetail.base.config_sizes import check_sizes
+from dovetail.errors import DovetailError
+
 READING_S = 60.0  # after which the process is no longer waited for
-_PLAIN = (type(None), bool, int, float, str)
-# properties of transformers' base class that warn of their names
-_DEPRECATED = ("torch_dtype", "use_return_dict")
+CONFIG = "config.json"
+MOST_BYTES = 8 << 20  # of a config that is kept
+# why a config isn't kept: besides those of files, there may be no home directory, or no transformers
+_UNKEPT = (OSError, RuntimeError, ValueError, DovetailError, metadata.PackageNotFoundError)
 _reading: dict[Path, subprocess.Popen[bytes]] = {}  # by the file that it writes
 
 
@@ -50,12 +57,14 @@ def begin_reading(directory: Path) -> None:
     process has imported transformers, which can read it at once."""
     if "transformers" in sys.modules or not sys.executable:
         return
-    with suppress(OSError, metadata.PackageNotFoundError):
+    with suppress(*_UNKEPT):
         path = path_of(directory)
         if path.exists() or path in _reading:
             return
+        # as the caller will, for transformers makes lists of such sizes
+        check_sizes(directory / CONFIG, read_json(_content(directory)))
         path.parent.mkdir(parents=True, exist_ok=True)
-        script = str(Path(__file__).resolve())
+        script = str(Path(config_reader.__file__).resolve())
         _reading[path] = subprocess.Popen(
             [sys.executable, "-I", script, json.dumps(sys.path), str(directory), str(path)],
             stdin=subprocess.DEVNULL,
@@ -75,12 +84,10 @@ def kept_config(directory: Path) -> KeptConfig | None:
         if kept is None:
             return None
         parts = ("name", "fields", "defaults", "derived", "causal_model")
-        name, fields, defaults, derived, causal_model = (_unpacked(kept[part]) for part in parts)
+        name, fields, defaults, derived, causal_model = (unpacked(kept[part]) for part in parts)
         fields["_name_or_path"] = str(directory)
         return KeptConfig(str(name), fields, defaults, derived, causal_model)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None
-    except metadata.PackageNotFoundError:
+    except (*_UNKEPT, TypeError, KeyError, AttributeError):
         return None
 
 
@@ -97,74 +104,18 @@ def _wait_for(path: Path) -> None:
 
 def path_of(directory: Path) -> Path:
     """Return the file of a config, by its content and the version of transformers."""
-    content = (directory / "config.json").read_bytes()
+    content = _content(directory)
     version = metadata.version("transformers")
-    source = Path(__file__).read_bytes()  # how it is kept may differ between versions of this file
+    source = Path(config_reader.__file__).read_bytes()  # how it is kept may differ between versions
     digest = hashlib.sha256(b"\0".join((content, version.encode(), source))).hexdigest()
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "dovetail" / "configs" / f"{digest[:32]}.json"
 
 
-def keep(directory: str, path: Path) -> None:
-    """Read the config in `directory` with transformers and keep it in `path`; null if it has other
-    than plain values."""
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-
-    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    fields = {name: value for name, value in vars(config).items() if name != "quantization_config"}
-    kept = None
-    if config.get_text_config(decoder=True) is config and not config.is_encoder_decoder:
-        with suppress(TypeError):
-            kept = {
-                "name": type(config).__name__,
-                "fields": _packed(fields),
-                "defaults": _packed(vars(type(config)())),
-                "derived": {"dict": [*_derived(config).items()]},
-                "causal_model": CAUSAL.get(config.model_type),
-            }
-    own = path.with_name(f"{path.name}.{os.getpid()}")  # another process may be writing, too
-    own.write_text(json.dumps(kept))
-    os.replace(own, path)
-
-
-def _derived(config: Any) -> dict[str, Any]:
-    """Return the attributes with plain values of a config that aren't its own, packed: those of its
-    class, properties, and other names for its own."""
-    found = {}
-    for name in (*dir(config), *config.attribute_map):
-        if name.startswith("__") or name in vars(config) or name in _DEPRECATED:
-            continue
-        with suppress(AttributeError, TypeError):  # of a property; of one that isn't plain
-            found[name] = _packed(getattr(config, name))
-    return found
-
-
-def _packed(value: Any) -> Any:
-    """Return JSON of a plain value, in which dicts are lists of pairs, for JSON's keys are texts.
-    Raises `TypeError` for other values."""
-    if type(value) in _PLAIN:
-        return value
-    if type(value) in (list, tuple, set, frozenset):
-        items = sorted(value) if isinstance(value, set | frozenset) else value
-        return {type(value).__name__: [_packed(item) for item in items]}
-    if type(value) is dict:
-        return {"dict": [[_packed(key), _packed(item)] for key, item in value.items()]}
-    raise TypeError(f"{type(value).__name__} isn't kept")
-
-
-def _unpacked(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    ((kind, items),) = value.items()
-    if kind == "dict":
-        return {_unpacked(key): _unpacked(item) for key, item in items}
-    makers = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-    return makers[kind](_unpacked(item) for item in items)
-
-
-if __name__ == "__main__":
-    sys.path[:] = json.loads(sys.argv[1])
-    # Configs need no torch, whose import would take longer than the rest. transformers sees none.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    keep(sys.argv[2], Path(sys.argv[3]))
+def _content(directory: Path) -> bytes:
+    """Return the content of a config. Raises `ValueError` for one that is no config by its size."""
+    with (directory / CONFIG).open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"more than {MOST_BYTES} bytes")
+    return content
