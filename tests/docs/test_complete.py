@@ -221,6 +221,7 @@ NN_INTERNAL = (
     "machine",
     "parallel",
     "placed_weights",
+    "rehearsal",
     "state",
     "transfer",
     "weights",

@@ -184,8 +184,7 @@ class Decoder(nn.Module):
             if index in taps:
                 tapped[index] = residual.summed().clone()
             reduces = taps_see_all and index == self._last_mixer
-            rotation = rotations[self._rotary_of[index]]
-            added[index](residual, rotation, wanted if reduces else None)
+            added[index](residual, rotations[self._rotary_of[index]], wanted if reduces else None)
         hidden = residual.normed(self.norm)
         if not taps:
             return hidden, hidden
