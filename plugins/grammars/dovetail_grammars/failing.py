@@ -46,7 +46,8 @@ def may_fail(call: Call) -> Call:
 
 def require_none_failed(matchers: Iterable[Failing]) -> None:
     for matcher in matchers:
-        matcher.require_not_failed()
+        if matcher.failure is not None:
+            matcher.require_not_failed()
 
 
 def forced_tokens(matcher: Failing, context: GrammarContext) -> list[int]:

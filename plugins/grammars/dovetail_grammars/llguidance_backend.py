@@ -180,6 +180,8 @@ class LLGuidance(GrammarBackend):
         )
 
     def accept_many(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> Sequence[bool]:
+        if self._processes is None:
+            return self._fill.accept(cast("Sequence[LLMatcher]", matchers), tokens)
         here, groups = grouped(matchers)
         start_step(groups, tokens)
         accepted = [False] * len(matchers)
@@ -191,16 +193,16 @@ class LLGuidance(GrammarBackend):
         return accepted
 
     def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
-        here, groups = grouped(matchers)
-        if groups:
-            self._start(matchers, words, here, groups)()
-        else:
+        if self._processes is None:
             self._fill(cast("Sequence[LLMatcher]", matchers), words)
+        else:
+            self.start_fill(matchers, words)()
 
-    def start_fill(self, matchers: Sequence[Matcher], words: UInt32) -> Callable[[], None] | None:
-        here, groups = grouped(matchers)
-        if groups:
-            return self._start(matchers, words, here, groups)
+    def start_fill(self, matchers: Sequence[Matcher], words: UInt32) -> Callable[[], None]:
+        if self._processes is not None:
+            here, groups = grouped(matchers)
+            if groups:
+                return self._start(matchers, words, here, groups)
         return self._fill.start(cast("Sequence[LLMatcher]", matchers), words)
 
     def _start(

@@ -13,20 +13,20 @@ from __future__ import annotations
 import os
 import re
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from queue import SimpleQueue
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from weakref import finalize
 
 import llguidance
 import numpy as np
 
 from dovetail.api.grammar import Grammar, GrammarContext, Matcher
 from dovetail.errors import DovetailError
+from dovetail_grammars.background import Background
 from dovetail_grammars.failing import Failing, forced_tokens, may_fail, require_none_failed
-from dovetail_grammars.positions import Position, Tracker
+from dovetail_grammars.positions import Tracker
 from dovetail_grammars.string_tokens import StringMask, StringTokens
 
 if TYPE_CHECKING:
@@ -196,10 +196,10 @@ class LLGrammar(Grammar):
         return LLMatcher(self)
 
 
-# Where an answer is before a token, or at its end: its position, the number of characters of its
-# string so far, and numbers of tokens: of the whole's and the rest's matcher, of those that neither
-# needs, and of these before the present string. No class: one is made for each token.
-_Mark = tuple[Position, int, int, int, int, int]
+# Of an answer before each token, and at its end: the number of characters of its string so far, and
+# numbers of tokens: of the whole's and the rest's matcher, of those that neither needs, and of these
+# before the present string
+_NUMBERS = 5
 
 
 class LLMatcher(Failing):
@@ -227,7 +227,9 @@ class LLMatcher(Failing):
             self._strings, self._rest = grammar.fill.strings, _Side(grammar.rest)
             self._characters = self._strings.characters
             self._lengths = self._strings.lengths
-            self._marks: list[_Mark] = [(self._tracker.start, 0, 0, 0, 0, 0)]
+            self._positions = [self._tracker.start]
+            # no objects: the garbage collector would look at one for each token
+            self._numbers = array("q", [0] * _NUMBERS)
             self._plain: list[int] = []
 
     @property
@@ -255,7 +257,7 @@ class LLMatcher(Failing):
         if not self._allows(token):
             return False
         self._append(token)
-        if self._tracker is None or not self._marks[-1][0].within:
+        if self._tracker is None or not self._positions[-1].within:
             self._whole.go_on()
         return True
 
@@ -286,11 +288,13 @@ class LLMatcher(Failing):
         if room is None or self.failure is not None or not 0 <= token < len(self._characters):
             return False
         added = self._characters[token]
-        position, characters, whole, rest, plain, unread = self._marks[-1]
+        position = self._positions[-1]
+        characters, whole, rest, plain, unread = self._numbers[-_NUMBERS:]
         if not added or added > room or characters < position.least:
             return False
         self._plain.append(token)
-        self._marks.append((position, characters + added, whole, rest, plain + 1, unread))
+        self._positions.append(position)
+        self._numbers.extend((characters + added, whole, rest, plain + 1, unread))
         self.room = room - added
         return True
 
@@ -303,7 +307,8 @@ class LLMatcher(Failing):
 
     def _append_read(self, tracker: Tracker, token: int) -> None:
         """Advance by a token that both of the library's matchers need."""
-        position, before, _, _, plain, unread = self._marks[-1]
+        position = self._positions[-1]
+        before, _, _, plain, unread = self._numbers[-_NUMBERS:]
         characters = self._characters[token]
         restrained = self.room is None or before < position.least
         begins = False
@@ -321,11 +326,13 @@ class LLMatcher(Failing):
             unread = plain
         self._whole.tokens.append(token)
         self._rest.tokens += self._strings.spelled(token)
-        mark = (position, count, len(self._whole.tokens), len(self._rest.tokens), plain, unread)
-        self._marks.append(mark)
+        self._positions.append(position)
+        self._numbers.extend(
+            (count, len(self._whole.tokens), len(self._rest.tokens), plain, unread)
+        )
 
     def rollback(self, tokens: int) -> None:
-        texts = len(self._whole.tokens) if self._tracker is None else len(self._marks) - 1
+        texts = len(self._whole.tokens) if self._tracker is None else len(self._positions) - 1
         accepted = texts + (not self.running)
         if not 0 <= tokens <= accepted:
             raise ValueError(f"can't roll back {tokens} tokens: {accepted} were accepted")
@@ -339,8 +346,10 @@ class LLMatcher(Failing):
         if self._tracker is None:
             self._whole.go_back(to)
             return
-        del self._marks[to + 1 :]
-        position, characters, whole, rest, plain, _ = self._marks[-1]
+        del self._positions[to + 1 :]
+        del self._numbers[_NUMBERS * (to + 1) :]
+        position = self._positions[-1]
+        characters, whole, rest, plain, _ = self._numbers[-_NUMBERS:]
         self._whole.go_back(whole)
         self._rest.go_back(rest)
         del self._plain[plain:]
@@ -359,7 +368,7 @@ class LLMatcher(Failing):
             return False
         if not self.running:
             return True
-        if self._tracker is not None and self._marks[-1][0].within:
+        if self._tracker is not None and self._positions[-1].within:
             return False
         self._whole.go_on()
         return bool(self._whole.inner.is_stopped())
@@ -367,7 +376,7 @@ class LLMatcher(Failing):
     def know(self, rest: UInt32) -> None:
         """Store the library's mask of the rest's tokens, in a string with `room`."""
         if self._tracker is not None:
-            self.known = self._tracker.mask(self._marks[-1][0], rest)
+            self.known = self._tracker.mask(self._positions[-1], rest)
 
 
 class Fill:
@@ -494,50 +503,6 @@ class _Filling:
                 matcher.know(words[line])
                 assert matcher.known is not None
                 words[line] = self._fill.strings.within(matcher.known, matcher.room)
-
-
-class Background:
-    """A thread for calls that release Python's lock while they work, one at a time.
-
-    The caller goes on as soon as the call has released the lock, and gives it up only where it
-    waits: otherwise the thread would wait for it, as long as the interpreter's switch interval.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._begun = threading.Semaphore(0)
-        self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
-        run = partial(_run, self._calls, self._begun, self._ended)
-        threading.Thread(target=run, name=name, daemon=True).start()
-        finalize(self, self._calls.put, None)
-
-    def run(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Begin `call`. Return a function that waits for its end, and raises what it raised."""
-        self._calls.put(call)
-        self._begun.acquire()
-        return self._wait
-
-    def _wait(self) -> None:
-        error = self._ended.get()
-        if error is not None:
-            raise error
-
-
-def _run(
-    calls: SimpleQueue[Callable[[], None] | None],
-    begun: threading.Semaphore,
-    ended: SimpleQueue[BaseException | None],
-) -> None:
-    """Run calls until there is None; end with the object whose thread this is."""
-    while (call := calls.get()) is not None:
-        begun.release()
-        try:
-            call()
-        except BaseException as error:  # raised where its end is awaited
-            ended.put(error)
-        else:
-            ended.put(None)
-        del call
 
 
 def _lane(of: tuple[_Side, int]) -> int:
