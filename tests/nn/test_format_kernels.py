@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from dovetail.nn import residual as residual_module
-from dovetail.nn.format import DENSE, WeightFormat, float8, int4
+from dovetail.nn.format import DENSE, WeightFormat, float8, int4, int8
+from dovetail.nn.format.compressed_int8 import PackedInt8, PlainInt8
 from dovetail.nn.format.compressed_tensors import PackedInt4
 from dovetail.nn.format.float8 import Float8
 from dovetail.nn.kernels import (
@@ -57,12 +58,15 @@ FORMATS: list[WeightFormat] = [
     PackedInt4(64, True),
     PackedInt4(128, False),
     PackedInt4(None, True),
+    PlainInt8(None, True),
+    PackedInt8(32, True),
+    PackedInt8(128, True),
 ]
 
 
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_kernels(monkeypatch, float8, int4, residual_module)
+    take_kernels(monkeypatch, float8, int4, int8, residual_module)
     monkeypatch.setattr(float8, "has_many_rows", lambda device: False)  # which rounds inputs: below
     # a kernel that fails does so here, and its twin doesn't stand in for it
     monkeypatch.setattr(launch, "_why_unavailable", lambda *asked: None)

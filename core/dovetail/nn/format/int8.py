@@ -6,17 +6,28 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.nn.format.base import kept
+from dovetail.nn.format.float8 import WIDENED_FROM
 from dovetail.nn.format.stored import StoredWeight
 from dovetail.nn.format.widened import WidenedFormat, own_inputs, places
+from dovetail.nn.kernels.available import use_kernels
+from dovetail.nn.kernels.launch import KernelUnavailable
+from dovetail.nn.norm import Norm
 from dovetail.nn.parameter import Part, Weight
+from dovetail.nn.residual import Residual, normed_input
+
+if TYPE_CHECKING:
+    from dovetail.nn.kernels.streamed import Stored
 
 LARGEST = 127
+STREAMED_GROUPS = (32, 64)  # inputs per scale, besides multiples of 128, that the kernel takes
 MIDDLE = 128  # zero point of symmetric weights that are stored without a sign
 
 
@@ -93,6 +104,52 @@ class Int8(WidenedFormat):
             weight.scales[rows] = scales.float()
             if weight.zeros is not None:
                 weight.zeros[rows] = 0 if zeros is None else zeros.to(torch.int16)
+
+    # Computing
+
+    def columns(
+        self,
+        weight: StoredWeight,
+        x: torch.Tensor | Residual,
+        bias: torch.Tensor | None = None,
+        norm: Norm | None = None,
+        *,
+        gated: bool = False,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x = normed_input(x, norm).contiguous()
+        if self._streams(weight, len(x)):
+            from dovetail.nn.kernels import streamed
+
+            with suppress(KernelUnavailable):
+                return kept(streamed.linear(x, self._stored(weight), bias, gated=gated), into)
+        return WidenedFormat.columns(self, weight, x, bias, gated=gated, into=into)
+
+    def add_to(self, weight: StoredWeight, residual: Residual, x: torch.Tensor) -> None:
+        if self._streams(weight, len(x)):
+            from dovetail.nn.kernels import streamed
+
+            with suppress(KernelUnavailable):
+                parts = streamed.linear(x.contiguous(), self._stored(weight), in_parts=True)
+                residual.add_parts(parts)
+                return
+        WidenedFormat.add_to(self, weight, residual, x)
+
+    def _streams(self, weight: StoredWeight, rows: int) -> bool:
+        """True if a kernel widens the weights while it multiplies, which is exact."""
+        return (
+            self.symmetric
+            and rows < WIDENED_FROM
+            and (self.group is None or self.group in STREAMED_GROUPS or self.group % 128 == 0)
+            and weight.compute_dtype in (torch.bfloat16, torch.float16)
+            and use_kernels(weight.data)
+        )
+
+    def _stored(self, weight: StoredWeight) -> Stored:
+        from dovetail.nn.kernels.streamed import Stored
+
+        scales = weight.scales if self.group is not None else weight.scales[:, 0]
+        return Stored(weight.data, scales, None, weight.layer_shape[1], self.group or 0)
 
     def _groups(self, inputs: int) -> int:
         return 1 if self.group is None else inputs // self.group

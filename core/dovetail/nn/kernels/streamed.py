@@ -56,7 +56,7 @@ class Tiling:
 class Stored(NamedTuple):
     """Weights in the kernel's layout, contiguous.
 
-    8 bits: `values` [outputs, inputs] float8, `scales` [outputs] float32, or [outputs / n, inputs /
+    8 bits: `values` [outputs, inputs] float8 or int8, `scales` [outputs] float32, or [outputs / n, inputs /
     group] with one for n outputs and `group` inputs. 4 bits: `values` [outputs, inputs / 2] uint8:
     of each 128 inputs, byte j of 64 has input j in its low half and input 64 + j in its high half;
     `scales` and `zeros` (uint8; None: 8 everywhere) [inputs / group, outputs].
@@ -173,7 +173,9 @@ def _add_float8(
     weights = tl.load(
         weight + n.to(tl.int64)[:, None] * INPUTS + k[None, :], mask=inside, other=0.0
     )
-    if not NARROW:
+    if weights.dtype == tl.int8:
+        weights = weights.to(inputs.dtype)  # exact
+    elif not NARROW:
         weights = float8_to_16_bits(weights, inputs.dtype)
     if GROUP == 0:
         sums = tl.dot(weights, inputs, sums)
