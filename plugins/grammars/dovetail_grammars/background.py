@@ -18,27 +18,39 @@ class Background:
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._begun = threading.Semaphore(0)
+        self._begun = threading.Lock()  # released by the thread, once for each call
+        self._begun.acquire()
         self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
         run = partial(_run, self._calls, self._begun, self._ended)
         threading.Thread(target=run, name=name, daemon=True).start()
         finalize(self, self._calls.put, None)
 
     def run(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Begin `call`. Return a function that waits for its end, and raises what it raised."""
+        """Begin `call`. Return a function that waits for its end, and raises what it raised. Once it
+        has returned or raised, calling it again does nothing."""
         self._calls.put(call)
         self._begun.acquire()
-        return self._wait
+        return _Ending(self._ended)
 
-    def _wait(self) -> None:
+
+class _Ending:
+    """Waits for the end of a call, once."""
+
+    def __init__(self, ended: SimpleQueue[BaseException | None]) -> None:
+        self._ended: SimpleQueue[BaseException | None] | None = ended
+
+    def __call__(self) -> None:
+        if self._ended is None:
+            return
         error = self._ended.get()
+        self._ended = None
         if error is not None:
             raise error
 
 
 def _run(
     calls: SimpleQueue[Callable[[], None] | None],
-    begun: threading.Semaphore,
+    begun: threading.Lock,
     ended: SimpleQueue[BaseException | None],
 ) -> None:
     """Run calls until there is None; end with the object whose thread this is."""
