@@ -54,6 +54,7 @@ NEEDS_TIME = {
     "nemotron_h",
     "granitemoehybrid",
     "lfm2",
+    "bamba",
     "lfm2_moe",
     "llama4_text",
     "roberta",

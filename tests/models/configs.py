@@ -332,7 +332,7 @@ def hybrid_configs(draw: st.DrawFn) -> Any:
         "attention_bias": draw(st.booleans()),
     }
     fields[eps] = 1e-2  # the gated norm of a few small numbers multiplies their rounding otherwise
-    if "granite" not in kind and "nemotron" not in kind:
+    if "granite" not in kind and "nemotron" not in kind and kind != "bamba":
         keys = draw(st.integers(1, 3))
         fields |= {
             "linear_num_key_heads": keys,
@@ -360,17 +360,24 @@ def hybrid_configs(draw: st.DrawFn) -> Any:
             "time_step_min": draw(st.sampled_from([0.001, 0.5])),
             "norm_topk_prob": draw(st.booleans()),
         }
-    if "granite" in kind:
+    if kind == "bamba":
+        del fields["layer_types"]
+        at = [index for index, name in enumerate(layers) if name == "full_attention"]
+        fields |= {"attn_layer_indices": at, "mlp_bias": draw(st.booleans())}
+    if kind == "bamba" or "granite" in kind:
         fields |= {
             "mamba_n_groups": groups,
             "mamba_n_heads": draw(st.sampled_from([8, 16])) if groups != 3 else 48,
             "mamba_expand": 2 if groups != 3 else 3,
             "mamba_conv_bias": draw(st.booleans()),
             "mamba_proj_bias": draw(st.booleans()),
-            "residual_multiplier": draw(st.sampled_from([0.22, 1.0, 2.0])),
             "time_step_limit": draw(st.sampled_from([(0.0, float("inf")), (0.2, 0.7)])),
-            "position_embedding_type": draw(st.sampled_from([None, "rope"])),
             "tie_word_embeddings": draw(st.booleans()),
+        }
+    if "granite" in kind:
+        fields |= {
+            "residual_multiplier": draw(st.sampled_from([0.22, 1.0, 2.0])),
+            "position_embedding_type": draw(st.sampled_from([None, "rope"])),
         }
     return FAMILIES[kind](**fields)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    BambaConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -124,6 +125,17 @@ def granite_dense(**fields: Any) -> Any:
     return granite(**{**dense, **fields})
 
 
+def bamba(**fields: Any) -> Any:
+    sizes = {
+        "num_hidden_layers": 4,
+        "intermediate_size": 40,
+        "attn_layer_indices": [2],
+        "mamba_n_groups": 2,
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+    }
+    return BambaConfig(**{**SHAPE, **sizes, **MAMBA, **fields})
+
+
 def lfm2(**fields: Any) -> Any:
     kinds = ["conv", "full_attention", "conv", "conv"]
     sizes = {"num_hidden_layers": 4, "intermediate_size": 60, "block_multiple_of": 16}
@@ -149,6 +161,7 @@ FAMILIES = {
     "nemotron_h": nemotron_h,
     "granite": granite,
     "granite_dense": granite_dense,
+    "bamba": bamba,
     "lfm2": lfm2,
     "lfm2_biased": lfm2_biased,
     "lfm2_moe": lfm2_moe,
@@ -156,7 +169,6 @@ FAMILIES = {
 # types of transformers with recurrent layers that its own code computes
 THROUGH_TRANSFORMERS = (
     "bailing_hybrid",
-    "bamba",
     "falcon_h1",
     "jamba",
     "kimi_linear",

@@ -130,6 +130,7 @@ def dovetail_components() -> list[ComponentSpec]:
             "Granite 4, recurrent layers",
             module="granite",
         ),
+        _model("bamba", "Bamba", "BambaForCausalLM", "Bamba, recurrent layers"),
         _model("lfm2", "Lfm2", "Lfm2ForCausalLM", "LFM2, gated convolutions"),
         _model(
             "lfm2_moe",

@@ -247,8 +247,10 @@ def tiny(architecture: str, **fields: Any) -> Any:
             fields = {
                 name: value for name, value in fields.items() if name != "head_dim"
             }  # of which an even number must rotate
-            if "layers_block_type" not in known:
-                layers = fields.get("num_hidden_layers", TINY["num_hidden_layers"])
+            layers = fields.get("num_hidden_layers", TINY["num_hidden_layers"])
+            if "attn_layer_indices" in known:
+                fields = {"attn_layer_indices": [*range(1, layers, 2)], **fields}
+            elif "layers_block_type" not in known:
                 kinds = STATE_KINDS.get(field, USUAL_STATE_KINDS)
                 types = [kinds[index % 2] for index in range(layers)]
                 fields = {"layer_types": types, **fields}
