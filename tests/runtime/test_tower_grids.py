@@ -10,7 +10,7 @@ import torch
 
 from dovetail.nn.kernels.available import is_hopper
 from dovetail_executors.runtime import tower_grids
-from dovetail_executors.runtime.tower_grids import attended, rotated
+from dovetail_executors.runtime.tower_grids import attended, has_kernel, rotated
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close, runs_kernels, take_kernels
 
 
@@ -51,11 +51,28 @@ def test_the_kernel_attends_as_the_twin_does(
     projected = torch.randn(tokens, heads + 2 * kv_heads, size, dtype=dtype, device=DEVICE)
     q, k, v = projected.split([heads, kv_heads, kv_heads], dim=1)
     places = torch.tensor(starts, dtype=torch.int32)
-    assert tower_kernels.fits(size)
     values = tower_kernels.attended(q, k, v, places.to(DEVICE), longest, size**-0.5)
     q, k, v = (x.double().cpu() for x in (q, k, v))
     expected = attended(q, k, v, places, longest, size**-0.5)
     torch.testing.assert_close(values.double().cpu(), expected, rtol=0.02, atol=0.01)
+
+
+@runs_kernels
+def test_a_kernel_that_computes_other_numbers_isnt_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from dovetail_executors.runtime import tower_kernels
+
+    right = tower_kernels.attended
+    for name in ("is_hopper", "runs_kernels"):
+        monkeypatch.setattr(tower_grids, name, lambda device: True)
+    monkeypatch.setattr(
+        tower_kernels, "attended", lambda *given: right(*given[:-1], 1.1 * given[-1])
+    )
+    assert not has_kernel(DEVICE, torch.float16, 3, 16, 3)
+    assert "attention of image encoders" in caplog.text
+    monkeypatch.setattr(tower_kernels, "attended", right)
+    assert has_kernel(DEVICE, torch.float16, 1, 16, 1)
 
 
 @pytest.mark.parametrize("starts", [(0, 7), (0, 1, 2, 7), (0, 3, 6)], ids=str)

@@ -21,7 +21,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dovetail.nn.kernels.launch import launch
 
 HIDDEN = tl.constexpr(-1.0e30)  # score of a key of another sequence
-MOST = 128  # numbers of a head
 QUERIES = 128  # of a program
 KEYS = 64  # of a step
 FEW = 96  # numbers of a head that four warps keep in registers
@@ -129,11 +128,6 @@ def _attended(
         tl.store(to + i, values, mask=is_own & (i < SIZE))
 
 
-def fits(size: int) -> bool:
-    """Return True if `attended` takes heads of this size: their sums must fit in registers."""
-    return size % 8 == 0 and 16 <= size <= MOST
-
-
 def attended(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -142,7 +136,7 @@ def attended(
     longest: int,
     scale: float,
 ) -> torch.Tensor:
-    """Rows of each tensor are multiples of 16 bytes, and the numbers of a head contiguous."""
+    """Heads have 16 to 128 numbers, a multiple of 8, which are contiguous."""
     _, heads, size = q.shape
     left = max(16, 1 << (size.bit_length() - 1))
     right = max(16, triton.next_power_of_2(size - left)) if size > left else 0
