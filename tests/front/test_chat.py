@@ -225,7 +225,7 @@ def test_parts_of_another_type_are_refused_by_name(rendered: Any, kind: Any) -> 
     [
         ("image_url", "this engine takes no images"),
         ("input_audio", 'input_audio: audio: Dovetail can\'t do that yet: see "Audio and video"'),
-        ("video", 'video: video: Dovetail can\'t do that yet: see "Audio and video"'),
+        ("video", 'video: Dovetail can\'t do that yet: see "Audio and video"'),
     ],
 )
 def test_parts_of_other_media_are_refused_with_where_they_stand(
