@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.api.grammar import GrammarSpec, Matcher
+from dovetail.api.grammar import GrammarContext, GrammarSpec, Matcher
 from dovetail.errors import DovetailError
-from dovetail_grammars import llguidance_backend
+from dovetail.testing.checks import checks_of
+from dovetail.testing.suites.grammar import GrammarSuite
+from dovetail_grammars import llguidance_backend, mask_processes
 from dovetail_grammars.llguidance_backend import LLGuidance
 from dovetail_grammars.mask_processes import FEW, RemoteMatcher
 from dovetail_grammars.options import GrammarOptions
@@ -171,3 +173,28 @@ def test_a_grammar_that_is_slow_to_compile_is_followed_in_the_engine_s_process(
     grammar = remote.compile(GrammarSpec("choice", '["a", "b"]'))
     assert not any(isinstance(grammar.begin(), RemoteMatcher) for _ in range(8))
     assert kept
+
+
+class Suite(GrammarSuite):
+    """Of a backend whose answers are all followed by processes."""
+
+    component_class = LLGuidance
+
+    def make(self, context: GrammarContext) -> LLGuidance:
+        backend = LLGuidance(GrammarOptions(processes=2), context)
+        until = time.monotonic() + READY_S
+        grammar = backend.compile(GrammarSpec("choice", '["a"]'))
+        while not isinstance(grammar.begin(), RemoteMatcher):
+            assert time.monotonic() < until, "no process is ready"
+        return backend
+
+
+@STARTS_PROCESSES
+@pytest.mark.parametrize(
+    "check", ["mask", "accept", "end", "rollback", "forced", "failed", "accept_many", "start_fill"]
+)
+def test_the_suite_passes_where_processes_follow_all_answers(
+    check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mask_processes, "FEW", -1)
+    getattr(Suite(), checks_of(GrammarSuite)[f"grammar.{check}"].attribute)()

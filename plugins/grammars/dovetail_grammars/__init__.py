@@ -12,7 +12,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="grammar",
             name="llguidance",
             target="dovetail_grammars.llguidance_backend:LLGuidance",
-            api="1.0",
+            api="1.1",
             options="dovetail_grammars.options:GrammarOptions",
             summary="llguidance: parses incrementally, so that schemas need no compilation",
             requires=("llguidance>=1.9",),
