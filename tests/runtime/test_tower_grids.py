@@ -13,6 +13,10 @@ from dovetail_executors.runtime import tower_grids
 from dovetail_executors.runtime.tower_grids import attended, has_kernel, rotated
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close, runs_kernels, take_kernels
 
+on_hopper = pytest.mark.skipif(
+    ON_GPU and not is_hopper(DEVICE), reason="needs Hopper's tensor memory accelerator"
+)
+
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -33,14 +37,13 @@ def test_the_kernel_turns_pairs_as_the_twin_does(
 
 
 @runs_kernels
+@on_hopper
 @pytest.mark.parametrize("size", [16, 64, 72, 80, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (2, 1)])
 @pytest.mark.parametrize("starts", [(0, 64), (0, 300), (0, 1, 65, 230)], ids=str)
 def test_the_kernel_attends_as_the_twin_does(
     starts: tuple[int, ...], heads: int, kv_heads: int, size: int
 ) -> None:
-    if ON_GPU and not is_hopper(DEVICE):
-        pytest.skip("needs Hopper's tensor memory accelerator")
     from dovetail_executors.runtime import tower_kernels
 
     torch.manual_seed(0)
@@ -58,6 +61,7 @@ def test_the_kernel_attends_as_the_twin_does(
 
 
 @runs_kernels
+@on_hopper
 def test_a_kernel_that_computes_other_numbers_isnt_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
