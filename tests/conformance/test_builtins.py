@@ -62,6 +62,8 @@ NEEDS_TIME = {
 SERVES_ANY = {
     "transformers"
 }  # has no architecture of its own to be tried with: tests/models/test_transformers.py
+# the class's defaults are another model's, which isn't served: tests/models/test_encoders.py
+NEEDS_FIELDS = {"deberta_v2"}
 # a package: tests/attention/test_flash_suite.py has stand-ins, tests/gpu/test_flash_attn.py the
 # real one
 NEEDS_MORE = {"flash_attn"}
@@ -101,6 +103,7 @@ def suites() -> Iterator[type[Suite]]:
     for component in BUILT_INS:
         left_out = (
             SERVES_ANY
+            | NEEDS_FIELDS
             | NEEDS_MORE
             | NEEDS_A_COLLECTOR
             | (NEEDS_A_GPU if not GPUS else NEEDS_GPUS if GPUS == 1 else set())

@@ -214,10 +214,6 @@ class DecoderArch(ConfigArch):
         """Return the output layer. `tied`: the embedding whose weight it shares."""
         return LMHead(config.vocab_size, config.hidden_size, context, tied=tied)
 
-    def ties(self, config: Any) -> bool:
-        """Return True if the output layer has the embedding's weight."""
-        return bool(config.tie_word_embeddings)
-
     def skipped(self, config: Any) -> list[str]:
         """Return the tensors of checkpoints that aren't loaded: see `Decoder`."""
         return []
@@ -233,7 +229,7 @@ class DecoderArch(ConfigArch):
             embedding,
             [self.block(config, self.spec(config, index), context) for index in layers],
             self.norm(config, context),
-            self.head(config, context, embedding if self.ties(config) else None),
+            self.head(config, context, embedding if config.tie_word_embeddings else None),
             [self.rope(config, index) for index in layers],
             context.max_len or model_length(config),
             self.skipped(config),

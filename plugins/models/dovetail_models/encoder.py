@@ -20,9 +20,9 @@ from dovetail.api.model import (
     ParallelGroup,
     WeightRule,
 )
+from dovetail.nn.attention import spec_of_rank
 from dovetail.nn.layer import Layer
-from dovetail.nn.parameter import share
-from dovetail_models.arch import ConfigArch
+from dovetail_models.arch import ConfigArch, head_size
 
 _SIZES = (
     "vocab_size",
@@ -61,14 +61,19 @@ class EncoderArch(ConfigArch):
         return None
 
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
-        heads = share(config.num_attention_heads, parallel, "num_attention_heads")
-        size = config.hidden_size // config.num_attention_heads
-        layers = range(config.num_hidden_layers)
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        size = head_size(config)
         return [
-            LayerSpec(
-                index, heads, heads, size, size**-0.5, self.window(config, index), causal=False
+            spec_of_rank(
+                LayerSpec(
+                    *(index, heads, kv_heads, size, size**-0.5),
+                    window=self.window(config, index),
+                    causal=False,
+                ),
+                parallel,
             )
-            for index in layers
+            for index in range(config.num_hidden_layers)
         ]
 
     def build(self, config: Any, context: BuildContext) -> nn.Module:

@@ -25,6 +25,7 @@ from dovetail.nn.model_files import model_length
 from dovetail.nn.norm import LayerNorm
 from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.rotary import RotaryEmbedding, Rotation, rope_from_config, rope_reasons_against
+from dovetail_models.arch import head_size
 from dovetail_models.encoder import EncoderArch, kept, rules
 
 # keys of the published config, which transformers doesn't read -> the field that has their value
@@ -84,9 +85,8 @@ class NomicBert(EncoderArch):
         theta = (config.rope_parameters or {}).get("rope_theta")
         if (base := getattr(config, "rotary_emb_base", theta)) != theta:
             reasons.append(f"rotary_emb_base = {base!r}, and rope_theta = {theta!r}, which is read")
-        size = config.hidden_size // config.num_attention_heads
-        if config.head_dim not in (None, size) or size % 2:
-            reasons.append(f"head_dim = {config.head_dim} must be {size}, and even")
+        if not reasons and head_size(config) % 2:
+            reasons.append(f"the size of a head, {head_size(config)}, must be even")
         return reasons
 
     def rope_reasons(self, config: Any) -> list[str]:
@@ -108,15 +108,16 @@ class NomicBertLayer(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         inner = config.intermediate_size
+        whole = config.num_attention_heads * spec.head_size
         own = spec.heads * spec.head_size
         rank = context.parallel.rank
         parts: dict[str | None, Columns] = {
-            name: Columns(3 * hidden, index * hidden + rank * own, own)
+            name: Columns(3 * whole, index * whole + rank * own, own)
             for index, name in enumerate("qkv")
         }
         self.qkv_proj = MergedColumnParallelLinear(hidden, parts, context, bias=False)
         self.attn = context.make_attention(spec)
-        self.o_proj = RowParallelLinear(hidden, hidden, context, bias=False)
+        self.o_proj = RowParallelLinear(whole, hidden, context, bias=False)
         self.attention_norm = LayerNorm(hidden, config.layer_norm_eps, context, bias=True)
         self.gate_up_proj = GateUpParallelLinear(hidden, inner, context, bias=False)
         self.down_proj = RowParallelLinear(inner, hidden, context, bias=False)

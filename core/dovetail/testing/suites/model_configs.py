@@ -203,7 +203,7 @@ def encodes(architecture: str) -> bool:
 
 
 def has_label_head(architecture: str) -> bool:
-    return architecture.endswith("ForSequenceClassification")
+    return architecture.endswith(("ForSequenceClassification", "ForTokenClassification"))
 
 
 def ties(architecture: str) -> bool:
