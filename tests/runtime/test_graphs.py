@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -98,8 +98,10 @@ def graphs(
     Hopper."""
     monkeypatch.setattr(gpu, "_gpu_of", lambda device: GPUS[90])
     monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda shape, limits: True)
+    shape, _, layers = request.param.partition(" of ")
+    number = int(layers or 1)
     write_checkpoint(
-        replace(SHAPES[request.param], layers=4, vocab=4096, intermediate=1024, max_len=2048),
+        replace(SHAPES[shape], layers=number, vocab=4096, intermediate=1024, max_len=2048),
         tmp_path,
     )
     config = EngineConfig.load(
@@ -143,13 +145,10 @@ def graphs(
 @pytest.mark.parametrize(
     "graphs", ["qwen3-0.6b", pytest.param("llama-3.2-1b", marks=pytest.mark.full)], indirect=True
 )
-def test_what_recording_launches_was_compiled_before(
-    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_recording_launches_was_compiled_before(graphs: Graphs) -> None:
     ahead, recording = Noting(), Noting()
     with ahead.instead():
         graphs.rehearse()
-    monkeypatch.setattr(Rehearsal, "indices", lambda self, taps: range(4))  # as steps do
     with recording.instead():
         graphs.capture()
     assert {
@@ -161,6 +160,34 @@ def test_what_recording_launches_was_compiled_before(
         "_append",
         "_embed",
     } <= set(recording.names.values())
+    assert {kind: name for kind, name in recording.names.items() if kind not in ahead.names} == {}
+
+
+@noted
+@pytest.mark.slow("computes many steps of several layers")
+@pytest.mark.parametrize("graphs", ["qwen3-0.6b of 7", "gemma-3-4b of 8"], indirect=True)
+def test_so_was_what_blocks_launch_that_were_not_rehearsed(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead, recording = Noting(), Noting()
+    rehearsed: list[list[int]] = []
+    indices = Rehearsal.indices
+
+    def noted_indices(rehearsal: Rehearsal, taps: Collection[int]) -> Iterator[int]:
+        rehearsed.append([])
+        for index in indices(rehearsal, taps):
+            rehearsed[-1].append(index)
+            yield index
+
+    monkeypatch.setattr(Rehearsal, "indices", noted_indices)
+    with ahead.instead():
+        graphs.rehearse()
+    every = rehearsed[0]
+    if len(every) == 7:  # all alike, but that the first one adds nothing before its norm
+        assert rehearsed[-1] == [0, 1, 2, 5, 6]
+    monkeypatch.setattr(Rehearsal, "indices", lambda rehearsal, taps: iter(every))  # as steps do
+    with recording.instead():
+        graphs.capture()
     assert {kind: name for kind, name in recording.names.items() if kind not in ahead.names} == {}
 
 

@@ -523,7 +523,8 @@ class Graphs:
             return self._record(builder, size, 0)
         except UnsupportedError:
             raise
-        except Exception:
+        except Exception as error:
+            log.debug("%s of size %d is run before it is recorded: %s", builder.key, size, error)
             torch.cuda.empty_cache()
             graph = self._record(builder, size, 1)
             torch.cuda.empty_cache()  # of the stream that it ran on
