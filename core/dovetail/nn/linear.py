@@ -290,9 +290,9 @@ class RowParallelLinear(LinearLayer):
             residual.add_parts(norm(self(x))[None])
             return
         x = x.contiguous()
-        if self.group.size > 1 or self.bias is not None:
+        if self.group.size > 1:
             self._add_sum_to(residual, x)
-        elif self.adapted is not None:
+        elif self.bias is not None or self.adapted is not None:  # the next norm adds it
             residual.add_parts(self._share(x)[None])
         else:
             self.format.add_to(self.weight, residual, x)

@@ -46,7 +46,8 @@ class Residual:
         if self._shared is not None:
             self._add_shares(None)
         if self._parts is not None:
-            self._x.add_(self._parts.sum(0))
+            parts = self._parts
+            self._x.add_(parts[0] if len(parts) == 1 else parts.sum(0))
             self._parts = None
         return self._x
 
