@@ -44,7 +44,9 @@ from dovetail.nn.kernels import (
     embedding,
     experts,
     few_experts_float8,
+    few_experts_fp4,
     float8_products,
+    fp4_as_float8,
     gate,
     gated_norm,
     mamba2,
@@ -59,7 +61,7 @@ from dovetail.nn.kernels import (
     widened,
 )
 from dovetail.nn.kernels.expert_sorting import SORTED_AT_ONCE
-from dovetail.nn.kernels.stored_experts import FLOAT8, Stored
+from dovetail.nn.kernels.stored_experts import CHUNK, FLOAT8, FP4, Stored
 from dovetail.nn.state import DeltaShape, Mamba2Shape
 from dovetail.testing.memory import bind_layers, bind_states
 from dovetail_attention.triton_backend import TritonAttention
@@ -321,9 +323,35 @@ def launch_experts_of_float8(dtype: torch.dtype) -> None:
     few_experts_float8.experts(
         torch.zeros(1, hidden, dtype=dtype), gate_up, down, ids[:1], weights[:1]
     )
-    experts.experts(
-        torch.zeros(many + 1, hidden, dtype=dtype), gate_up, down, None, None, "silu", ids, weights
-    )
+    for tokens in (20, many + 1):
+        x = torch.zeros(tokens, hidden, dtype=dtype)
+        experts.experts(x, gate_up, down, None, None, "silu", ids[:tokens], weights[:tokens])
+
+
+def launch_experts_of_fp4(dtype: torch.dtype) -> None:
+    """Experts of one and of a few tokens, and the conversion for many."""
+    hidden = HIDDEN[0]
+    inner = 160
+    count = 4
+
+    def stored(outputs: int, inputs: int) -> Stored:
+        chunks = -(-inputs // CHUNK)
+        values = torch.zeros(count, outputs, chunks * CHUNK // 4, dtype=torch.int16)
+        scales = torch.zeros(count, chunks, outputs, dtype=torch.int32)
+        return Stored(values, inputs, scales, None, 32, FP4)
+
+    layers = stored(2 * inner, hidden), stored(hidden, inner)
+    fp4_as_float8.as_float8(layers[0])
+    for tokens in (1, 3):
+        few_experts_fp4.experts(
+            torch.zeros(tokens, hidden, dtype=dtype),
+            *layers,
+            None,
+            None,
+            experts.gating("silu"),
+            torch.zeros(tokens, 2, dtype=torch.int32),
+            torch.zeros(tokens, 2),
+        )
 
 
 def launch_states(dtype: torch.dtype, shape: DeltaShape | Mamba2Shape) -> None:
@@ -421,6 +449,7 @@ def launch_formats(dtype: torch.dtype, arch: int) -> None:
             out=torch.zeros(1, outputs, dtype=dtype),
         )
         launch_experts_of_float8(dtype)
+        launch_experts_of_fp4(torch.bfloat16)
 
 
 def _launch_linear(rows: int, hidden: int, dtype: torch.dtype) -> None:
@@ -494,7 +523,7 @@ def entry_points() -> set[str]:
             for module, name in re.findall(
                 r"\b_?launch(?:_sorted)?\(\s*(?:(\w+)\.)?(\w+),\s+\(", file.read_text()
             ):
-                if name != "kernel":  # the argument of `_launch_sorted`
+                if name != "kernel":  # the argument of `launch_sorted`
                     found.add(f"{file.parent.name}.{module or neighbour}.{name}")
     return found
 

@@ -150,6 +150,7 @@ def compiling_for(arch: int, only: str | None = None) -> Iterator[list[Compiled]
                 ("use_kernels", True),
                 ("has_many_rows", GPUS[arch].is_hopper),
                 ("has_one_row_float8", GPUS[arch].is_hopper),
+                ("has_split_experts", GPUS[arch].is_hopper),
             ):
                 if name in vars(module):
                     patches.enter_context(

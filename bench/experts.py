@@ -23,11 +23,12 @@ import torch
 from bench.limits import BYTES, Limits, measure_limits, require_gpu, seconds
 from bench.shapes import EXPERT_BYTES, SHAPES, Shape
 from dovetail.nn.kernels import experts as kernels
+from dovetail.nn.kernels import few_experts_fp4
 from dovetail.nn.kernels.available import has_float8_products
 from dovetail.nn.kernels.expert_sorting import sort
 from dovetail.nn.kernels.experts import Few, FewTiling, Many, Tiling
 from dovetail.nn.kernels.launch import compiling_ahead
-from dovetail.nn.kernels.stored_experts import CHUNK, FLOAT8, FP4, PLAIN, Stored
+from dovetail.nn.kernels.stored_experts import CHUNK, FLOAT8, FP4, PLAIN, RAISED, Stored
 from dovetail_executors.runtime.recording import record
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
@@ -80,8 +81,11 @@ def layer_of(shape: Shape, checkpoint: str | None) -> Layer:
                 has_float8_products(scales.device),
             )
         codes = torch.randint(0, 256, (count, outputs, fp4_bytes), device="cuda", dtype=torch.uint8)
-        scales = torch.full((count, inputs // 32, outputs), 120, device="cuda", dtype=torch.uint8)
-        return Stored(codes, inputs, scales, None, 32, FP4)
+        codes = codes.view(torch.int16)
+        scales = torch.full(
+            (count, -(-inputs // CHUNK), outputs, 4), RAISED + 120, device="cuda", dtype=torch.uint8
+        )
+        return Stored(codes, inputs, scales.view(torch.int32)[..., 0], None, 32, FP4)
 
     inner = shape.intermediate
     return Layer(
@@ -102,31 +106,33 @@ def us_of(steps: Sequence[Callable[[], Any]]) -> float:
     return seconds(record(run).replay, 8, 2) * 1e6 / len(steps)
 
 
-def calls(
-    layer: Layer, tokens: int, tiling: FewTiling | Tiling, first: bool
-) -> list[Callable[[], Any]]:
+AnyTiling = FewTiling | Tiling | few_experts_fp4.Tiling
+
+
+def calls(layer: Layer, tokens: int, tiling: AnyTiling, first: bool) -> list[Callable[[], Any]]:
     """Steps of gate and up with this tiling, or of down, sorted before."""
     found: list[Callable[[], Any]] = []
     stored = layer.gate_up if first else layer.down
     around = kernels.gating("silu") if first else {}
     for x, inner, ids, weights in layer.steps(tokens):
         source, outputs = (x, layer.down.inputs) if first else (inner, layer.down.outputs)
-        if isinstance(tiling, FewTiling):
+        if not isinstance(tiling, Tiling):
             out = torch.empty(
-                len(ids) * (layer.per_token if first else 1),
+                len(ids) * (1 if isinstance(tiling, FewTiling) and not first else layer.per_token),
                 outputs,
                 device="cuda",
                 dtype=torch.bfloat16 if first else torch.float32,
             )
+            few = kernels.few_layer if isinstance(tiling, FewTiling) else few_experts_fp4.multiply
             found.append(
-                lambda a=(source, stored, None, ids, weights, out, tiling, around): (
-                    kernels.few_layer(*a)
-                )
+                lambda a=(source, stored, None, ids, weights, out, tiling, around), few=few: few(*a)
             )
             continue
         places, blocks = sort(ids, layer.count, tiling.rows)
         out = torch.empty(ids.numel(), outputs, device="cuda", dtype=torch.bfloat16)
-        run = kernels.float8_layer if narrows(layer, tokens) else kernels.many_layer
+        run = kernels.many_layer
+        if layer.gate_up.narrows:
+            run = kernels.float8_layer if narrows(layer, tokens) else kernels.split_layer
         found.append(
             lambda a=(source, stored, None, weights, places, blocks, out, tiling, around), run=run: (
                 run(*a)
@@ -140,7 +146,12 @@ def narrows(layer: Layer, tokens: int) -> bool:
     return layer.gate_up.narrows and tokens * layer.per_token > kernels.NARROW_FROM * layer.count
 
 
-def candidates(tokens: int, layer: Layer, first: bool) -> Iterator[FewTiling | Tiling]:
+def candidates(tokens: int, layer: Layer, first: bool) -> Iterator[AnyTiling]:
+    if layer.gate_up.kind == FP4 and tokens <= few_experts_fp4.TOKENS:
+        for n, warps in itertools.product((8, 16, 32), (4, 8)):
+            if first or n > 8:
+                yield few_experts_fp4.Tiling(n, warps)
+        return
     pairs = tokens * layer.per_token
     # weights of an output that are asked for at once
     held = 2 * layer.gate_up.inputs if first else min(8, layer.per_token) * layer.down.inputs
@@ -156,6 +167,12 @@ def candidates(tokens: int, layer: Layer, first: bool) -> Iterator[FewTiling | T
         ):
             held = rows * n * (2 if first else 1) // (32 * warps)  # sums of a thread
             if 32 <= held <= 128 and CHUNK * (rows + (2 if first else 1) * n) * stages <= 220 << 10:
+                yield Tiling(rows, n, CHUNK, stages, warps)
+        return
+    if layer.gate_up.narrows:
+        for n, stages, warps in itertools.product((64, 128), (3, 4, 6), (4, 8)):
+            rows = 16 if average <= 8 else 32
+            if CHUNK * (2 * rows + (2 if first else 1) * n) * stages <= 220 << 10:
                 yield Tiling(rows, n, CHUNK, stages, warps)
         return
     narrow = layer.gate_up.kind != PLAIN  # these have a chunk of their own, and fewer bytes of it
@@ -182,9 +199,10 @@ def candidates(tokens: int, layer: Layer, first: bool) -> Iterator[FewTiling | T
             yield Tiling(rows, n, k, stages, warps)
 
 
-def tune(layer: Layer, tokens: int, best: int) -> Few | Many:
-    """Every tiling for each of both layers; those quickest together have blocks alike."""
-    found: dict[bool, dict[FewTiling | Tiling, float]] = {True: {}, False: {}}
+def tune(layer: Layer, tokens: int, best: int) -> Few | Many | None:
+    """Every tiling for each of both layers; those quickest together have blocks alike. None for
+    `few_experts_fp4`, whose tilings aren't arguments."""
+    found: dict[bool, dict[AnyTiling, float]] = {True: {}, False: {}}
     for first in (True, False):
         tilings = list(candidates(tokens, layer, first))
         with compiling_ahead(
@@ -208,14 +226,18 @@ def tune(layer: Layer, tokens: int, best: int) -> Few | Many:
             sums[Few(a, b)] = us + more
         elif isinstance(a, Tiling) and isinstance(b, Tiling) and a.rows == b.rows:
             sums[Many(a, b)] = us + more
-    return min(sums, key=lambda choice: sums[choice])
+    return min(sums, key=lambda choice: sums[choice], default=None)
 
 
 def tell(
     layer: Layer, tokens: int, tuned: Few | Many | None, limits: Limits, weight_bytes: float
 ) -> None:
     """The whole of a layer, sorting included, as chosen now unless it is `tuned`."""
-    choice = tuned or kernels.choice_for(tokens, layer.per_token, layer.gate_up, layer.down.inputs)
+    choice: Any = tuned or kernels.choice_for(
+        tokens, layer.per_token, layer.gate_up, layer.down.inputs
+    )
+    if layer.gate_up.kind == FP4 and tokens <= few_experts_fp4.TOKENS:
+        choice = few_experts_fp4.FIRST, few_experts_fp4.LAST
     steps = list(layer.steps(tokens))
     distinct = sum(len(ids.unique()) for _, _, ids, _ in steps) / len(steps)
     weights = layer.gate_up.outputs * layer.gate_up.inputs + layer.down.outputs * layer.down.inputs

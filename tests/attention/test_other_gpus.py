@@ -33,7 +33,11 @@ FOR_HOPPER_ALONE = {
     "kernels.many_rows._linear",
     "kernels.one_row_float8._linear",
     "kernels.few_experts_float8._multiply",
-    "kernels.experts._sorted_float8",
+    "kernels.few_experts_fp4._multiply",
+    "kernels.experts_float8._sorted_float8",
+    "kernels.experts_float8._sorted_split",
+    "kernels.float8_products._split",
+    "kernels.fp4_as_float8._convert",
     "dovetail_attention.triton_prefill_hopper.prefill_hopper",
     "runtime.tower_kernels._attended",
 }

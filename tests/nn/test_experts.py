@@ -26,6 +26,7 @@ from dovetail.nn.kernels import expert_sorting, float8_products, launch
 from dovetail.nn.kernels import experts as kernels
 from dovetail.nn.kernels.expert_sorting import sort
 from dovetail.nn.kernels.experts import Few, Many, Tiling
+from dovetail.nn.kernels.fp4_as_float8 import as_float8
 from dovetail.nn.moe import Experts, Router, Stacked, choose
 from dovetail.nn.residual import Residual
 from tests.kernels import (
@@ -162,7 +163,7 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=repr)
-@pytest.mark.parametrize("tokens", [1, 3], ids=["pairs", "sorted"])
+@pytest.mark.parametrize("tokens", [1, 3, *([8, 40] if ON_GPU else [])])
 @given(activation=st.sampled_from(["silu", "relu2", ClampedSwiGLU(1.702, 0.5)]), seed=seeds)
 @examples(quick=4 if ON_GPU else 1, full=30)
 @pytest.mark.usefixtures("with_kernels")
@@ -223,14 +224,16 @@ def test_experts_in_a_format_compute_what_their_dequantized_weights_do(
     gated=st.booleans(),
     biased=st.booleans(),
     activation=st.sampled_from(["silu", "relu2"]),
+    rows=st.sampled_from([(16, 16), (128, 128), (128, 64)]),
     seed=seeds,
 )
 @examples(quick=4 if ON_GPU else 2, full=30)
 @runs_kernels
 def test_products_of_float8_inputs_are_those_of_inputs_rounded_before(
-    form: Any, gated: bool, biased: bool, activation: Any, seed: int
+    form: Any, gated: bool, biased: bool, activation: Any, rows: tuple[int, int], seed: int
 ) -> None:
-    inputs, outputs, count, tokens = 96, 32, 3, 21
+    """`rows`: of a block, and of a program."""
+    inputs, outputs, count, tokens = 96, 32, 3, 21 if rows[0] == 16 else 140
     dtype = torch.bfloat16 if ON_GPU else torch.float16
     stored_outputs = 2 * outputs if gated and activation == "silu" else outputs
     weights = [
@@ -250,11 +253,9 @@ def test_products_of_float8_inputs_are_those_of_inputs_rounded_before(
     out = torch.empty(
         *((2 * tokens,) if gated else (2, tokens)), outputs, dtype=dtype, device=DEVICE
     )
-    tiling = Tiling(16, 32, 128, 2, 4)
+    tiling = Tiling(rows[1], 32, 128, 2, 4)
     around = kernels.gating(activation) if gated else {}
-    kernels.float8_layer(
-        x, layer, bias, shares, *sort(ids, count, tiling.rows), out, tiling, around
-    )
+    kernels.float8_layer(x, layer, bias, shares, *sort(ids, count, rows[0]), out, tiling, around)
     narrow, scales = float8_products.twin_of_narrowed(x, layer.group)
     wide = (
         narrow.double()
@@ -271,6 +272,98 @@ def test_products_of_float8_inputs_are_those_of_inputs_rounded_before(
             else exact * shares.flatten()[pair].double()
         )
         assert_close(out[pair] if gated else out[pair % 2, pair // 2], exact)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [Float8("computed"), Float8("block", (32, 32)), Float8("block", (16, 64)), IN_BLOCKS],
+    ids=repr,
+)
+@given(
+    gated=st.booleans(),
+    biased=st.booleans(),
+    activation=st.sampled_from(["silu", "relu2"]),
+    seed=seeds,
+)
+@examples(quick=4 if ON_GPU else 1, full=30)
+@runs_kernels
+def test_products_of_inputs_split_in_two_round_no_input(
+    form: Any, gated: bool, biased: bool, activation: Any, seed: int
+) -> None:
+    inputs, outputs, count, tokens = (128, 128, 2, 9) if form == IN_BLOCKS else (96, 32, 3, 21)
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    stored_outputs = 2 * outputs if gated and activation == "silu" else outputs
+    weights = [
+        stored(form, (stored_outputs,), inputs, dtype, DEVICE, seed + index)
+        for index in range(count)
+    ]
+    layer = form.for_kernels(
+        form.allocate_experts(
+            [plain_weight((stored_outputs,), inputs, dtype, DEVICE)] * count, DEVICE
+        )
+    )
+    for index, weight in enumerate(weights):
+        layer.values[index], layer.scales[index] = weight.data, weight.scales
+    ids, shares = routed(tokens, count, 2, seed)
+    x = torch.randn(tokens if gated else 2 * tokens, inputs).bfloat16().to(DEVICE)
+    bias = torch.randn(count, stored_outputs).to(dtype).to(DEVICE) if biased else None
+    out = torch.empty(
+        *((2 * tokens,) if gated else (2, tokens)), outputs, dtype=dtype, device=DEVICE
+    )
+    tiling = Tiling(16, 32, 128, 2, 4)
+    around = kernels.gating(activation) if gated else {}
+    kernels.split_layer(x, layer, bias, shares, *sort(ids, count, tiling.rows), out, tiling, around)
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        exact = x[pair // 2 if gated else pair].double() @ (
+            form.dequantized(weights[expert]).double().T
+        )
+        exact += 0 if bias is None else bias[expert].double()
+        exact = (
+            activate(exact[None], activation)[0]
+            if gated
+            else exact * shares.flatten()[pair].double()
+        )
+        assert_close(out[pair] if gated else out[pair % 2, pair // 2], exact)
+
+
+@given(inputs=st.sampled_from([32, 160, 224]), spread=st.sampled_from([1, 8]), seed=seeds)
+@some
+@runs_kernels
+def test_fp4_is_float8_with_a_scale_for_each_output(inputs: int, spread: int, seed: int) -> None:
+    form = Mxfp4Format()
+    of_each = ((40,), inputs, torch.bfloat16, DEVICE)
+    weights = [stored(form, *of_each, seed + index) for index in range(2)]
+    for weight in weights:  # codes of scales that differ by less than 2 * spread
+        more = torch.randint(0, spread, (*weight.scales.shape, 4), dtype=torch.uint8)
+        weight.scales += more.to(DEVICE).view(torch.int32)[..., 0]
+    layer = form.for_kernels(form.allocate_experts([plain_weight(*of_each)] * 2, DEVICE))
+    for index, weight in enumerate(weights):
+        layer.values[index], layer.scales[index] = weight.data, weight.scales
+    converted = as_float8(layer)
+    for index, weight in enumerate(weights):
+        wide = converted.values[index].float() * converted.scales[index][:, None]
+        exact = form.dequantized(weight)
+        assert torch.equal(wide, exact)
+
+
+@given(seed=seeds, exponents=st.sampled_from([1, 8, 30]))
+@some
+@runs_kernels
+def test_two_float8_are_a_bfloat16(seed: int, exponents: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(5, 96) * torch.exp2(torch.randint(-exponents, exponents, (5, 96)))
+    x = x.bfloat16().to(DEVICE)
+    x[3] = 0
+    (numbers, scales), twin = float8_products.split(x, 64), float8_products.twin_of_split(x, 64)
+    assert torch.equal(numbers.float(), twin[0].float())
+    assert torch.equal(scales, twin[1])
+    spread = scales.repeat_interleave(64, 2)[:, :, :96].double()
+    whole = (numbers.double() * spread).sum(0)
+    largest = torch.stack([part.abs().amax(1) for part in x.double().split(64, 1)], 1)
+    largest = largest.repeat_interleave(64, 1)[:, :96]
+    assert ((whole - x.double()).abs() <= largest * 2.0**-22).all()
+    exact = x.double().abs() >= largest * 2.0**-13
+    assert torch.equal(whole[exact], x.double()[exact])
 
 
 @given(

@@ -22,6 +22,7 @@ from dovetail.nn.format.reading import DEQUANTIZE, WHERE, names
 from dovetail.nn.format.stored import StoredWeight, TensorShape
 from dovetail.nn.format.widened import WidenedFormat
 from dovetail.nn.kernels import stored_experts
+from dovetail.nn.kernels.stored_experts import BITS, RAISED, VALUES
 from dovetail.nn.parameter import Part, Weight
 
 KEYS = FileKeys(
@@ -33,15 +34,17 @@ KEYS = FileKeys(
     },
 )
 GROUP = 32  # inputs per scale
-BLOCK = 128  # number of inputs that are packed together, as in `int4`
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+BLOCK = 128  # number of inputs that are packed together: four of a number, GROUP apart
 MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+LARGEST_SCALE = 255 - 1 - RAISED  # its code
 LARGEST_IN_FLOAT16 = 127 + 13  # code of a scale by which 6 can be multiplied
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Format(WidenedFormat):
-    """Packed like `Int4`, with the codes of scales [inputs / 32, outputs]."""
+    """Weights int16 [outputs, inputs / 4]: number e of a block has the codes of its inputs e, e +
+    32, e + 64 and e + 96, at `BITS`. Scales int32 [blocks, outputs]: the codes of a block's groups,
+    raised by `RAISED`, the first in the lowest bits."""
 
     def __str__(self) -> str:
         return "mxfp4"
@@ -60,22 +63,27 @@ class Mxfp4Format(WidenedFormat):
                     f"inputs of a scale: use fewer ranks"
                 )
         values = torch.zeros(
-            (outputs, -(-inputs // BLOCK) * BLOCK // 2), dtype=torch.uint8, device=device
+            (outputs, -(-inputs // BLOCK) * BLOCK // 4), dtype=torch.int16, device=device
         )
         return StoredWeight(
             self,
             weight,
             values,
-            torch.full((inputs // GROUP, outputs), 127, dtype=torch.uint8, device=device),
+            torch.zeros((-(-inputs // BLOCK), outputs), dtype=torch.int32, device=device),
         )
 
     def dequantized(self, weight: StoredWeight) -> torch.Tensor:
-        blocks = weight.data.view(len(weight), -1, BLOCK // 2)
-        codes = (
-            torch.cat((blocks & 15, blocks >> 4), 2).flatten(1)[:, : weight.layer_shape[1]].long()
-        )
+        blocks = weight.data.view(len(weight), -1, 1, GROUP)
+        bits = torch.tensor(BITS, dtype=torch.int16, device=weight.device)[:, :, None]
+        codes = torch.stack([(blocks >> bits[:, bit] & 1).int() << bit for bit in range(4)]).sum(0)
+        codes = codes.flatten(1)[:, : weight.layer_shape[1]]
         values = torch.tensor((*VALUES, *(-value for value in VALUES)), device=weight.device)[codes]
-        return torch.ldexp(values, (weight.scales.int() - 127).t().repeat_interleave(GROUP, 1))
+        scales = (
+            weight.scales.t()
+            .clone(memory_format=torch.contiguous_format)
+            .view(torch.uint8)[:, : weight.layer_shape[1] // GROUP]
+        )
+        return torch.ldexp(values, (scales.int() - (127 + RAISED)).repeat_interleave(GROUP, 1))
 
     def tensors(self, part: Part) -> Mapping[str, TensorShape]:
         outputs, inputs = part.source_shape
@@ -106,6 +114,8 @@ class Mxfp4Format(WidenedFormat):
         scales = next(tensor for name, tensor in tensors.items() if "scale" in name)
         if bool((scales == 255).any()):
             raise ModelLoadError("scales must be numbers, but one is 255 (NaN)")
+        if bool((scales > LARGEST_SCALE).any()):
+            raise ModelLoadError(f"a scale exceeds 2 ** {LARGEST_SCALE - 127}")
         if weight.compute_dtype == torch.float16 and bool((scales > LARGEST_IN_FLOAT16).any()):
             raise ModelLoadError("a scale exceeds the range of float16: use bfloat16")
 
@@ -115,7 +125,9 @@ class Mxfp4Format(WidenedFormat):
         )
         groups = own.reshape(len(own), -1, GROUP)
         # 6 is the largest: 2 ** 2 * 1.5
-        scales = (groups.abs().amax(2).clamp(min=2.0**-120).log2().floor() - 2).clamp(-127, 127)
+        scales = (groups.abs().amax(2).clamp(min=2.0**-120).log2().floor() - 2).clamp(
+            -127, LARGEST_SCALE - 127
+        )
         codes = torch.bucketize(
             torch.ldexp(groups.abs(), -scales[:, :, None].int()),
             torch.tensor(MIDDLES, device=rows.device),
@@ -135,9 +147,12 @@ class Mxfp4Format(WidenedFormat):
     ) -> None:
         at = (part.at if part.dim == 0 else 0) + first
         rows = slice(at, at + len(codes))
-        blocks = F.pad(codes, (0, -codes.shape[1] % BLOCK)).view(len(codes), -1, 2, BLOCK // 2)
-        weight.data[rows] = (blocks[:, :, 0] | (blocks[:, :, 1] << 4)).flatten(1)
-        weight.scales[:, rows] = scales.t()
+        blocks = F.pad(codes, (0, -codes.shape[1] % BLOCK)).view(len(codes), -1, 4, GROUP)
+        bits = torch.tensor(BITS, dtype=torch.int16, device=codes.device)[:, :, None]
+        spread = [(blocks >> bit & 1).to(torch.int16) << bits[:, bit] for bit in range(4)]
+        weight.data[rows] = torch.stack(spread).sum((0, 3), dtype=torch.int16).flatten(1)
+        raised = F.pad(scales + RAISED, (0, -scales.shape[1] % (BLOCK // GROUP)))
+        weight.scales[:, rows] = raised.view(torch.int32).t()
 
     def for_kernels(self, weights: Sequence[StoredWeight]) -> stored_experts.Stored | None:
         scales = stacked([weight.scales for weight in weights])

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from dovetail.errors import ModelLoadError, UnsupportedError
-from dovetail.nn.format.mxfp4 import MIDDLES, VALUES
+from dovetail.nn.format.mxfp4 import MIDDLES
 from dovetail.nn.format.packing import share_of
 from dovetail.nn.format.stored import StoredWeight, TensorShape
 from dovetail.nn.format.widened import WidenedFormat, own_inputs, places
+from dovetail.nn.kernels.stored_experts import VALUES
 from dovetail.nn.parameter import Part, Weight
 
 GROUP = 16  # inputs per scale

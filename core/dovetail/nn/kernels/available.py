@@ -123,6 +123,20 @@ def has_few_experts_float8(device: torch.device) -> bool:
 
 @cache
 @shared
+def has_few_experts_fp4(device: torch.device) -> bool:
+    """True if the kernel `few_experts_fp4` is available. Measured only on Hopper."""
+    return _works_on_hopper(device, "few tokens' experts of FP4 weights", "few_experts_fp4")
+
+
+@cache
+@shared
+def has_split_experts(device: torch.device) -> bool:
+    """True if `experts_float8.split_layer` is available."""
+    return _works_on_hopper(device, "experts of inputs split in two numbers", "experts_float8")
+
+
+@cache
+@shared
 def has_float8_products(device: torch.device) -> bool:
     """True if products of float8 by float8 are available, see `float8_products`."""
     return _works_on_hopper(device, "products of float8 numbers", "float8_products")
@@ -159,6 +173,7 @@ OF_FLOAT8: tuple[Checked, ...] = (
     has_one_row_float8,
     has_products_of_blocks,
     has_few_experts_float8,
+    has_split_experts,
 )
 
 

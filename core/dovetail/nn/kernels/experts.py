@@ -26,26 +26,38 @@ import triton
 import triton.language as tl
 
 from dovetail.nn.activation import RELU2, Activation, ClampedSwiGLU
-from dovetail.nn.kernels.available import has_few_experts_float8
+from dovetail.nn.kernels.available import (
+    has_few_experts_float8,
+    has_few_experts_fp4,
+    has_float8_products,
+    has_split_experts,
+)
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.expert_sorting import sort
-from dovetail.nn.kernels.float8_products import narrowed
+from dovetail.nn.kernels.experts_float8 import float8_layer, split_layer
+from dovetail.nn.kernels.fp4_as_float8 import as_float8
 from dovetail.nn.kernels.launch import launch
-from dovetail.nn.kernels.stored_experts import CHUNK, FLOAT8, FP4, INT4, Stored
+from dovetail.nn.kernels.sorted_experts import Tiling, activated, launch_sorted
+from dovetail.nn.kernels.stored_experts import CHUNK, FLOAT8, FP4, INT4, RAISED, Stored
 from dovetail.nn.kernels.streamed import add_int4
 from dovetail.nn.kernels.widening import (
-    e2m1_to_16_bits,
+    LOWERED,
+    e2m1_to_float16,
+    factors_of_e2m1,
     float8_to_16_bits,
     pairs_to_16_bits,
     power_of_two,
+    scaled_e2m1,
     shifted,
 )
 
-# of a thread in `_sorted_float8`, for the last layer: three programs then fit a processor
-REGISTERS = 168
+RAISED_BY = tl.constexpr(RAISED)
+FACTOR = tl.constexpr(2.0**LOWERED.value)  # makes up for `scaled_e2m1`
 # pairs of an expert, more than which are computed by products of float8 inputs, if inputs may be
 # rounded
 NARROW_FROM = 16
+# likewise, more than which are computed by such products of FP4 weights that are converted before
+CONVERT_FROM = 256
 # ungated, the first layer has ups alone, of which it takes relu squared
 CLAMPED = 3
 UNGATED = 4
@@ -60,18 +72,6 @@ class FewTiling:
     warps: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """Share of one program: places, outputs (pairs if gated), inputs per chunk, chunks in flight,
-    warps."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    stages: int
-    warps: int
-
-
 class Few(NamedTuple):
     """Tilings if pairs are computed one by one."""
 
@@ -80,30 +80,11 @@ class Few(NamedTuple):
 
 
 class Many(NamedTuple):
-    """Tilings if pairs are sorted. Both layers have the same number of places per block."""
+    """Tilings if pairs are sorted, in blocks of as many places as a program of the first layer has.
+    Those of the last one may have a part of a block, if inputs are rounded to float8."""
 
     gate_up: Tiling
     down: Tiling
-
-
-@triton.jit
-def _activated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """All float32. Ungated, `gate` is all there is."""
-    if ACTIVATION == 4:
-        gate = tl.maximum(gate, 0.0)
-        up = gate
-    elif ACTIVATION == 3:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
-        gate = gate / (1.0 + tl.exp(-ALPHA * gate))
-    elif ACTIVATION == 2:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        gate = gate / (1.0 + tl.exp(-2.0 * inner))
-    elif ACTIVATION == 1:
-        gate = 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
-    else:
-        gate = gate / (1.0 + tl.exp(-gate))
-    return gate * up
 
 
 @triton.jit
@@ -126,7 +107,7 @@ def _tile(values, expert, outputs, n, real, BYTES: tl.constexpr, PADDED: tl.cons
     """The weights of outputs n, as stored."""
     i = tl.arange(0, PADDED)
     place = values + (expert * outputs + n)[:, None] * BYTES + i[None, :]
-    if values.dtype.element_ty == tl.uint8:
+    if values.dtype.element_ty.is_int():
         return tl.load(place, mask=real[:, None] & (i < BYTES)[None, :], other=0)
     else:
         return tl.load(place, mask=real[:, None] & (i < BYTES)[None, :], other=0.0)
@@ -178,14 +159,11 @@ def _product(
                 ),
                 1,
             )
-    else:
+    elif KIND == 2:
         PART: tl.constexpr = 32 if GROUP == 32 else 64
         c = tl.arange(0, PADDED // PART) * PART
         DTYPE: tl.constexpr = row.dtype.element_ty
-        if KIND == 2:
-            low, high = pairs_to_16_bits(tile, DTYPE)
-        else:
-            low, high = e2m1_to_16_bits(tile, DTYPE)
+        low, high = pairs_to_16_bits(tile, DTYPE)
         total = tl.zeros([N], tl.float32)
         for half in tl.static_range(2):
             at = i // 64 * 128 + i % 64 + half * 64
@@ -194,22 +172,35 @@ def _product(
             place = group[None, :] * outputs + n[:, None]
             there = real[:, None] & (group * GROUP < INPUTS)[None, :]
             weights = low if half == 0 else high
-            if KIND == 2:
-                if ASYMMETRIC:
-                    zero = tl.load(
-                        _scales_of(zeros, expert, outputs, INPUTS, KIND, GROUP, SHARING) + place,
-                        mask=there,
-                        other=0,
-                    )
-                else:
-                    zero = tl.full(place.shape, 8, tl.uint8)
-                spread = tl.reshape(weights, (N, PADDED // PART, PART))
-                spread = (spread - shifted(zero, DTYPE)[:, :, None]).to(tl.float32)
-                scale = tl.load(scale_at + place, mask=there, other=0.0).to(tl.float32)
+            if ASYMMETRIC:
+                zero = tl.load(
+                    _scales_of(zeros, expert, outputs, INPUTS, KIND, GROUP, SHARING) + place,
+                    mask=there,
+                    other=0,
+                )
             else:
-                spread = tl.reshape(weights.to(tl.float32), (N, PADDED // PART, PART))
-                scale = power_of_two(tl.load(scale_at + place, mask=there, other=0))
+                zero = tl.full(place.shape, 8, tl.uint8)
+            spread = tl.reshape(weights, (N, PADDED // PART, PART))
+            spread = (spread - shifted(zero, DTYPE)[:, :, None]).to(tl.float32)
+            scale = tl.load(scale_at + place, mask=there, other=0.0).to(tl.float32)
             sums = tl.sum(spread * tl.reshape(inputs, (1, PADDED // PART, PART)), 2)
+            total += tl.sum(sums * scale, 1)
+    else:
+        chunks: tl.constexpr = (INPUTS + 127) // 128
+        chunk = tl.arange(0, PADDED // 32)
+        codes = tl.load(
+            scales + (expert * chunks + chunk)[None, :] * outputs + n[:, None],
+            mask=real[:, None] & (chunk < chunks)[None, :],
+            other=0,
+        )
+        fours = e2m1_to_float16(tile)  # exact
+        total = tl.zeros([N], tl.float32)
+        for quarter in tl.static_range(4):
+            at = i // 32 * 128 + i % 32 + quarter * 32
+            inputs = tl.load(row + at, mask=at < INPUTS, other=0.0).to(tl.float32)
+            scale = power_of_two(((codes >> (8 * quarter)) & 255) - RAISED_BY)
+            spread = tl.reshape(fours[quarter].to(tl.float32), (N, PADDED // 32, 32))
+            sums = tl.sum(spread * tl.reshape(inputs, (1, PADDED // 32, 32)), 2)
             total += tl.sum(sums * scale, 1)
     return total
 
@@ -277,7 +268,7 @@ def _few_gate_up(
         gate += tl.load(at, mask=real, other=0.0).to(tl.float32)
         if ACTIVATION != 4:
             up += tl.load(at + OUTPUTS, mask=real, other=0.0).to(tl.float32)
-    result = _activated(gate, up, ACTIVATION, ALPHA, LIMIT)
+    result = activated(gate, up, ACTIVATION, ALPHA, LIMIT)
     tl.store(out + pair.to(tl.int64) * OUTPUTS + n, result.to(out.dtype.element_ty), mask=real)
 
 
@@ -380,36 +371,23 @@ def _added(
     """Return the sums plus the products of inputs from `at` on."""
     weight = values + expert * outputs * BYTES
     scale_at = _scales_of(scales, expert, outputs, INPUTS, KIND, GROUP, SHARING)
-    if KIND >= 2:
-        if KIND == 2:
-            zero_at = _scales_of(zeros, expert, outputs, INPUTS, KIND, GROUP, SHARING)
-            sums = add_int4(
-                sums,
-                inputs,
-                higher,
-                weight,
-                scale_at,
-                zero_at,
-                n,
-                real,
-                at // 128,
-                outputs,
-                BYTES,
-                GROUP,
-                ASYMMETRIC,
-            )
-        else:
-            i = at // 2 + tl.arange(0, 64)
-            pairs = tl.load(
-                weight + n.to(tl.int64)[:, None] * BYTES + i[None, :], mask=real[:, None], other=0
-            )
-            low, high = e2m1_to_16_bits(pairs, inputs.dtype)
-            sums = tl.dot(
-                _scaled_fp4(low, scale_at, n, real, at // 32, outputs, INPUTS), inputs, sums
-            )
-            sums = tl.dot(
-                _scaled_fp4(high, scale_at, n, real, at // 32 + 2, outputs, INPUTS), higher, sums
-            )
+    if KIND == 2:
+        zero_at = _scales_of(zeros, expert, outputs, INPUTS, KIND, GROUP, SHARING)
+        sums = add_int4(
+            sums,
+            inputs,
+            higher,
+            weight,
+            scale_at,
+            zero_at,
+            n,
+            real,
+            at // 128,
+            outputs,
+            BYTES,
+            GROUP,
+            ASYMMETRIC,
+        )
     else:
         k = at + tl.arange(0, inputs.shape[0])
         inside = (k >= 0) if WHOLE else (k < INPUTS)
@@ -430,15 +408,73 @@ def _added(
 
 
 @triton.jit
-def _scaled_fp4(weights, scales, n, real, group, outputs, INPUTS: tl.constexpr):
-    """Weights [N, 64] of two groups from `group` on times their scales: exact."""
-    both = group + tl.arange(0, 2)
-    there = real[:, None] & (both * 32 < INPUTS)[None, :]
-    scale = power_of_two(
-        tl.load(scales + both[None, :] * outputs + n[:, None], mask=there, other=0)
-    )
-    spread = tl.reshape(weights, (weights.shape[0], 2, 32)).to(tl.float32) * scale[:, :, None]
-    return tl.reshape(spread.to(weights.dtype), (weights.shape[0], 64))
+def _scaled_e2m1(weights, codes, DTYPE: tl.constexpr):
+    """Weights [N, inputs] times the scales [N] in the lowest bytes of codes: exact."""
+    return (weights.to(tl.float32) * power_of_two((codes & 255) - RAISED_BY)[:, None]).to(DTYPE)
+
+
+@triton.jit
+def _sums_fp4(
+    row,  # [1, M]: where there is no place, of any
+    values,
+    scales,
+    expert,
+    first,  # output
+    INPUTS: tl.constexpr,
+    BYTES: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    PAIRED: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Return products [N, M] of places' inputs and weights, and those of the ups if PAIRED; gates
+    and ups are multiplied as one tile."""
+    ROWS: tl.constexpr = 2 * N if PAIRED else N
+    stored: tl.constexpr = 2 * OUTPUTS if PAIRED else OUTPUTS
+    r = tl.arange(0, ROWS)
+    real = (r >= 0) if OUTPUTS % N == 0 else (first + r % N < OUTPUTS)
+    n = first + r % N + r // N * OUTPUTS
+    place = values + expert * (stored * BYTES) + n[:, None] * BYTES + tl.arange(0, 32)[None, :]
+    code_place = scales + expert * (stored * ((INPUTS + 127) // 128)) + n
+    k = tl.arange(0, 32)[:, None]
+    sums = tl.zeros([ROWS, M], tl.float32)
+    for at in tl.range(0, INPUTS, 128, num_stages=STAGES):
+        x0 = tl.load(row + (at + k))
+        if INPUTS % 128 == 0:
+            x1 = tl.load(row + (at + 32 + k))
+            x2 = tl.load(row + (at + 64 + k))
+            x3 = tl.load(row + (at + 96 + k))
+        else:
+            x1 = tl.load(row + (at + 32 + k), mask=at + 32 < INPUTS, other=0.0)
+            x2 = tl.load(row + (at + 64 + k), mask=at + 64 < INPUTS, other=0.0)
+            x3 = tl.load(row + (at + 96 + k), mask=at + 96 < INPUTS, other=0.0)
+        fours = tl.load(place + at // 4, mask=real[:, None], other=0)
+        codes = tl.load(code_place + at // 128 * stored, mask=real, other=0)
+        if x0.dtype == tl.bfloat16:
+            w0, w1, w2, w3 = scaled_e2m1(
+                fours,
+                factors_of_e2m1(codes)[:, None],
+                factors_of_e2m1(codes >> 8)[:, None],
+                factors_of_e2m1(codes >> 16)[:, None],
+                factors_of_e2m1(codes >> 24)[:, None],
+            )
+        else:
+            w0, w1, w2, w3 = e2m1_to_float16(fours)
+            w0 = _scaled_e2m1(w0, codes, x0.dtype)
+            w1 = _scaled_e2m1(w1, codes >> 8, x0.dtype)
+            w2 = _scaled_e2m1(w2, codes >> 16, x0.dtype)
+            w3 = _scaled_e2m1(w3, codes >> 24, x0.dtype)
+        sums = tl.dot(w0, x0, sums)
+        sums = tl.dot(w1, x1, sums)
+        sums = tl.dot(w2, x2, sums)
+        sums = tl.dot(w3, x3, sums)
+    if row.dtype.element_ty == tl.bfloat16:
+        sums *= FACTOR
+    if PAIRED:
+        return tl.split(tl.permute(tl.reshape(sums, (2, N, M)), (1, 2, 0)))
+    else:
+        return sums, sums
 
 
 @triton.jit(do_not_specialize=["pairs", "tokens"])
@@ -485,47 +521,44 @@ def _sorted(
         pair = tl.load(places + block * M + tl.arange(0, M))
         there = pair < pairs
         real = n < OUTPUTS
-        row = x + (pair // TOP if GATED else pair).to(tl.int64)[None, :] * INPUTS
+        source = (pair // TOP if GATED else pair).to(tl.int64)
+        row = x + source[None, :] * INPUTS
         PAIRED: tl.constexpr = GATED and ACTIVATION != 4
         stored: tl.constexpr = 2 * OUTPUTS if PAIRED else OUTPUTS
-        sums = tl.zeros([N, M], tl.float32)
-        ups = tl.zeros([N, M], tl.float32)
-        WHOLE: tl.constexpr = INPUTS % K == 0
-        HALF: tl.constexpr = K // 2 if KIND >= 2 else K
-        for at in tl.range(0, INPUTS, K, num_stages=STAGES):
-            k = at + tl.arange(0, HALF)
-            inside = (k >= 0) if WHOLE else (k < INPUTS)
-            inputs = tl.load(row + k[:, None], mask=there[None, :] & inside[:, None], other=0.0)
-            if KIND >= 2:
-                k += HALF
-                inside = (k >= 0) if WHOLE else (k < INPUTS)
-                higher = tl.load(row + k[:, None], mask=there[None, :] & inside[:, None], other=0.0)
-            else:
-                higher = inputs
-            sums = _added(
-                sums,
-                inputs,
-                higher,
+        if KIND == 3:
+            sums, ups = _sums_fp4(
+                x + tl.where(there, source, 0)[None, :] * INPUTS,
                 values,
                 scales,
-                zeros,
                 expert,
-                stored,
-                n,
-                real,
-                at,
+                tl.program_id(0) * N,
                 INPUTS,
                 BYTES,
-                KIND,
-                GROUP,
-                SHARING,
-                ASYMMETRIC,
-                PRECISION,
-                WHOLE,
+                OUTPUTS,
+                PAIRED,
+                M,
+                N,
+                STAGES,
             )
-            if PAIRED:
-                ups = _added(
-                    ups,
+        else:
+            sums = tl.zeros([N, M], tl.float32)
+            ups = tl.zeros([N, M], tl.float32)
+            WHOLE: tl.constexpr = INPUTS % K == 0
+            HALF: tl.constexpr = K // 2 if KIND == 2 else K
+            for at in tl.range(0, INPUTS, K, num_stages=STAGES):
+                k = at + tl.arange(0, HALF)
+                inside = (k >= 0) if WHOLE else (k < INPUTS)
+                inputs = tl.load(row + k[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+                if KIND == 2:
+                    k += HALF
+                    inside = (k >= 0) if WHOLE else (k < INPUTS)
+                    higher = tl.load(
+                        row + k[:, None], mask=there[None, :] & inside[:, None], other=0.0
+                    )
+                else:
+                    higher = inputs
+                sums = _added(
+                    sums,
                     inputs,
                     higher,
                     values,
@@ -533,7 +566,7 @@ def _sorted(
                     zeros,
                     expert,
                     stored,
-                    n + OUTPUTS,
+                    n,
                     real,
                     at,
                     INPUTS,
@@ -545,6 +578,28 @@ def _sorted(
                     PRECISION,
                     WHOLE,
                 )
+                if PAIRED:
+                    ups = _added(
+                        ups,
+                        inputs,
+                        higher,
+                        values,
+                        scales,
+                        zeros,
+                        expert,
+                        stored,
+                        n + OUTPUTS,
+                        real,
+                        at,
+                        INPUTS,
+                        BYTES,
+                        KIND,
+                        GROUP,
+                        SHARING,
+                        ASYMMETRIC,
+                        PRECISION,
+                        WHOLE,
+                    )
         if KIND == 1 and GROUP == 0:
             of_output = _scales_of(scales, expert, stored, INPUTS, KIND, GROUP, SHARING) + n
             sums *= tl.load(of_output, mask=real, other=0.0)[:, None]
@@ -556,7 +611,7 @@ def _sorted(
             if PAIRED:
                 ups += tl.load(at_bias + OUTPUTS, mask=real, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            result = _activated(sums, ups, ACTIVATION, ALPHA, LIMIT)
+            result = activated(sums, ups, ACTIVATION, ALPHA, LIMIT)
             to = pair
         else:
             result = sums * tl.load(weights + pair, mask=there, other=0.0)[None, :]
@@ -564,145 +619,6 @@ def _sorted(
         tl.store(
             out + to.to(tl.int64)[:, None] * OUTPUTS + n[None, :],
             tl.trans(result).to(out.dtype.element_ty),
-            mask=there[:, None] & real[None, :],
-        )
-
-
-@triton.jit
-def _products(
-    x_tile,
-    x_scale,
-    weight,
-    scale_at,
-    at,
-    k,
-    inside,
-    n,
-    real,
-    INPUTS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SHARING: tl.constexpr,
-    N: tl.constexpr,
-):
-    """[M, N] float32: float8 inputs [M, K] from `at` on times the weights of outputs n, and the
-    scales if they are by groups."""
-    tile = tl.load(
-        weight + n.to(tl.int64)[None, :] * INPUTS + k[:, None],
-        mask=real[None, :] & inside[:, None],
-        other=0.0,
-    )
-    products = tl.dot(x_tile, tile)
-    if GROUP > 0:
-        groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
-        if SHARING % N == 0:  # all outputs of the program share it
-            products *= (
-                x_scale * tl.load(scale_at + tl.min(n, 0) // SHARING * groups + at // GROUP)
-            )[:, None]
-        else:
-            scale = tl.load(scale_at + n // SHARING * groups + at // GROUP, mask=real, other=0.0)
-            products *= x_scale[:, None] * scale[None, :]
-    return products
-
-
-@triton.jit(do_not_specialize=["pairs", "tokens"])
-def _sorted_float8(
-    x,  # float8, otherwise as of `_sorted`
-    x_scales,  # [rows of x, INPUTS / GROUP], or [rows of x]
-    values,
-    scales,
-    bias,
-    weights,
-    places,
-    experts,
-    out,
-    pairs,
-    tokens,
-    INPUTS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SHARING: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    TOP: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BIASED: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """`_sorted` of float8 inputs and float8 weights, not transposed: a row's scale is then in few
-    registers."""
-    block = tl.program_id(1)
-    n = tl.program_id(0) * N + tl.arange(0, N)
-    let_next_begin(PDL)
-    wait(PDL)
-    expert = tl.load(experts + block).to(tl.int64)
-    if expert >= 0:
-        pair = tl.load(places + block * M + tl.arange(0, M))
-        there = pair < pairs
-        real = n < OUTPUTS
-        source = (pair // TOP if GATED else pair).to(tl.int64)
-        PAIRED: tl.constexpr = GATED and ACTIVATION != 4
-        stored: tl.constexpr = 2 * OUTPUTS if PAIRED else OUTPUTS
-        groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP if GROUP > 0 else 1
-        weight = values + expert * (stored * INPUTS)
-        scale_at = scales + expert * (stored // SHARING * groups)
-        sums = tl.zeros([M, N], tl.float32)
-        ups = tl.zeros([M, N], tl.float32)
-        WHOLE: tl.constexpr = INPUTS % K == 0
-        for at in tl.range(0, INPUTS, K, num_stages=STAGES):
-            k = at + tl.arange(0, K)
-            inside = (k >= 0) if WHOLE else (k < INPUTS)
-            inputs = tl.load(
-                x + source[:, None] * INPUTS + k[None, :],
-                mask=there[:, None] & inside[None, :],
-                other=0.0,
-            )
-            if GROUP > 0:
-                x_scale = tl.load(x_scales + source * groups + at // GROUP, mask=there, other=0.0)
-            else:
-                x_scale = tl.full([M], 1.0, tl.float32)
-            sums += _products(
-                inputs, x_scale, weight, scale_at, at, k, inside, n, real, INPUTS, GROUP, SHARING, N
-            )
-            if PAIRED:
-                ups += _products(
-                    inputs,
-                    x_scale,
-                    weight,
-                    scale_at,
-                    at,
-                    k,
-                    inside,
-                    n + OUTPUTS,
-                    real,
-                    INPUTS,
-                    GROUP,
-                    SHARING,
-                    N,
-                )
-        if GROUP == 0:
-            x_scale = tl.load(x_scales + source, mask=there, other=0.0)[:, None]
-            sums *= x_scale * tl.load(scale_at + n, mask=real, other=0.0)[None, :]
-            if PAIRED:
-                ups *= x_scale * tl.load(scale_at + OUTPUTS + n, mask=real, other=0.0)[None, :]
-        if BIASED:
-            at_bias = bias + expert * stored + n
-            sums += tl.load(at_bias, mask=real, other=0.0).to(tl.float32)[None, :]
-            if PAIRED:
-                ups += tl.load(at_bias + OUTPUTS, mask=real, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            result = _activated(sums, ups, ACTIVATION, ALPHA, LIMIT)
-            to = pair
-        else:
-            result = sums * tl.load(weights + pair, mask=there, other=0.0)[:, None]
-            to = pair % TOP * tokens + pair // TOP
-        tl.store(
-            out + to.to(tl.int64)[:, None] * OUTPUTS + n[None, :],
-            result.to(out.dtype.element_ty),
             mask=there[:, None] & real[None, :],
         )
 
@@ -721,8 +637,15 @@ def choice_for(
             return Few(FewTiling(2, max(1, one.warps // 2)), FewTiling(4, 4))
         return Few(one, FewTiling(8, 8) if gate_up.kind == FLOAT8 and inner <= 1024 else one)
     average = pairs / count  # places of an expert
-    if gate_up.narrows and average > NARROW_FROM:
-        return Many(Tiling(64, 64, CHUNK, 4, 4), Tiling(64, 128, CHUNK, 3, 4))
+    if gate_up.narrows:
+        if average > NARROW_FROM:
+            if average < 128:
+                return Many(Tiling(64, 64, CHUNK, 4, 4), Tiling(64, 128, CHUNK, 3, 4))
+            if gate_up.group:
+                return Many(Tiling(128, 128, CHUNK, 3, 8), Tiling(64, 128, CHUNK, 3, 4))
+            return Many(Tiling(128, 64, CHUNK, 3, 4), Tiling(128, 128, CHUNK, 4, 8))
+        rows = 16 if average <= 8 else 32
+        return Many(Tiling(rows, 64, CHUNK, 4, 4), Tiling(rows, 128, CHUNK, 4, 8))
     rows = (
         128 if average >= 128 else min(64, max(16, int(triton.next_power_of_2(ceil(2 * average)))))
     )
@@ -730,7 +653,8 @@ def choice_for(
     if rows == 128:
         return Many(Tiling(128, 128, wide // 2, 3, 8), Tiling(128, 128, wide // 2, 3, 4))
     if rows == 64:
-        return Many(Tiling(64, 64, wide, 4, 4), Tiling(64, 128, wide // 2, 4, 4))
+        stages = 3 if gate_up.kind == FP4 else 4
+        return Many(Tiling(64, 64, wide, stages, 4), Tiling(64, 128, wide // 2, 4, 4))
     stages = 3 if gate_up.kind in (FLOAT8, FP4) else 4
     return Many(Tiling(rows, 64, wide, stages, 4), Tiling(rows, 64, wide, stages, 4))
 
@@ -760,9 +684,22 @@ def experts(
         from dovetail.nn.kernels import few_experts_float8
 
         return few_experts_float8.experts(x, gate_up, down, ids, weights)[None]
-    inner = torch.empty((tokens * per_token, down.inputs), dtype=x.dtype, device=x.device)
-    choice = choice or choice_for(tokens, per_token, gate_up, down.inputs, x.element_size())
     around = gating(activation)
+    if (
+        choice is None
+        and x.dtype == torch.bfloat16
+        and takes_few_fp4(gate_up, down, around, tokens)
+    ):
+        from dovetail.nn.kernels import few_experts_fp4
+
+        return few_experts_fp4.experts(
+            x, gate_up, down, gate_up_bias, down_bias, around, ids, weights
+        )
+    inner = torch.empty((tokens * per_token, down.inputs), dtype=x.dtype, device=x.device)
+    converts = choice is None and converts_to_float8(x, gate_up, tokens * per_token)
+    if converts:
+        gate_up = as_float8(gate_up)
+    choice = choice or choice_for(tokens, per_token, gate_up, down.inputs, x.element_size())
     if isinstance(choice, Few):
         out = torch.empty((1, tokens, down.outputs), dtype=torch.float32, device=x.device)
         few_layer(x, gate_up, gate_up_bias, ids, weights, inner, choice.gate_up, around)
@@ -770,15 +707,27 @@ def experts(
         return out
     places, blocks = sort(ids, count, choice.gate_up.rows)
     out = torch.empty((per_token, tokens, down.outputs), dtype=x.dtype, device=x.device)
-    if gate_up.narrows and down.narrows and tokens * per_token > NARROW_FROM * count:
-        float8_layer(
-            x, gate_up, gate_up_bias, weights, places, blocks, inner, choice.gate_up, around
-        )
-        float8_layer(inner, down, down_bias, weights, places, blocks, out, choice.down, {})
-        return out
-    many_layer(x, gate_up, gate_up_bias, weights, places, blocks, inner, choice.gate_up, around)
-    many_layer(inner, down, down_bias, weights, places, blocks, out, choice.down, {})
+    multiply = many_layer
+    if gate_up.narrows and tokens * per_token > NARROW_FROM * count:
+        multiply = float8_layer
+    elif gate_up.narrows and has_split_experts(x.device):
+        multiply = split_layer
+    multiply(x, gate_up, gate_up_bias, weights, places, blocks, inner, choice.gate_up, around)
+    if converts:
+        del gate_up
+        down = as_float8(down)
+    multiply(inner, down, down_bias, weights, places, blocks, out, choice.down, {})
     return out
+
+
+def converts_to_float8(x: torch.Tensor, gate_up: Stored, pairs: int) -> bool:
+    """True if FP4 weights are converted to float8 before products."""
+    return (
+        gate_up.kind == FP4
+        and x.dtype == torch.bfloat16
+        and pairs > CONVERT_FROM * len(gate_up.values)
+        and has_float8_products(x.device)
+    )
 
 
 def takes_few(
@@ -800,6 +749,17 @@ def takes_few(
     ) and few_experts_float8.takes(gate_up, down, per_token)
 
 
+def takes_few_fp4(
+    gate_up: Stored, down: Stored, gating: dict[str, int | float], tokens: int
+) -> bool:
+    """True if `few_experts_fp4` computes experts of bfloat16 tokens."""
+    if gate_up.kind != FP4 or not has_few_experts_fp4(gate_up.values.device):
+        return False
+    from dovetail.nn.kernels import few_experts_fp4
+
+    return few_experts_fp4.takes(gate_up, down, gating, tokens)
+
+
 def gating(activation: Activation) -> dict[str, int | float]:
     if isinstance(activation, ClampedSwiGLU):
         return {"ACTIVATION": CLAMPED, "ALPHA": activation.alpha, "LIMIT": activation.limit}
@@ -812,8 +772,8 @@ def few_layer(
     """`around`: of gate and up, or empty."""
     (tokens, per_token), outputs = ids.shape, out.shape[-1]
     padded = max(
-        triton.next_power_of_2(layer.values.shape[2]),
-        layer.group if layer.kind == FLOAT8 else 64 if layer.kind else 1,
+        triton.next_power_of_2(layer.constants()["BYTES"]),
+        layer.group if layer.kind == FLOAT8 else 64 if layer.kind == INT4 else 32,
     )
     sizes = layer.constants() | {
         "OUTPUTS": outputs,
@@ -852,7 +812,7 @@ def many_layer(
         "K": CHUNK if layer.kind >= INT4 else gcd(tiling.inputs, layer.group)
     }
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
-    _launch_sorted(
+    launch_sorted(
         _sorted,
         (x, *layer.tensors()),
         constants | {"PRECISION": precision},
@@ -863,72 +823,4 @@ def many_layer(
         out,
         tiling,
         around,
-    )
-
-
-def float8_layer(
-    x,
-    layer: Stored,
-    bias,
-    weights,
-    places,
-    blocks,
-    out,
-    tiling: Tiling,
-    around: dict[str, int | float],
-) -> None:
-    """`many_layer` with inputs rounded to e4m3, for a layer that `narrows`."""
-    narrow, x_scales = narrowed(x, layer.group)
-    constants = {name: layer.constants()[name] for name in ("INPUTS", "GROUP", "SHARING")} | {
-        "K": gcd(tiling.inputs, layer.group)
-    }
-    if not around:
-        constants["maxnreg"] = REGISTERS
-    _launch_sorted(
-        _sorted_float8,
-        (narrow, x_scales, *layer.tensors()[:2]),
-        constants,
-        bias,
-        weights,
-        places,
-        blocks,
-        out,
-        tiling,
-        around,
-    )
-
-
-def _launch_sorted(
-    kernel,
-    inputs,
-    constants,
-    bias,
-    weights,
-    places,
-    blocks,
-    out,
-    tiling: Tiling,
-    around: dict[str, int | float],
-) -> None:
-    outputs, (tokens, per_token) = out.shape[-1], weights.shape
-    launch(kernel, (triton.cdiv(outputs, tiling.outputs), len(blocks)))(
-        *inputs,
-        weights if bias is None else bias,
-        weights,
-        places,
-        blocks,
-        out,
-        tokens * per_token,
-        tokens,
-        OUTPUTS=outputs,
-        TOP=per_token,
-        M=tiling.rows,
-        N=tiling.outputs,
-        GATED=bool(around),
-        BIASED=bias is not None,
-        STAGES=tiling.stages,
-        num_warps=tiling.warps,
-        **constants,
-        **(around or {"ACTIVATION": 0, "ALPHA": 1.0, "LIMIT": 0.0}),
-        **pdl_options(out.device),
     )

@@ -94,8 +94,9 @@ def _multiply(
     of_output = first + sums_row // 8 // per_output + sums_row // 8 % per_output * OUTPUTS
     of_sum = (index(num_warps, 0, sums_layout) * 8 + sums_row % 8) * SLICE
     if PDL:
+        if GATED:  # before the next kernel, which then finds ids and shares, may begin
+            gdc_wait()
         gdc_launch_dependents()
-        gdc_wait()
     # of the pairs that the program multiplies
     experts = ()
     all_shares = ()
@@ -125,6 +126,8 @@ def _multiply(
         scale = gl.load(scales + place, mask=at < all_inputs, other=0.0)
         tile_scales += (scale * _of_pair(all_shares, pair, chunk, chunk_inputs, INPUTS),)
 
+    if PDL and not GATED:
+        gdc_wait()
     inputs = ()
     for chunk in gl.static_range(CHUNKS):
         at = of_input + chunk * chunk_inputs
@@ -181,7 +184,8 @@ def experts(
 def multiply(
     x, layer: Stored, ids, weights, out, *, gated: bool = False, adds: bool = False, at_once: int
 ) -> None:
-    """Compute one of the layers. `at_once`: outputs of a program, pairs if gated."""
+    """Compute one of the layers. The last one must follow on the first, whose ids and weights it
+    reads before that has ended. `at_once`: outputs of a program, pairs if gated."""
     top = ids.shape[1]
     outputs = out.shape[1]
     launch(_multiply, (outputs // at_once, len(out)))(

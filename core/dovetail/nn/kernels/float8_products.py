@@ -13,11 +13,13 @@ import triton.language as tl
 
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
+from dovetail.nn.kernels.e4m3 import EVEN, LEAST_NORMAL
 from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.rms_norm import normed_row
 from dovetail.nn.kernels.row import warps_of_row
 
 LARGEST = 448.0  # finite value of e4m3
+LOWER = 32  # by which the lower of two numbers is multiplied before it is rounded
 NUMBERS = 4096  # numbers per program, if there are more than FULL such programs
 FULL = 64
 BLOCK = 128  # inputs, and outputs of weights, that share a scale in `linear_of_blocks`
@@ -81,6 +83,77 @@ def narrowed(x: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, torch.Tenso
             UNITS=at_once,
             LARGEST=LARGEST,
             num_warps=warps_of_row(block * at_once),
+            **pdl_options(x.device),
+        )
+    return out, scales
+
+
+@triton.jit(do_not_specialize=["units", "numbers"])
+def _split(
+    x,
+    out,  # [2, rows, SIZE]
+    scales,  # [2, units]
+    units,
+    numbers,  # of x
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNITS: tl.constexpr,
+    LOWER: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Split some units, which are the groups of all rows."""
+    let_next_begin(PDL)
+    groups: tl.constexpr = (SIZE + GROUP - 1) // GROUP
+    u = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    j = tl.arange(0, GROUP)
+    in_row = (u % groups * GROUP)[:, None] + j[None, :]
+    at = (u // groups).to(tl.int64)[:, None] * SIZE + in_row
+    mask = (u < units)[:, None] & (in_row < SIZE)
+    wait(PDL)
+    values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    # powers of two: the largest magnitude is moved to between 2 ** 7 and 2 ** 8
+    largest = tl.max(tl.abs(values), 1).to(tl.int32, bitcast=True)
+    power = tl.maximum(largest & 0x7F800000, 22 << 23)
+    scale = (power - (7 << 23)).to(tl.float32, bitcast=True)
+    values *= (-power + (254 << 23)).to(tl.float32, bitcast=True)[:, None] * 128.0
+    # To e4m3 and back, ties to even, by arithmetic: ptxas 12.8 unpacks a wrong register if it merges
+    # conversions.
+    bits = values.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    rounded = bits.to(tl.float32, bitcast=True)
+    middle = 1.5 * EVEN  # float32 on both sides of it are 2 ** -9 apart
+    near_zero = (values + middle) - middle
+    rounded = tl.where(tl.abs(values) < LEAST_NORMAL, near_zero, rounded)
+    high = rounded.to(out.dtype.element_ty)
+    low = ((values - rounded) * LOWER).to(out.dtype.element_ty)
+    tl.store(out + at, high, mask=mask)
+    tl.store(out + numbers + at, low, mask=mask)
+    tl.store(scales + u, scale, mask=u < units)
+    tl.store(scales + units + u, scale / LOWER, mask=u < units)
+
+
+def split(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (numbers float8 [2, rows, size], scales float32 [2, rows, size / group]) whose products
+    sum up to x [rows, size] bfloat16, contiguous: e4m3 has four bits of a bfloat16's eight. Numbers
+    below 2 ** -14 of the largest of a group are rounded by at most 2 ** -22 of it. `group`: a power
+    of two."""
+    rows, size = x.shape
+    groups = triton.cdiv(size, group)
+    out = torch.empty((2, rows, size), dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((2, rows, groups), dtype=torch.float32, device=x.device)
+    at_once = max(1, 1024 // group)
+    if rows:
+        launch(_split, (triton.cdiv(rows * groups, at_once),))(
+            x,
+            out,
+            scales,
+            rows * groups,
+            rows * size,
+            SIZE=size,
+            GROUP=group,
+            UNITS=at_once,
+            LOWER=LOWER,
+            num_warps=4,
             **pdl_options(x.device),
         )
     return out, scales
@@ -160,6 +233,19 @@ def twin_of_narrowed(x: torch.Tensor, group: int = 0) -> tuple[torch.Tensor, tor
     scales.masked_fill_(scales == 0, 1.0)
     narrow = (padded / scales[:, :, None]).flatten(1)[:, :size].to(torch.float8_e4m3fn)
     return narrow, scales if group else scales[:, 0]
+
+
+def twin_of_split(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`split` in plain torch operations."""
+    rows, size = x.shape
+    padded = torch.nn.functional.pad(x.float(), (0, -size % group)).view(rows, -1, group)
+    largest = padded.abs().amax(2).clamp(min=2.0**-105)
+    scales = torch.exp2(largest.log2().floor() - 7)
+    numbers = padded / scales[:, :, None]
+    high = numbers.to(torch.float8_e4m3fn)
+    low = ((numbers - high.float()) * LOWER).to(torch.float8_e4m3fn)
+    both = torch.stack((high.flatten(1)[:, :size], low.flatten(1)[:, :size]))
+    return both, torch.stack((scales, scales / LOWER))
 
 
 def linear(

@@ -8,12 +8,19 @@ import torch
 
 PLAIN, FLOAT8, INT4, FP4 = range(4)
 CHUNK = 128  # inputs whose 4-bit weights are stored together
+# of FP4, by the codes of e2m1 without their sign
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# where the bits of FP4's four codes are in a number, from the lowest: kernels need few instructions to move
+# them to where 16-bit floating-point numbers have theirs
+BITS = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14))
+RAISED = 63  # added to the e8m0 codes of FP4's scales, so that a product with bits is exact
 
 
 class Stored(NamedTuple):
     """The weights of one layer of all experts, contiguous: [experts, outputs, inputs], or as
-    `streamed.Stored` has them, with experts before. FP4 are laid out as INT4: codes of e2m1, and
-    `scales` [experts, inputs / 32, outputs] uint8, powers of two as e8m0 has them."""
+    `streamed.Stored` has them, with experts before. FP4 and their scales are laid out
+    as by `dovetail.nn.format.mxfp4`: int16 [experts, outputs, inputs / 4] and int32 [experts,
+    inputs / CHUNK, outputs]."""
 
     values: torch.Tensor
     inputs: int

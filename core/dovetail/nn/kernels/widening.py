@@ -15,6 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dovetail.nn.kernels.stored_experts import RAISED
+
+# `scaled_e2m1` are that many powers of two too small, so that neither factors nor products exceed the
+# exponents of bfloat16; sums in float32 make up for it
+LOWERED: tl.constexpr = tl.constexpr(126 - RAISED)
+
 
 @triton.jit
 def float8_to_16_bits(narrow, DTYPE: tl.constexpr):
@@ -82,56 +88,72 @@ def shifted(small, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def e2m1_to_16_bits(pairs, DTYPE: tl.constexpr):
-    """Return the low and the high halves of bytes, which are e2m1 numbers (0, 0.5, 1, 1.5, 2, 3, 4,
-    6 and their negatives). Their bits are moved to where `DTYPE` has its own, and the difference of
-    the exponents is made up by a product, as in `float8_to_16_bits`."""
-    if DTYPE == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c, d, e, f;
-            prmt.b32 a, $4, 0, 0x4140;
-            prmt.b32 b, $4, 0, 0x4342;
-            mov.b32 e, 0x7e807e80;
-            mov.b32 f, 0x80008000;
-            shl.b32 c, a, 6;
-            and.b32 c, c, 0x01c001c0;
-            shl.b32 d, a, 12;
-            lop3.b32 c, d, f, c, 0xea;
-            fma.rn.bf16x2 $0, c, e, f;
-            shl.b32 c, b, 6;
-            and.b32 c, c, 0x01c001c0;
-            shl.b32 d, b, 12;
-            lop3.b32 c, d, f, c, 0xea;
-            fma.rn.bf16x2 $1, c, e, f;
-            shl.b32 c, a, 2;
-            and.b32 c, c, 0x01c001c0;
-            shl.b32 d, a, 8;
-            lop3.b32 c, d, f, c, 0xea;
-            fma.rn.bf16x2 $2, c, e, f;
-            shl.b32 c, b, 2;
-            and.b32 c, c, 0x01c001c0;
-            shl.b32 d, b, 8;
-            lop3.b32 c, d, f, c, 0xea;
-            fma.rn.bf16x2 $3, c, e, f;
-            }""",
-            "=&r,=&r,=&r,=&r,r",
-            [pairs],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        return _e2m1_to_float16(pairs & 15), _e2m1_to_float16(pairs >> 4)
+def e2m1_to_float16(fours):
+    """Return the four e2m1 numbers (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives) of int16, laid
+    out as by `dovetail.nn.format.mxfp4`."""
+    bits = fours.to(tl.int32)
+    return (
+        _normal(((bits & 0x1C0) << 3) | (bits & 0x8000)),
+        _normal(((bits & 0x38) << 6) | ((bits & 0x1000) << 3)),
+        _normal(((bits & 7) << 9) | ((bits & 0x200) << 6)),
+        _normal(((bits & 0xC00) >> 1) | ((bits & 0x2000) >> 2) | ((bits & 0x4000) << 1)),
+    )
 
 
 @triton.jit
-def _e2m1_to_float16(codes):
-    bits = ((codes & 7).to(tl.int16) << 9) | ((codes & 8).to(tl.int16) << 12)
-    return (bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0).to(tl.float16)
+def _normal(bits):
+    return (bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0).to(tl.float16)
+
+
+# four times two numbers: the bits of three are where bfloat16 has its own after a shift
+SCALED_E2M1 = tl.constexpr(
+    """{
+    .reg .b32 m, n, f;
+    mov.b32 f, 0x80008000;
+    and.b32 m, $4, 0x81c081c0;
+    fma.rn.bf16x2 $0, m, $5, f;
+    shl.b32 m, $4, 3;
+    and.b32 m, m, 0x81c081c0;
+    fma.rn.bf16x2 $1, m, $7, f;
+    shl.b32 m, $4, 6;
+    and.b32 m, m, 0x81c081c0;
+    fma.rn.bf16x2 $2, m, $9, f;
+    shr.u32 m, $4, 4;
+    and.b32 m, m, 0x00c000c0;
+    shr.u32 n, $4, 5;
+    lop3.b32 m, n, 0x01000100, m, 0xea;
+    shl.b32 n, $4, 1;
+    lop3.b32 m, n, f, m, 0xea;
+    fma.rn.bf16x2 $3, m, $11, f;
+    }"""
+)
+SCALED_E2M1_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r")
+
+
+@triton.jit
+def scaled_e2m1(fours, a, b, c, d):
+    """`e2m1_to_float16` in bfloat16, times the factors int32 that `factors_of_e2m1` made of each
+    number's scale; two adjacent ones are the same. One product makes up for the difference of the
+    exponents, and scales."""
+    return tl.inline_asm_elementwise(
+        SCALED_E2M1,
+        SCALED_E2M1_REGISTERS,
+        [fours, a, b, c, d],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def factors_of_e2m1(codes):
+    """Return the factors of `scaled_e2m1` for the e8m0 codes, raised by RAISED, in the lowest bytes
+    of int32: two bfloat16 in an int32. Products are 2 ** LOWERED too small: the bits of e2m1 are
+    bfloat16s of 2 ** -126 of its values."""
+    return (codes & 255) * 0x00800080
 
 
 @triton.jit
 def power_of_two(codes):
     """Return 2 ** (codes - 127), e8m0 numbers, as float32; 0 is 0."""
-    return (codes.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return (codes << 23).to(tl.float32, bitcast=True)
