@@ -22,7 +22,7 @@ from dovetail.api.model import (
 )
 from dovetail.nn.attention import spec_of_rank
 from dovetail.nn.layer import Layer
-from dovetail_models.arch import ConfigArch, head_size
+from dovetail_models.arch import ConfigArch
 
 _SIZES = (
     "vocab_size",
@@ -60,10 +60,18 @@ class EncoderArch(ConfigArch):
         """Return `LayerSpec.window` of a layer."""
         return None
 
+    def kv_heads(self, config: Any) -> int:
+        """Return the heads of K and V."""
+        return int(config.num_attention_heads)
+
+    def head_size(self, config: Any) -> int:
+        """Return the numbers of a head."""
+        return int(config.hidden_size // config.num_attention_heads)
+
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
         heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        size = head_size(config)
+        kv_heads = self.kv_heads(config)
+        size = self.head_size(config)
         return [
             spec_of_rank(
                 LayerSpec(

@@ -47,6 +47,12 @@ class EuroBert(EncoderArch):
             )
         return reasons
 
+    def kv_heads(self, config: Any) -> int:
+        return int(config.num_key_value_heads)
+
+    def head_size(self, config: Any) -> int:
+        return head_size(config)
+
     def rope_reasons(self, config: Any) -> list[str]:
         return rope_reasons_against(config.rope_parameters or {})
 

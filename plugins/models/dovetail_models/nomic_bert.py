@@ -89,6 +89,9 @@ class NomicBert(EncoderArch):
             reasons.append(f"the size of a head, {head_size(config)}, must be even")
         return reasons
 
+    def head_size(self, config: Any) -> int:
+        return head_size(config)
+
     def rope_reasons(self, config: Any) -> list[str]:
         return rope_reasons_against(config.rope_parameters or {})
 
