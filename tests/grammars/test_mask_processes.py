@@ -10,6 +10,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from dovetail.errors import DovetailError
 from dovetail.testing.checks import checks_of
 from dovetail.testing.suites.grammar import GrammarSuite
 from dovetail_grammars import llguidance_backend, mask_processes
+from dovetail_grammars.channels import Channel
 from dovetail_grammars.llguidance_backend import LLGuidance
-from dovetail_grammars.mask_processes import FEW, RemoteMatcher
+from dovetail_grammars.mask_processes import FEW, MaskProcess, RemoteMatcher
 from dovetail_grammars.options import GrammarOptions
 from tests.grammars.helpers import BYTES, STOP
 
@@ -85,6 +87,15 @@ def mask(matcher: Matcher) -> Any:
 def tokens_of(words: Any) -> list[int]:
     bits = np.unpackbits(words.view(np.uint8), bitorder="little")
     return [int(token) for token in np.flatnonzero(bits)]
+
+
+def runs(pid: int) -> bool:
+    """Return False if a process has ended, even if nobody has waited for it yet."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 @pytest.mark.parametrize(
@@ -162,6 +173,47 @@ def test_when_a_process_ends_only_its_answers_fail(local: LLGuidance) -> None:
     later = [backend.compile(SPEC).begin() for _ in range(4)]
     backend.fill_many(later, words[:4])
     assert all(tokens_of(line) == [ord("[")] for line in words[:4])
+
+
+@STARTS_PROCESSES
+def test_answers_of_a_process_that_hangs_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_processes, "ANSWERS_WITHIN_S", 2.0)
+    backend = LLGuidance(GrammarOptions(processes=2), BYTES)
+    answers = [one for one in began(backend, ANSWERS) if isinstance(one, RemoteMatcher)]
+    first = answers[0].process
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGSTOP)
+    words = np.zeros((len(answers), 9), np.uint32)
+    with pytest.raises(DovetailError):
+        backend.fill_many(answers, words)
+    with pytest.raises(DovetailError, match="hasn't answered for 2 s"):
+        answers[0].fill(words[0])
+    others = [one for one in answers if one.process is not first]
+    assert others
+    assert all(tokens_of(mask(one)) == [ord("[")] for one in others)
+
+
+@STARTS_PROCESSES
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_backend_ends_processes_that_hang(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(mask_processes, "ENDS_WITHIN_S", 0.5)
+    backend = LLGuidance(GrammarOptions(processes=2), BYTES)
+    answers = [one for one in began(backend, ANSWERS) if isinstance(one, RemoteMatcher)]
+    pids = sorted({one.process.pid or 0 for one in answers})
+    os.kill(pids[number], signal.SIGSTOP)
+    del answers, backend
+    gc.collect()
+    assert not [pid for pid in pids if runs(pid)]
+
+
+def test_a_process_that_ended_before_it_was_ready_is_noticed() -> None:
+    ours, theirs = Channel.pair()
+    channel = Channel(ours)
+    channel.send(b"context")
+    theirs.close()  # with what it hasn't read
+    process = MaskProcess(channel, range(1))
+    assert process.is_ready
+    assert process.has_ended
 
 
 @STARTS_PROCESSES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 
 # what became of an answer's token: see `mask_worker`
 REJECTED, ACCEPTED, COMPLETE, FAILED = range(4)
@@ -16,6 +17,14 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+
+    def limit(self, seconds: float) -> None:
+        """Let calls from here on raise `BlockingIOError` if the other end lets them wait for so
+        long."""
+        # the kernel's timeouts: those of Python's sockets take a system call more
+        most = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, most)
+        self._end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, most)
 
     @staticmethod
     def pair() -> tuple[socket.socket, socket.socket]:
@@ -50,9 +59,12 @@ class Channel:
             self._end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
+        except OSError:  # which `receive` raises
+            return True
         return True
 
     def close(self) -> None:
+        """Idempotent. Later calls raise `OSError`."""
         self._end.close()
 
     def _packet(self) -> bytes:

@@ -1,8 +1,8 @@
 """Processes that follow answers and fill their masks, so that neither needs the engine's lock.
 
 The engine's process tells each process its answers' tokens, and goes on while they accept them and
-fill the next masks, in memory that all share. An answer stays in its process. If a process ends,
-its answers fail.
+fill the next masks, in memory that all share. An answer stays in its process. If a process ends or
+hangs, its answers fail.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -38,6 +39,9 @@ logger = logging.getLogger("dovetail")
 ROWS = 64  # answers of a process
 # answers that are followed in the engine's process, which is faster for a few
 FEW = 4
+# that a process may take for one message: some hundred times as long as masks take at worst
+ANSWERS_WITHIN_S = 20.0
+ENDS_WITHIN_S = 5.0  # all processes, once their sockets are closed
 
 
 class MaskProcess:
@@ -54,6 +58,7 @@ class MaskProcess:
         self.grammars: set[int] = set()  # that it was told of
         self.pid: int | None = None  # once it is ready
         self.has_ended = False
+        self._reason = "has ended"
 
     @property
     def is_ready(self) -> bool:
@@ -73,18 +78,26 @@ class MaskProcess:
             commands = [self._commands.popleft() for _ in range(len(self._commands))]
             try:
                 self._channel.send(pickle.dumps([*commands, command]))
-            except OSError:
-                raise self._ended() from None
+            except OSError as error:
+                raise self._ended(error) from None
 
     def _receive(self) -> bytes:
         try:
             return self._channel.receive()
-        except OSError:
-            raise self._ended() from None
+        except OSError as error:
+            raise self._ended(error) from None
 
-    def _ended(self) -> DovetailError:
-        self.has_ended = True
-        return DovetailError("the process that fills its masks has ended")
+    def _ended(self, error: OSError) -> DovetailError:
+        """End the process, whose answers can't be told apart from here on. Returns the reason."""
+        if not self.has_ended:
+            self.has_ended = True
+            self._channel.close()
+            if isinstance(error, BlockingIOError):
+                self._reason = f"hasn't answered for {ANSWERS_WITHIN_S:g} s"
+                if self.pid is not None:
+                    with suppress(ProcessLookupError):
+                        os.kill(self.pid, signal.SIGKILL)
+        return DovetailError(f"the process that fills its masks {self._reason}")
 
     def start_step(self, matchers: Sequence[RemoteMatcher], tokens: Sequence[int]) -> None:
         self.settle()
@@ -264,6 +277,8 @@ class MaskProcesses:
             pair[1].close()
         finalize(self, _end, channels, process)
         channels[0].send(pickle.dumps((self._options, self._context)))
+        for channel in channels:
+            channel.limit(ANSWERS_WITHIN_S)
         self._processes = [
             MaskProcess(channel, range(number * ROWS, (number + 1) * ROWS))
             for number, channel in enumerate(channels)
@@ -295,10 +310,15 @@ main(memory, sockets)
 
 
 def _end(channels: Sequence[Channel], process: subprocess.Popen[bytes]) -> None:
-    """Close the processes' sockets, which ends them."""
+    """Close the processes' sockets, which ends them; kill those that hang. `process`: the first,
+    which ends after the others, and leads their group."""
     for channel in channels:
         channel.close()
-    process.wait()
+    try:
+        process.wait(ENDS_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 Groups = dict[MaskProcess, tuple[list[int], list[RemoteMatcher]]]

@@ -133,4 +133,7 @@ def main(memory: int, sockets: list[int]) -> None:
     with suppress(OSError):  # the engine's process has ended
         channel.send(pickle.dumps(os.getpid()))
         Worker(backend, channel, masks).serve()
+    with suppress(ChildProcessError):  # the engine's process waits for the first alone
+        while True:
+            os.wait()
     os._exit(0)
