@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from dovetail.api.model import ModelContext
 from dovetail.base import kept_configs
+from dovetail.base.config_reader import keep
 from dovetail.base.kept_configs import begin_reading, kept_config
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.model_files import PlainConfig, kept_text_config, read_config, text_of
@@ -26,12 +28,13 @@ from tests.models.oracle import MODELS, context
 # built-in models that read plain values, and whose configs hold others: configs of layers
 NOT_KEPT = {"Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"}
 KEEP = """
-import json, sys
+import hashlib, json, sys
 from pathlib import Path
 from dovetail.base.config_reader import keep
 sys.modules["torch"] = None
 for directory in json.loads(sys.argv[1]):
-    keep(directory, Path(directory) / "kept.json")
+    content = Path(directory, "config.json").read_bytes()
+    keep(directory, Path(directory) / "kept.json", hashlib.sha256(content).hexdigest())
 """
 
 
@@ -53,6 +56,14 @@ def write_kept(own_folder: Path, directory: Path, content: str) -> None:
     """Write the file in which the directory's config would be kept."""
     own_folder.mkdir(parents=True, exist_ok=True)
     kept_configs.path_of(directory).write_text(content)
+
+
+def kept(**fields: Any) -> str:
+    """Return a kept config with these fields."""
+    empty: dict[str, Any] = {"dict": []}
+    packed = {"dict": [*fields.items()]}
+    parts = {"fields": packed, "defaults": empty, "derived": empty, "causal_model": None}
+    return json.dumps({"name": "Qwen3Config", **parts})
 
 
 def told(arch: Any, config: Any) -> tuple[Any, ...]:
@@ -134,6 +145,11 @@ def test_a_process_that_has_imported_transformers_reads_the_config_itself(
         "[" * 9999,
         '{"name": "Qwen3Config"}',
         '{"name": 1, "fields": {"x": 1}}',
+        kept(model_type="qwen3").replace("Qwen3Config", "\\u0000"),
+        kept(model_type="qwen3").replace('"model_type"', "5"),
+        kept(model_type="qwen3").replace('"derived": {"dict": []}', '"derived": null'),
+        kept(model_type="qwen3").replace('"defaults": {"dict": []}', '"defaults": {"list": []}'),
+        kept(model_type="qwen3").replace('"causal_model": null', '"causal_model": 5'),
     ],
 )
 def test_a_file_that_is_no_kept_config_is_ignored(
@@ -142,14 +158,6 @@ def test_a_file_that_is_no_kept_config_is_ignored(
     write_kept(own_folder, saved(tmp_path), content)
     assert kept_config(tmp_path) is None
     assert isinstance(find_architecture(tmp_path, MODELS).config, PreTrainedConfig)
-
-
-def kept(**fields: Any) -> str:
-    """Return a kept config with these fields."""
-    empty: dict[str, Any] = {"dict": []}
-    packed = {"dict": [*fields.items()]}
-    parts = {"fields": packed, "defaults": empty, "derived": empty, "causal_model": None}
-    return json.dumps({"name": "Qwen3Config", **parts})
 
 
 def test_a_kept_config_that_no_built_in_model_serves_is_read_again(
@@ -161,11 +169,59 @@ def test_a_kept_config_that_no_built_in_model_serves_is_read_again(
     assert isinstance(find_architecture(tmp_path, MODELS).config, PreTrainedConfig)
 
 
+@pytest.mark.parametrize("dtype", ["nn", 5, {"dict": [["a", "float32"]]}])
 def test_a_kept_config_of_a_dtype_that_torch_lacks_is_read_again(
-    tmp_path: Path, own_folder: Path
+    tmp_path: Path, own_folder: Path, dtype: Any
 ) -> None:
-    write_kept(own_folder, saved(tmp_path), kept(dtype="nn"))
+    write_kept(own_folder, saved(tmp_path), kept(dtype=dtype))
     assert kept_text_config(tmp_path) is None
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands of processes that are started, in a program without transformers."""
+    commands: list[list[str]] = []
+    monkeypatch.delitem(sys.modules, "transformers")
+    monkeypatch.setattr(kept_configs, "_reading", {})
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **rest: commands.append(command))
+    return commands
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "3", '{"configuration_files": ["other.json"]}'])
+def test_a_file_that_is_no_config_is_left_to_its_reader(
+    tmp_path: Path, started: list[list[str]], content: str
+) -> None:
+    (tmp_path / "config.json").write_text(content)
+    begin_reading(tmp_path)
+    assert not started
+
+
+def test_configs_in_further_files_are_refused(tmp_path: Path) -> None:
+    """Bounds are checked in config.json, and by its content configs are kept."""
+    content = {"model_type": "qwen3", "configuration_files": ["config.4.0.0.json"]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UnsupportedError, match="configuration_files"):
+        kept_text_config(tmp_path)
+
+
+def test_other_entries_than_texts_of_the_search_path_are_ignored(
+    tmp_path: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python does."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    texts = [*sys.path]
+    monkeypatch.setattr(sys, "path", [tmp_path, *texts])
+    begin_reading(tmp_path)
+    (command,) = started
+    assert json.loads(command[3]) == texts
+
+
+def test_a_config_that_changes_while_it_is_read_is_not_kept(tmp_path: Path) -> None:
+    directory = saved(tmp_path)
+    digest = hashlib.sha256((directory / "config.json").read_bytes()).hexdigest()
+    saved(directory, hidden_size=96)
+    keep(str(directory), tmp_path / "kept.json", digest)
+    assert not (tmp_path / "kept.json").exists()
 
 
 def test_a_directory_is_checked_also_if_its_config_is_kept(

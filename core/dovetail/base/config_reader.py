@@ -3,6 +3,7 @@ script, which imports nothing of Dovetail."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -15,13 +16,17 @@ _PLAIN = (type(None), bool, int, float, str)
 _DEPRECATED = ("torch_dtype", "use_return_dict")
 
 
-def keep(directory: str, path: Path) -> None:
+def keep(directory: str, path: Path, digest: str) -> None:
     """Read the config in `directory` with transformers and keep it in `path`; null if it has other
-    than plain values."""
+    than plain values. Nothing is kept if the file's SHA-256 is another than `digest`, after which
+    `path` is named: it was changed meanwhile."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    content = Path(directory, "config.json").read_bytes()
+    if hashlib.sha256(content).hexdigest() != digest:
+        return
     fields = {name: value for name, value in vars(config).items() if name != "quantization_config"}
     kept = None
     if config.get_text_config(decoder=True) is config and not config.is_encoder_decoder:
@@ -77,4 +82,4 @@ if __name__ == "__main__":
     sys.path[:] = json.loads(sys.argv[1])
     # Configs need no torch, whose import would take longer than the rest. transformers sees none.
     sys.modules["torch"] = None  # type: ignore[assignment]
-    keep(sys.argv[2], Path(sys.argv[3]))
+    keep(sys.argv[2], Path(sys.argv[3]), sys.argv[4])

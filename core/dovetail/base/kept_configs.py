@@ -21,7 +21,7 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from dovetail.errors import DovetailError
 READING_S = 60.0  # after which the process is no longer waited for
 CONFIG = "config.json"
 MOST_BYTES = 8 << 20  # of a config that is kept
+OTHER_FILES = "configuration_files"  # key by which transformers reads another file instead
 # why a config isn't kept: besides those of files, there may be no home directory, or no transformers
 _UNKEPT = (OSError, RuntimeError, ValueError, DovetailError, metadata.PackageNotFoundError)
 _reading: dict[Path, subprocess.Popen[bytes]] = {}  # by the file that it writes
@@ -61,12 +62,19 @@ def begin_reading(directory: Path) -> None:
         path = path_of(directory)
         if path.exists() or path in _reading:
             return
+        content = _content(directory)
+        config = read_json(content)
+        if not isinstance(config, dict) or OTHER_FILES in config:
+            return  # the caller refuses it
         # as the caller will, for transformers makes lists of such sizes
-        check_sizes(directory / CONFIG, read_json(_content(directory)))
+        check_sizes(directory / CONFIG, config)
         path.parent.mkdir(parents=True, exist_ok=True)
         script = str(Path(config_reader.__file__).resolve())
+        # Python ignores other entries
+        search = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+        digest = hashlib.sha256(content).hexdigest()
         _reading[path] = subprocess.Popen(
-            [sys.executable, "-I", script, json.dumps(sys.path), str(directory), str(path)],
+            [sys.executable, "-I", script, search, str(directory), str(path), digest],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -83,12 +91,23 @@ def kept_config(directory: Path) -> KeptConfig | None:
         kept = json.loads(path.read_bytes())
         if kept is None:
             return None
-        parts = ("name", "fields", "defaults", "derived", "causal_model")
-        name, fields, defaults, derived, causal_model = (unpacked(kept[part]) for part in parts)
-        fields["_name_or_path"] = str(directory)
-        return KeptConfig(str(name), fields, defaults, derived, causal_model)
+        config = KeptConfig(**{part.name: unpacked(kept[part.name]) for part in fields(KeptConfig)})
+        _check(config)
+        config.fields["_name_or_path"] = str(directory)
+        return config
     except (*_UNKEPT, TypeError, KeyError, AttributeError):
         return None
+
+
+def _check(config: KeptConfig) -> None:
+    """Raise `ValueError` or `AttributeError` for a file that was damaged."""
+    if not config.name.isidentifier() or not isinstance(config.causal_model, str | None):
+        raise ValueError("no names")
+    for attributes in (config.fields, config.defaults, config.derived):
+        if not isinstance(attributes, dict) or not all(
+            isinstance(name, str) for name in attributes
+        ):
+            raise ValueError("attributes without names")
 
 
 def _wait_for(path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from dovetail.api.json_files import read_json_object
 from dovetail.api.start_phases import phase
 from dovetail.base.config_sizes import check_sizes
-from dovetail.base.kept_configs import kept_config
+from dovetail.base.kept_configs import OTHER_FILES, kept_config
 from dovetail.errors import ModelLoadError, UnsupportedError, shown
 
 log = logging.getLogger("dovetail")
@@ -209,7 +209,8 @@ def kept_text_config(model_dir: str | Path) -> ReadConfig | None:
 
     for fields in (kept.fields, kept.defaults):
         if (name := fields.get("dtype")) is not None:
-            if not isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            dtype = getattr(torch, name, None) if isinstance(name, str) else None
+            if not isinstance(dtype, torch.dtype):
                 return None
             fields["dtype"] = dtype
     own_class = type(kept.name, (PlainConfig,), {**kept.derived, "_defaults": kept.defaults})
@@ -231,6 +232,11 @@ def _checked(path: Path) -> Mapping[str, Any]:
         )
     if "model_type" not in raw:
         raise ModelLoadError(f"{path}: no 'model_type', which says how to read the config")
+    if OTHER_FILES in raw:
+        raise UnsupportedError(
+            f"{path}: {OTHER_FILES} isn't implemented: configs in files for single versions of "
+            f"transformers"
+        )
     check_sizes(path, raw)
     _stored_as(path, raw)  # transformers reads it, too, but wouldn't name the file
     return raw
