@@ -22,8 +22,8 @@ MAX_INDEX_BYTES = 64 << 20  # of a file that lists a model's shards
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A model on this machine. `size`: bytes on disk. `lacks`: files that its index lists and that
-    aren't there."""
+    """A model on this machine. `size`: bytes on disk. `lacks`: missing files that its index
+    lists."""
 
     name: str  # as `LLM` takes it
     path: Path
@@ -33,7 +33,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What would come of loading a model. `how`: as what it would be served, or why not."""
+    """Whether a model would load. `how`: how it would be served, or why not."""
 
     served: bool
     how: str
@@ -41,7 +41,9 @@ class Verdict:
 
 Folders = Annotated[
     list[Path] | None,
-    typer.Argument(metavar="[DIRECTORY]...", help="Look here, too.", exists=True, file_okay=False),
+    typer.Argument(
+        metavar="[DIRECTORY]...", help="Search here, too.", exists=True, file_okay=False
+    ),
 ]
 
 
@@ -49,12 +51,12 @@ def models(
     folders: Folders = None,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Say whether each would load, by its small files."),
+        typer.Option("--check", help="Say whether each would load. No weights are read."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List models on this machine: bundled ones, those in the Hugging Face hub's cache, and those in
-    the given directories and directly below."""
+    """List models on this machine: bundled ones, those in the Hugging Face hub's cache, and those
+    in the given directories and directly below."""
     from dovetail.registry.registry import Registry
 
     registry = Registry.discover(enforce_require=False)
@@ -78,7 +80,7 @@ def models(
 
 
 def bundled(registry: Registry) -> Iterator[Found]:
-    """Yield the models that plugins bring."""
+    """Yield the models that plugins bundle."""
     from dovetail.registry.models import locate_model
     from dovetail.registry.plugin import NAMESPACE
 
@@ -92,8 +94,7 @@ def bundled(registry: Registry) -> Iterator[Found]:
 
 
 def cached() -> Iterator[Found]:
-    """Yield the models in the hub's cache: one for each revision that a branch or tag names, and
-    for others."""
+    """Yield the models in the hub's cache, one for each revision."""
     try:
         from huggingface_hub import constants, scan_cache_dir
         from huggingface_hub.errors import CacheNotFound
@@ -120,7 +121,7 @@ def below(folder: Path) -> Iterator[Found]:
     from dovetail.gguf.unpacked import gguf_in
 
     for directory in (folder, *sorted(folder.iterdir())):
-        with suppress(OSError):  # one that can't be read has no models for us
+        with suppress(OSError):  # unreadable directories are skipped
             if (directory / "config.json").is_file():
                 yield _found(str(directory), directory)
             for file in gguf_in(directory):
@@ -136,7 +137,7 @@ def verdict(model: Found, registry: Registry) -> Verdict:
         return Verdict(True, _forecast(model, registry))
     except DovetailError as error:
         return Verdict(False, str(error))
-    except Exception as error:  # a config is somebody else's, and so is a model's code
+    except Exception as error:  # configs and model plugins come from others
         return Verdict(False, describe(error))
 
 
@@ -162,7 +163,7 @@ def _found(name: str, path: Path) -> Found:
 
 
 def _lacks(path: Path) -> list[str]:
-    """Return names of weight files that the index lists and that aren't there."""
+    """Return the names of missing weight files that the index lists."""
     index = path / "model.safetensors.index.json"
     if not index.is_file() or index.stat().st_size > MAX_INDEX_BYTES:
         return []
@@ -177,7 +178,8 @@ def _lacks(path: Path) -> list[str]:
 def _lacking(model: Found) -> str:
     if not model.lacks:
         return ""
-    return f"incomplete: {shown(model.lacks[0])} is missing (and {len(model.lacks) - 1} more)"
+    more = f" (and {len(model.lacks) - 1} more)" if len(model.lacks) > 1 else ""
+    return f"incomplete: {shown(model.lacks[0])} is missing{more}"
 
 
 def _line(says: Verdict) -> str:

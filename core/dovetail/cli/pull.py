@@ -21,8 +21,8 @@ Name = Annotated[
 def pull(model: Name) -> None:
     """Fetch a model's config, weights and tokenizer from the Hugging Face hub into its cache.
 
-    Files that are there are kept, and a download that was interrupted goes on. Code of a repository
-    isn't fetched. Prints the directory.
+    Existing files are kept, and an interrupted download resumes. Code of a repository isn't
+    fetched. Prints the directory.
     """
     from dovetail.registry.models import locate_model, resolve_model
     from dovetail.registry.registry import Registry

@@ -18,9 +18,8 @@ class GrammarOptions(BaseModel):
     """Number of threads that fill the masks of a step. null: up to four."""
 
     processes: Annotated[int, Field(ge=0, le=64)] = 0
-    """Number of processes that follow answers and fill their masks, for batches of many constrained
-    answers on a machine with as many idle cores: up to 64 answers each. 0: the engine's process
-    does it."""
+    """Number of processes that track constrained answers and fill their masks, up to 64 answers
+    each. Useful for large batches if as many cores are idle. 0: the engine's process does it."""
 
 
 WHITESPACE_AT_MOST = 20  # characters in a row, with `whitespace: flexible`
