@@ -64,7 +64,7 @@ def encoded_images(
 
 
 def _with_other_text(prompt: MediaPrompt) -> MediaPrompt:
-    """Return a prompt of which the prefix cache knows nothing, with the same image."""
+    """Return a prompt that isn't in the prefix cache, with the same image."""
     first, *others = prompt.token_ids
     return replace(prompt, token_ids=[first + 1, *others])
 
@@ -80,7 +80,7 @@ def _placeholder(engine: LLMEngine) -> int | None:
 
 
 def _of_side(engine: LLMEngine, side: int, token_id: int) -> list[MediaPrompt]:
-    """Return prompts whose images have so many pixels on a side, each another picture."""
+    """Return prompts with different images, all with this many pixels on a side."""
     from PIL import Image
 
     random = np.random.default_rng(side)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-LEAST_S = 0.05  # shorter phases are told among the others
+LEAST_S = 0.05  # shorter phases are added to "other"
 
 
 class StartPhases:
@@ -53,7 +53,7 @@ class StartPhases:
         return dict(self._seconds)
 
     def __str__(self) -> str:
-        """Such as "3.2 s: imports 2.1, weights 0.4, other 0.7"."""
+        """Return a text such as "3.2 s: imports 2.1, weights 0.4, other 0.7"."""
         seconds = self.seconds
         rest = seconds.pop("other", 0.0)
         rest += sum(each for each in seconds.values() if each < LEAST_S)

@@ -1,5 +1,5 @@
-"""Reads a config with transformers and keeps its attributes: the process of `kept_configs`, run as a
-script, which imports nothing of Dovetail."""
+"""Reads a config with transformers and keeps its attributes: the process of `kept_configs`. It is
+run as a script and imports nothing of Dovetail."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ def packed(value: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
+    """Return the value of which `packed` made this JSON."""
     if not isinstance(value, dict):
         return value
     ((kind, items),) = value.items()

@@ -36,7 +36,7 @@ READING_S = 60.0  # after which the process is no longer waited for
 CONFIG = "config.json"
 MOST_BYTES = 8 << 20  # of a config that is kept
 OTHER_FILES = "configuration_files"  # key by which transformers reads another file instead
-# why a config isn't kept: besides those of files, there may be no home directory, or no transformers
+# errors for which a config isn't kept: of files, without a home directory, without transformers
 _UNKEPT = (OSError, RuntimeError, ValueError, DovetailError, metadata.PackageNotFoundError)
 _reading: dict[Path, subprocess.Popen[bytes]] = {}  # by the file that it writes
 
@@ -132,7 +132,7 @@ def path_of(directory: Path) -> Path:
 
 
 def _content(directory: Path) -> bytes:
-    """Return the content of a config. Raises `ValueError` for one that is no config by its size."""
+    """Return the content of a config. Raises `ValueError` if it is too large."""
     with (directory / CONFIG).open("rb") as file:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:

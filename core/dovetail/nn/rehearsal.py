@@ -1,5 +1,5 @@
-"""Chooses the blocks of a decoder that are run while kernels are only compiled: those that launch the
-same kernels needn't all be run, and running them takes a good part of a start.
+"""Chooses the blocks of a decoder that are run while kernels are only compiled. Of blocks that
+launch the same kernels a few suffice, and running all would take a large part of a start.
 
 Which blocks are alike is observed when all are run for the first time.
 """

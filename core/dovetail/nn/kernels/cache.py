@@ -2,8 +2,8 @@
 
 Triton keeps a kernel by its content: source, constants, options, GPU and the version of Triton. Its
 folder (`TRITON_CACHE_DIR`) can't be moved, because it holds absolute paths. `DOVETAIL_KERNELS`
-names folders that were such, wherever they are now, separated as in `PATH`: they are only read, and
-what they lack is compiled and kept in Triton's folder.
+names copies of such folders at any place, separated as in `PATH`. They are only read: missing
+kernels are compiled and kept in Triton's folder.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def brought_folders() -> tuple[Path, ...]:
 
 @cache
 def prepare_cache() -> None:
-    """Let Triton use the folders that are brought along, unless the program has chosen another
-    cache; and have a thread compute the version of Triton, a hash of its library that takes up to
-    a second and that the first kernel waits for. Without Triton nothing is done."""
+    """Make Triton use the folders that are brought along, unless the program has chosen another
+    cache. Compute the version of Triton in a thread: it is a hash of the library, takes up to a
+    second, and the first kernel waits for it. A no-op without Triton."""
     with suppress(ImportError):
         from triton import knobs
 

@@ -2,8 +2,9 @@
 
 transformers derives positions, lengths and windows from the grid by small operations on the device,
 and reads the lengths back in every layer to split the sequence. Here they are computed on the CPU,
-by transformers' own functions, and attention reads the lengths on the device: the host waits for
-nothing. The rest of the tower is transformers'.
+by transformers' own functions, and attention reads the lengths on the device, so that the host
+doesn't wait for it. Attention and the projection of patches are replaced; the rest of the tower is
+transformers'.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class Grids:
         return self._kept[key]
 
     def forget(self) -> None:
-        """Keep no arguments: those that one CUDA stream made mustn't be replaced while another one
-        reads them."""
+        """Drop the kept arguments: those that one CUDA stream made mustn't be replaced while another
+        one reads them."""
         self._kept.clear()
 
     def _with_grid_on_device(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -126,7 +127,7 @@ class Grids:
 
 
 class PatchProjection(nn.Module):
-    """The product that a convolution is whose kernel is a whole patch; cuDNN's takes longer."""
+    """A convolution whose kernel is a whole patch, as a matrix product."""
 
     def __init__(self, convolution: nn.Conv3d) -> None:
         super().__init__()

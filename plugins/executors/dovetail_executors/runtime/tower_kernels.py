@@ -5,8 +5,8 @@
 
 Attention is FlashAttention-2 (Dao, arXiv:2307.08691) with tiles that the tensor memory accelerator
 brings. Tiles have a power of 2 of columns, so a head of 72 numbers is one of 64 and one of 16 of
-which 8 are zero, where padding all would take 128. cuDNN's attention is as fast, but is compiled
-for each number of patches.
+which 8 are zero, where padding all would take 128. cuDNN's attention is as fast, but may need a plan
+for each number of patches; this kernel is compiled once for all.
 """
 
 from __future__ import annotations

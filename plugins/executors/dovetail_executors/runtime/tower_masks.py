@@ -1,7 +1,7 @@
 """Pixtral's vision model without its mask, which keeps several pictures of a call apart.
 
-A call encodes one picture, whose mask [patches, patches] lets everything through, takes memory for
-it, and rules out FlashAttention.
+A call encodes one picture. Its mask [patches, patches] hides nothing, but takes memory and rules out
+FlashAttention.
 """
 
 from __future__ import annotations
