@@ -105,9 +105,9 @@ def test_what_a_row_parallel_layer_adds_is_what_it_gives(size: int, bias: bool) 
             {None: torch.randn(5)} if bias else {},
         )
         part = x.chunk(size, dim=1)[own.parallel.rank]
-        summed = residual.clone()
-        layer.add_to(Residual(summed), part)
-        assert_rounded(summed, residual + layer(part), ROUNDINGS)
+        stream = Residual(residual.clone())
+        layer.add_to(stream, part)
+        assert_rounded(stream.summed(), residual + layer(part), ROUNDINGS)
 
 
 @pytest.mark.parametrize(

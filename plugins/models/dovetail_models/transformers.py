@@ -663,6 +663,13 @@ def _refuse_others_stored(directory: Path, stored: Sequence[WeightRule]) -> None
         )
 
 
+def _above(name: str) -> Iterator[str]:
+    """Yield the modules that a tensor's name is in: "a.b" and "a" of "a.b.c"."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
 def _loaded(
     config: Any,
     directory: Path,
@@ -687,6 +694,8 @@ def _loaded(
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
+                # weights in 4 bits may have a layer's name, and the shapes of others are read below
+                ignore_mismatched_sizes=True,
                 key_mapping={f"^{re.escape(old)}": new for old, new in TEXT_PARTS.items()},
             )
     except Exception as error:
@@ -707,7 +716,7 @@ def _loaded(
         [
             name
             for name in info["unexpected_keys"]
-            if not _LEFT_OUT.match(name) and name.rpartition(".")[0] not in modules
+            if not _LEFT_OUT.match(name) and modules.isdisjoint(_above(name))
         ]
         if whole
         else []
