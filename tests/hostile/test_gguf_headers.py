@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
 import struct
 import tracemalloc
 from collections.abc import Sequence
@@ -15,7 +18,7 @@ from dovetail.errors import DovetailError, ModelLoadError
 from dovetail.gguf.config import model_config
 from dovetail.gguf.header import read_header
 from dovetail.gguf.tokenizer import tokenizer_files
-from dovetail.gguf.unpacked import rope_factors
+from dovetail.gguf.unpacked import gguf_in, rope_factors, unpacked_model
 
 MOST_BYTES = 8 << 20
 
@@ -102,7 +105,8 @@ def test_a_wrong_header_is_refused_without_memory(name: str, tmp_path: Path) -> 
     assert str(path) in str(caught.value)
 
 
-def whole() -> bytes:
+def whole(*others: bytes) -> bytes:
+    """Return a file; `others`: keys, instead of those of their names."""
     numbers = {
         "context_length": 64,
         "embedding_length": 8,
@@ -121,7 +125,112 @@ def whole() -> bytes:
         key("tokenizer.ggml.merges", 9, array(8, 1, text("a b"))),
     ]
     tensors = [tensor("rope_freqs.weight", [2]), tensor("output.weight", [2, 2])]
+    names = {name_of(one) for one in others}
+    keys = [*(one for one in keys if name_of(one) not in names), *others]
     return file(keys, tensors, data=struct.pack("<16f", *[1.0] * 16))
+
+
+def name_of(entry: bytes) -> bytes:
+    """Return the name of a key, which is the beginning of its entry."""
+    return entry[8 : 8 + struct.unpack_from("<Q", entry)[0]]
+
+
+# keys with values of other types than theirs, and what is said
+ODD_VALUES = {
+    "a list of kinds of words": (
+        [key("tokenizer.ggml.pre", 9, array(4, 1, struct.pack("<I", 1)))],
+        r"pre is \[1\]",
+    ),
+    "a text of parts": ([key("split.count", 8, text("two"))], "a part of a model in several"),
+    "a list of parts": ([key("split.count", 9, array(4, 0))], "a part of a model in several"),
+    "a local base of Llama": (
+        [key("llama.rope.freq_base_swa", 6, struct.pack("<f", 1e4))],
+        "freq_base_swa isn't implemented for llama",
+    ),
+    "scores without an order": (
+        [
+            key("tokenizer.ggml.model", 8, text("llama")),
+            key("tokenizer.ggml.scores", 9, array(6, 3, struct.pack("<3f", 0.0, math.nan, 1.0))),
+        ],
+        "scores has entries that are NaN",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD_VALUES)
+def test_values_of_other_types_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    keys, said = ODD_VALUES[name]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(whole(*keys))
+    with pytest.raises(DovetailError, match=said) as caught:
+        made_of(path)
+    assert str(path) in str(caught.value)
+
+
+def test_texts_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dovetail.gguf.header.MAX_TEXTS", 100)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(file([key(name, 8, text("x" * 40)) for name in "abc"]))
+    with pytest.raises(ModelLoadError, match="strings of more than 100 bytes together"):
+        read_header(path)
+
+
+def test_a_factor_without_a_type_is_linear(tmp_path: Path) -> None:
+    """As llama.cpp reads it."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(whole(key("llama.rope.scaling.factor", 6, struct.pack("<f", 4.0))))
+    scaling = model_config(read_header(path), None)["rope_scaling"]
+    assert scaling == {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("damage", ["gone", "empty", "no link", "a file", "a link to nothing"])
+def test_a_damaged_directory_is_made_again(damage: str, tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(whole())
+    directory = unpacked_model(path)
+    content = {file.name: file.read_bytes() for file in directory.iterdir()}
+    if damage == "gone":
+        (directory / "tokenizer.json").unlink()
+    elif damage == "empty":
+        (directory / "config.json").write_text("")
+    elif damage == "no link":
+        (directory / "model.gguf").unlink()
+    else:
+        shutil.rmtree(directory)
+        directory.touch() if damage == "a file" else directory.symlink_to(tmp_path / "nowhere")
+    assert unpacked_model(path) == directory
+    assert {file.name: file.read_bytes() for file in directory.iterdir()} == content
+    assert [*directory.parent.iterdir()] == [directory]
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_without_a_home_directory_the_variable_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    path = tmp_path / "m.gguf"
+    path.write_bytes(whole())
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fails)
+    with pytest.raises(ModelLoadError, match=r"no home directory.*set XDG_CACHE_HOME"):
+        unpacked_model(path)
+
+
+def test_only_files_are_models(tmp_path: Path) -> None:
+    """Opening a pipe would wait for its other end."""
+    os.mkfifo(tmp_path / "a.gguf")
+    (tmp_path / "b.gguf").mkdir()
+    (tmp_path / "c.gguf").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "d.gguf").touch()
+    assert gguf_in(tmp_path) == [tmp_path / "d.gguf"]
 
 
 def made_of(path: Path) -> None:

@@ -36,7 +36,7 @@ KEYS = FileKeys(
         "rope.dimension_count": Used("must be the head's size, where `rope.freq_base` is used"),
         "rope.freq_base": Used("rope_theta"),
         "rope.freq_base_swa": Used("rope_local_base_freq, of Gemma 3"),
-        "rope.scaling.type": Used("linear, yarn, or none"),
+        "rope.scaling.type": Used("linear, yarn, or none; linear if only a factor is there"),
         "rope.scaling.factor": Used("the factor of rope_scaling"),
         "rope.scaling.original_context_length": Used("the same, of YaRN"),
         "rope.scaling.finetuned": NoEffect("how the model was trained"),
@@ -51,6 +51,7 @@ KEYS = FileKeys(
     },
 )
 _WINDOW = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
+_LOCAL_BASE = "rope.freq_base_swa"
 _CAPS = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
 _LLAMA3 = {  # what Llama 3.1 and its successors share
     "low_freq_factor": 1.0,
@@ -120,7 +121,7 @@ def family_of(header: Header) -> Family:
         raise UnsupportedError(
             f"{header.path}: general.type is {shown(header.metadata['general.type'])}, not a model"
         )
-    if header.metadata.get("split.count", 0) > 1:
+    if header.metadata.get("split.count", 0) not in (0, 1):
         raise UnsupportedError(
             f"{header.path}: a part of a model in several GGUF files; merge them with "
             f"`llama-gguf-split --merge`"
@@ -140,7 +141,7 @@ def model_config(header: Header, factors: Sequence[float] | None) -> dict[str, A
     family = family_of(header)
     values = _Values(header, header.metadata["general.architecture"])
     KEYS.check(values.content, header.path)
-    for key in (*_WINDOW, *_CAPS):
+    for key in (*_WINDOW, *_CAPS, _LOCAL_BASE):
         if key in values.content and key not in family.own_keys:
             raise UnsupportedError(
                 f"{header.path}: {key} isn't implemented for {family.model_type}"
@@ -179,7 +180,8 @@ def _scaling(
     values: _Values, fields: Mapping[str, Any], factors: Sequence[float] | None
 ) -> dict[str, Any]:
     """Return `rope_scaling`, if there is any."""
-    kind = values.content.get("rope.scaling.type", "none")
+    unnamed = "linear" if values.content.get("rope.scaling.factor") else "none"  # as llama.cpp does
+    kind = values.content.get("rope.scaling.type", unnamed)
     if factors is not None:
         if kind != "none":
             raise UnsupportedError(f"{values.path}: {ROPE_FACTORS} beside rope.scaling.type")
@@ -276,7 +278,7 @@ def _gemma2(values: _Values, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _gemma3(values: _Values, fields: dict[str, Any]) -> dict[str, Any]:
     return _gemma(values, fields, 62) | {
-        "rope_local_base_freq": values.real("rope.freq_base_swa", 10_000.0),
+        "rope_local_base_freq": values.real(_LOCAL_BASE, 10_000.0),
         # older files don't say it
         "rope_theta": values.real("rope.freq_base", 1_000_000.0),
     }
@@ -321,7 +323,7 @@ FAMILIES = {
         _NORMS_AROUND | _LINEAR | _HEAD_NORMS,
         _gemma3,
         one_more=True,
-        own_keys=_WINDOW,
+        own_keys=_WINDOW | {_LOCAL_BASE},
     ),
 }
 _OUTER = {

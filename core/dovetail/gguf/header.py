@@ -23,6 +23,7 @@ MAX_KEYS = 10_000
 MAX_TENSORS = 100_000
 MAX_ENTRIES = 4_000_000  # of all arrays together: 262,000 tokens have three, and 515,000 merges
 MAX_TEXT = 16 << 20  # bytes of a string: the longest is a chat template
+MAX_TEXTS = 256 << 20  # bytes of all strings together
 MAX_NAME = 1 << 16  # bytes of a key's or a tensor's name
 MAX_DIMS = 4
 MAX_SIZE = 1 << 40  # numbers in a tensor
@@ -123,6 +124,7 @@ class _Reader:
         self._data = data
         self._at = len(MAGIC)
         self._entries = 0  # of arrays, so far
+        self._texts = 0  # bytes of strings, so far
 
     def header(self) -> Header:
         version = self._number("I")
@@ -177,6 +179,9 @@ class _Reader:
         size: int = self._number("Q")
         if size > most:
             raise self._wrong(f"{what} of {size} bytes; at most {most} are read")
+        self._texts += size
+        if self._texts > MAX_TEXTS:
+            raise self._wrong(f"strings of more than {MAX_TEXTS} bytes together")
         at = self._take(size)
         # tokens of old files may be parts of characters
         return self._data[at : at + size].decode(errors="replace")

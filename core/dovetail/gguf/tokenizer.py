@@ -7,6 +7,7 @@ SentencePiece ("llama"), whose merges follow from the scores of its pieces.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from dovetail.errors import ModelLoadError, UnsupportedError, shown
 from dovetail.gguf.header import Header
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _PREFIX = "tokenizer.ggml."
 SPACE = "\u2581"
 # kinds of tokens
@@ -93,11 +95,8 @@ def tokenizer_files(header: Header) -> dict[str, dict[str, Any]]:
     template = header.metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         config["chat_template"] = template
-    return {
-        "tokenizer.json": tokenizer,
-        "tokenizer_config.json": config,
-        "generation_config.json": {"eos_token_id": vocabulary.ends()},
-    }
+    contents = (tokenizer, config, {"eos_token_id": vocabulary.ends()})
+    return dict(zip(TOKENIZER_FILES, contents, strict=True))
 
 
 class _Vocabulary:
@@ -212,7 +211,7 @@ def _around(bos: str | None, eos: str | None, vocabulary: _Vocabulary) -> dict[s
 def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
     """Return the parts of a tokenizer like GPT-2's."""
     name = vocabulary.values.get("pre", "default")
-    if name not in _EXPRESSIONS:
+    if not isinstance(name, str) or name not in _EXPRESSIONS:
         raise UnsupportedError(
             f"{vocabulary.path}: {_PREFIX}pre is {shown(name)}; only {', '.join(_EXPRESSIONS)} are "
             f"served. Name the original model's tokenizer by `tokenizer` in the config"
@@ -313,6 +312,8 @@ def _merges(vocabulary: _Vocabulary) -> list[list[str]]:
                 f"{vocabulary.path}: {_PREFIX}scores has {len(scores)} entries for "
                 f"{len(vocabulary)} tokens"
             )
+        if any(map(math.isnan, scores)):  # which have no order
+            raise ModelLoadError(f"{vocabulary.path}: {_PREFIX}scores has entries that are NaN")
     merges = [
         (scores[token_id], len(left), len(right), left, right)
         for token, token_id in ids.items()
