@@ -103,6 +103,34 @@ def test_an_index_that_is_none_lists_nothing(hub: Path, index: str) -> None:
     assert listed()["odd/index"]["lacks"] == []
 
 
+def test_odd_names_in_an_index_are_of_files_that_are_missing(hub: Path) -> None:
+    snapshot = put(hub, "odd/names")
+    files = {"a": "x" * 5000, "b": "\0", "c": "..", "d": "model.safetensors"}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert listed()["odd/names"]["lacks"] == ["\0", "..", "x" * 5000]
+
+
+def test_a_cache_that_is_none_is_told_and_the_rest_is_listed(hub: Path) -> None:
+    hub.write_text("no directory")
+    result = CliRunner().invoke(app, ["models"])
+    assert result.exit_code == 0
+    assert f"{hub}: the cache of the hub can't be read" in result.stderr
+    assert "demo" in result.stdout
+
+
+def test_names_of_directories_are_shown_without_control_characters(
+    hub: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "mine" / "a\x1b[31m\nb\udcff"
+    shutil.copytree(DEMO, directory)
+    for options in ([], ["--check"]):
+        result = CliRunner().invoke(app, ["models", str(directory.parent), *options])
+        assert result.exit_code == 0
+        assert r"/a\x1b[31m\nb\udcff" in result.stdout
+        assert "\x1b" not in result.stdout
+    assert str(directory) in listed(str(directory.parent))
+
+
 def test_directories_are_searched_one_level_deep(hub: Path, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     shutil.copytree(DEMO, folder / "one")

@@ -77,6 +77,20 @@ def test_a_group_with_a_file_missing_is_compiled_again(own: Path, brought: Path)
     assert kernel_cache()(KEY).get_group("_add.json") is None
 
 
+def test_a_group_with_an_empty_file_is_compiled_again(own: Path, brought: Path) -> None:
+    (brought / KEY / "_add.cubin").write_bytes(b"")
+    assert kernel_cache()(KEY).get_group("_add.json") is None
+
+
+def test_a_folder_that_cannot_be_read_is_passed_over(
+    own: Path, brought: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    odd = [tmp_path / "file", tmp_path / ("x" * 300), brought]
+    monkeypatch.setenv(VARIABLE, ":".join(map(str, odd)))
+    assert kernel_cache()(KEY).get_group("_add.json") is not None
+
+
 def test_names_of_other_folders_are_not_followed(own: Path, brought: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     group = {"child_paths": {"../../secret": "x"}}

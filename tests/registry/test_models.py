@@ -161,7 +161,13 @@ def test_a_revision_follows_the_name(
     assert fetched.call_args.kwargs["revision"] == revision
 
 
-@pytest.mark.parametrize("name", ["who/knows@", "who@a@b", "@main", "who/knows@/etc", "a/b@c d"])
+NO_REVISIONS = (
+    *("who/knows@", "who@a@b", "@main", "who/knows@/etc", "a/b@c d"),
+    *("a/b@..", "a/b@../../x", "a/b@x/../y", "a../b"),
+)
+
+
+@pytest.mark.parametrize("name", NO_REVISIONS)
 def test_what_is_no_revision_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="nor can it be a hub id"):
         locate_model(name, Registry())

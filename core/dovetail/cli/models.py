@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dovetail.cli.streams import echo_json, print_table
+from dovetail.cli.streams import echo_json, print_table, tell
 from dovetail.errors import DovetailError, MissingExtraError, describe, shown
 
 if TYPE_CHECKING:
@@ -74,8 +75,8 @@ def models(
         return
     rows = [("MODEL", "SIZE", "WOULD LOAD" if check else "PATH")]
     for model, says in zip(found, verdicts, strict=True):
-        told = _lacking(model) or str(model.path)
-        rows.append((model.name, _size(model.size), _line(says) if says else told))
+        told = _line(says) if says else _lacking(model) or str(model.path)
+        rows.append((_printable(model.name), _size(model.size), _printable(told)))
     print_table(rows, headed=True)
 
 
@@ -104,6 +105,9 @@ def cached() -> Iterator[Found]:
         repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return
+    except (OSError, ValueError) as error:  # it is a file, or somebody else's
+        tell(f"{constants.HF_HUB_CACHE}: the cache of the hub can't be read: {error}")
+        return
     for repo in sorted(repos, key=lambda repo: repo.repo_id):
         if repo.repo_type != "model":
             continue
@@ -112,8 +116,9 @@ def cached() -> Iterator[Found]:
                 name = repo.repo_id
             else:
                 name = f"{repo.repo_id}@{min(revision.refs, default=revision.commit_hash)}"
-            if (revision.snapshot_path / "config.json").exists():
-                yield _found(name, revision.snapshot_path)
+            with suppress(OSError):
+                if (revision.snapshot_path / "config.json").exists():
+                    yield _found(name, revision.snapshot_path)
 
 
 def below(folder: Path) -> Iterator[Found]:
@@ -172,7 +177,8 @@ def _lacks(path: Path) -> list[str]:
         names = {name for name in files if isinstance(name, str)}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
-    return sorted(name for name in names if not (path / Path(name).name).is_file())
+    # unlike `Path.is_file`, `isfile` also takes names that are too long
+    return sorted(name for name in names if not os.path.isfile(path / Path(name).name))
 
 
 def _lacking(model: Found) -> str:
@@ -184,6 +190,13 @@ def _lacking(model: Found) -> str:
 
 def _line(says: Verdict) -> str:
     return ("yes: " if says.served else "no: ") + says.how.partition("\n")[0]
+
+
+def _printable(text: str) -> str:
+    """Return a text in which characters that would move the cursor, or do worse, are escapes."""
+    return "".join(
+        character if character.isprintable() else ascii(character)[1:-1] for character in text
+    )
 
 
 def _size(count: int) -> str:

@@ -29,8 +29,8 @@ HUB_FILES = (
 
 MAX_HUB_ID = 200  # in characters; the hub's own limit is 96
 
-# with "@" and a revision: a branch, a tag or a commit
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w.-][\w./-]*)?")
+# with "@" and a revision: a branch, a tag or a commit; ".." is in none, and would leave the cache
+_HUB_ID = re.compile(r"(?!.*\.\.)[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w.-][\w./-]*)?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,8 +65,9 @@ def kernel_cache() -> type[Any]:
                 with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
                     names = [*json.loads(Path(path).read_bytes())["child_paths"]]
                     paths = {name: os.path.join(os.path.dirname(path), name) for name in names}
+                    # an empty file is what an interrupted copy leaves
                     if all(Path(name).name == name for name in names) and all(
-                        map(os.path.isfile, paths.values())
+                        os.path.isfile(path) and os.path.getsize(path) for path in paths.values()
                     ):
                         return paths
             return None
@@ -77,6 +78,6 @@ def kernel_cache() -> type[Any]:
 def _existing(key: str, filename: str) -> Iterator[str]:
     """Yield the paths of a kernel's file in the folders brought along."""
     for folder in brought_folders():
-        path = folder / key / filename
-        if path.is_file():
-            yield str(path)
+        path = os.path.join(folder, key, filename)
+        if os.path.isfile(path):  # no error for a folder that can't be read
+            yield path
