@@ -21,7 +21,7 @@ from dovetail.nn.format.dense import DENSE
 from dovetail.nn.format.int8 import LARGEST, Int8, Unpacked
 from dovetail.nn.format.packing import share_of
 from dovetail.nn.format.reading import WHERE, names, within
-from dovetail.nn.format.stored import StoredWeight, TensorShape
+from dovetail.nn.format.stored import StoredWeight, TensorShape, checked_scales
 from dovetail.nn.format.widened import WidenedFormat, own_inputs, places
 from dovetail.nn.parameter import Part, Weight
 
@@ -135,25 +135,26 @@ class Codes(WidenedFormat):
         assert weight.zeros is not None
         if not torch.allclose(table, weight.zeros, atol=1e-6):
             raise ModelLoadError(f"weight.quant_map isn't the table of {self.kind}")
-        scales = self._scales(tensors, state).view(outputs, -1)
-        if not bool(torch.isfinite(scales).all()):
-            raise ModelLoadError("scales must be finite")
+        scales = checked_scales(self._scales(tensors, state)).view(outputs, -1)
         self._place(weight, part, values.reshape(outputs, -1), scales)
 
     def _scales(
         self, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Return the scales [blocks] in float32."""
+        """Return the scales [blocks]."""
         scales = tensors["weight.absmax"]
         if not self.nested:
-            return scales.float()
+            return scales
         offset: Any = state.get("nested_offset")
         if scales.dtype != torch.uint8 or type(offset) not in (int, float):
             raise ModelLoadError("weight.absmax: expected uint8, and nested_offset in quant_state")
         if state.get("nested_blocksize", NESTED) != NESTED:
             raise ModelLoadError(f"quant_state: nested_blocksize isn't {NESTED}")
-        steps = tensors["weight.nested_absmax"].float().repeat_interleave(NESTED)[: len(scales)]
-        table = tensors["weight.nested_quant_map"].float()
+        steps, table = (
+            checked_scales(tensors[f"weight.{name}"], name=f"weight.{name}")
+            for name in ("nested_absmax", "nested_quant_map")
+        )
+        steps = steps.repeat_interleave(NESTED)[: len(scales)]
         found: torch.Tensor = table[scales.long()] * steps + offset
         return found
 
@@ -205,9 +206,9 @@ class RowInt8(Int8):
         if values.dtype != torch.int8:
             raise ModelLoadError(f"expected int8, found {str(values.dtype).removeprefix('torch.')}")
         order = tensors.get("weight_format")
-        if order is not None and int(order) != 0:
+        if order is not None and bool((order.float() != 0).any()):
             raise ModelLoadError("weight_format: only the order of rows is implemented (0)")
-        return Unpacked(values, tensors["SCB"].float()[:, None] / LARGEST)
+        return Unpacked(values, checked_scales(tensors["SCB"], name="SCB")[:, None] / LARGEST)
 
 
 @dataclass(frozen=True, slots=True)

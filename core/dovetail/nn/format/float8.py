@@ -23,7 +23,12 @@ from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.format.base import ExpertLayers, kept, stacked
 from dovetail.nn.format.dense import Kernel
-from dovetail.nn.format.stored import StoredFormat, StoredWeight, TensorShape
+from dovetail.nn.format.stored import (
+    StoredFormat,
+    StoredWeight,
+    TensorShape,
+    checked_scales,
+)
 from dovetail.nn.kernels import stored_experts
 from dovetail.nn.kernels.available import (
     has_float8_products,
@@ -113,7 +118,8 @@ class Float8(StoredFormat):
             return values * scales[:, None]
         outputs, inputs = weight.layer_shape
         across = scales.repeat_interleave(outputs // len(scales), 0)
-        return values * across.repeat_interleave(self.block[1], 1)[:, :inputs]
+        along = min(self.block[1], inputs)
+        return values * across.repeat_interleave(along, 1)[:, :inputs]
 
     # Loading
 
@@ -149,13 +155,11 @@ class Float8(StoredFormat):
 
     def store(self, weight: StoredWeight, part: Part, tensors: Mapping[str, torch.Tensor]) -> None:
         values = tensors["weight"]
-        scales = tensors[self.scale_name].float()
+        scales = checked_scales(tensors[self.scale_name], LARGEST, self.scale_name)
         if values.dtype != torch.float8_e4m3fn:
             raise ModelLoadError(
                 f"expected float8_e4m3fn, found {str(values.dtype).removeprefix('torch.')}"
             )
-        if not bool(torch.isfinite(scales).all()):
-            raise ModelLoadError(f"{self.scale_name}: scales must be finite")
         if bool((values.view(torch.uint8) & 0x7F == 0x7F).any()):
             raise ModelLoadError("weights must not be NaN")
         for copy in range(part.copies):

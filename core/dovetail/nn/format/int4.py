@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.errors import UnsupportedError
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.format.base import kept, stacked
-from dovetail.nn.format.stored import StoredFormat, StoredWeight
+from dovetail.nn.format.stored import StoredFormat, StoredWeight, checked_scales
 from dovetail.nn.kernels import stored_experts
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
@@ -123,8 +123,7 @@ class Int4(StoredFormat):
     def place(self, weight: StoredWeight, part: Part, first: int, unpacked: Unpacked) -> None:
         """Pack rows of a part into place, starting at its row `first`."""
         values, scales, zeros = unpacked
-        if not bool(torch.isfinite(scales).all()):
-            raise ModelLoadError("scales must be finite")
+        scales = checked_scales(scales, LARGEST)
         at = (part.at if part.dim == 0 else 0) + first
         rows = slice(at, at + len(values))
         blocks = F.pad(values, (0, -values.shape[1] % BLOCK)).view(len(values), -1, 2, BLOCK // 2)

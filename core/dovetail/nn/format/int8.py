@@ -15,7 +15,7 @@ import torch
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.format.base import kept
 from dovetail.nn.format.float8 import WIDENED_FROM
-from dovetail.nn.format.stored import StoredWeight
+from dovetail.nn.format.stored import StoredWeight, checked_scales
 from dovetail.nn.format.widened import WidenedFormat, own_inputs, places
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
@@ -97,11 +97,12 @@ class Int8(WidenedFormat):
 
     def _place(self, weight: StoredWeight, part: Part, first: int, unpacked: Unpacked) -> None:
         values, scales, zeros = unpacked
-        if not bool(torch.isfinite(scales).all()):
-            raise ModelLoadError("scales must be finite")
+        scales = checked_scales(scales, 2 * MIDDLE)
+        if zeros is not None:
+            _check_zeros(zeros)
         for rows in places(weight, part, first, len(values)):
             weight.data[rows] = values
-            weight.scales[rows] = scales.float()
+            weight.scales[rows] = scales
             if weight.zeros is not None:
                 weight.zeros[rows] = 0 if zeros is None else zeros.to(torch.int16)
 
@@ -153,6 +154,17 @@ class Int8(WidenedFormat):
 
     def _groups(self, inputs: int) -> int:
         return 1 if self.group is None else inputs // self.group
+
+
+def _check_zeros(zeros: torch.Tensor) -> None:
+    """Raise `ModelLoadError` for zero points that aren't numbers of 8 bits. Those that are stored
+    minus 1 may be `MIDDLE`."""
+    if zeros.is_floating_point() or zeros.is_complex() or zeros.dtype == torch.bool:
+        raise ModelLoadError(
+            f"zero points: expected integers, found {str(zeros.dtype).removeprefix('torch.')}"
+        )
+    if bool((zeros.long().abs() > MIDDLE).any()):
+        raise ModelLoadError("zero points must be numbers of 8 bits")
 
 
 def signed(values: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.format.mxfp4 import MIDDLES
 from dovetail.nn.format.packing import share_of
-from dovetail.nn.format.stored import StoredWeight, TensorShape
+from dovetail.nn.format.stored import StoredWeight, TensorShape, checked_scales
 from dovetail.nn.format.widened import WidenedFormat, own_inputs, places
 from dovetail.nn.kernels.stored_experts import VALUES
 from dovetail.nn.parameter import Part, Weight
@@ -76,10 +76,9 @@ class Nvfp4(WidenedFormat):
             if tensor.dtype != dtype:
                 expected, found = (str(one).removeprefix("torch.") for one in (dtype, tensor.dtype))
                 raise ModelLoadError(f"{name}: expected {expected}, found {found}")
-        whole = tensors[self.whole].float().reshape(())
+        whole = checked_scales(tensors[self.whole], name=self.whole).reshape(())
         whole = 1 / whole if self.divides else whole
-        if not bool(torch.isfinite(whole)) or not bool(torch.isfinite(scales.float()).all()):
-            raise ModelLoadError("scales must be finite")
+        checked_scales(scales.float() * whole, VALUES[-1])
         self._place(weight, part, 0, values, scales, whole)
 
     def quantize(self, weight: StoredWeight, part: Part, first: int, rows: torch.Tensor) -> None:

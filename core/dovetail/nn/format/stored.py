@@ -53,6 +53,25 @@ class TensorShape:
         )
 
 
+def checked_scales(
+    scales: torch.Tensor, largest: float = 1.0, name: str = "scales"
+) -> torch.Tensor:
+    """Return scales of a checkpoint in float32. `largest`: magnitude of the values that they
+    multiply. Raises `ModelLoadError` for products that aren't finite, and for integers, which would
+    be codes of another layout."""
+    if not scales.dtype.is_floating_point:
+        raise ModelLoadError(
+            f"{name}: expected floating-point numbers, found "
+            f"{str(scales.dtype).removeprefix('torch.')}"
+        )
+    scales = scales.float()
+    if not bool(torch.isfinite(scales * largest).all()):
+        raise ModelLoadError(
+            f"{name}: scales must be finite, and so must weights of up to {largest:g} scales"
+        )
+    return scales
+
+
 class StoredFormat(WeightFormat):
     """Format that stores weights as `StoredWeight`s."""
 
