@@ -7,10 +7,10 @@ import gc
 import json
 import os
 import random
+import select
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,15 +89,6 @@ def tokens_of(words: Any) -> list[int]:
     return [int(token) for token in np.flatnonzero(bits)]
 
 
-def runs(pid: int) -> bool:
-    """Return False if a process has ended, even if nobody has waited for it yet."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rsplit(")", 1)[1].split()[0] != "Z"
-
-
 @pytest.mark.parametrize(
     "together",
     [
@@ -143,6 +134,24 @@ def test_a_few_answers_are_followed_in_the_engine_s_process(remote: LLGuidance) 
     gc.collect()
     grammar = remote.compile(SPEC)
     assert not any(isinstance(grammar.begin(), RemoteMatcher) for _ in range(3))
+
+
+@STARTS_PROCESSES
+@pytest.mark.parametrize("advance", [True, False])
+def test_answers_that_end_while_their_masks_are_filled_make_room(
+    remote: LLGuidance, advance: bool
+) -> None:
+    answers = [one for one in began(remote, ANSWERS) if isinstance(one, RemoteMatcher)]
+    processes = {one.process for one in answers}
+    free = sum(len(one.free) for one in processes)
+    if advance:
+        assert all(remote.accept_many(answers, [ord("[")] * len(answers)))
+    else:
+        remote.start_fill(answers, np.zeros((len(answers), 9), np.uint32))
+    count = len(answers)
+    del answers
+    gc.collect()
+    assert sum(len(one.free) for one in processes) == free + count
 
 
 @STARTS_PROCESSES
@@ -200,10 +209,13 @@ def test_a_backend_ends_processes_that_hang(monkeypatch: pytest.MonkeyPatch, num
     backend = LLGuidance(GrammarOptions(processes=2), BYTES)
     answers = [one for one in began(backend, ANSWERS) if isinstance(one, RemoteMatcher)]
     pids = sorted({one.process.pid or 0 for one in answers})
+    ends = [os.pidfd_open(pid) for pid in pids]
     os.kill(pids[number], signal.SIGSTOP)
     del answers, backend
     gc.collect()
-    assert not [pid for pid in pids if runs(pid)]
+    for end in ends:
+        assert select.select([end], [], [], READY_S)[0], "a process hasn't ended"
+        os.close(end)
 
 
 def test_a_process_that_ended_before_it_was_ready_is_noticed() -> None:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
-from weakref import finalize
+from weakref import finalize, ref
 
 import numpy as np
 
@@ -53,8 +53,9 @@ class MaskProcess:
         self._commands: deque[tuple[Any, ...]] = deque()  # to be sent before others
         self._sending = threading.Lock()
         self._calling = threading.RLock()
-        # those whose masks it was asked to fill; None: it wasn't, or has answered
-        self._filling: Sequence[RemoteMatcher] | None = None
+        # those whose masks it was asked to fill; None: it wasn't, or has answered. Weak: nobody may
+        # ask again, and then answers that have ended would keep their rows
+        self._filling: Sequence[ref[RemoteMatcher]] | None = None
         self.grammars: set[int] = set()  # that it was told of
         self.pid: int | None = None  # once it is ready
         self.has_ended = False
@@ -113,7 +114,7 @@ class MaskProcess:
             matcher.is_filled = state == ACCEPTED
             if state in (ACCEPTED, COMPLETE):
                 matcher.is_complete = state == COMPLETE
-        self._filling = [one for one in matchers if one.is_filled]
+        self._filling = [ref(one) for one in matchers if one.is_filled]
         return [state in (ACCEPTED, COMPLETE) for state in states]
 
     def start_fill(self, matchers: Sequence[RemoteMatcher]) -> None:
@@ -121,7 +122,7 @@ class MaskProcess:
         self.send("fill", [(one.answer, one.row) for one in matchers])
         for one in matchers:
             one.is_filled = True
-        self._filling = matchers
+        self._filling = [ref(one) for one in matchers]
 
     def settle(self) -> None:
         """Wait for the masks that it was asked to fill."""
@@ -130,8 +131,9 @@ class MaskProcess:
             return
         self._filling = None
         failed = pickle.loads(self._receive())
-        for matcher in filling if failed else ():
-            if matcher.answer in failed:
+        for each in filling if failed else ():
+            matcher = each()
+            if matcher is not None and matcher.answer in failed:
                 matcher.is_filled = False
 
     def call(self, *command: Any) -> tuple[Any, str | None, bool]:
