@@ -132,6 +132,19 @@ def test_a_folder_that_cannot_be_written_costs_only_the_next_check(
     assert verdict.read() is None
 
 
+def test_a_host_without_a_home_directory_checks_at_each_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fails)
+    verdict = Verdict(tiny("gpt2"), {})
+    verdict.write(replaced=True)
+    assert verdict.read() is None
+
+
 def write_often(barrier: Any) -> None:
     barrier.wait()
     for _ in range(8):

@@ -27,12 +27,12 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 def folder() -> Path:
     """Return the folder of verdicts: `dovetail/transformers` in XDG_CACHE_HOME, by default
-    ~/.cache."""
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        / "dovetail"
-        / "transformers"
-    )
+    ~/.cache. Raises `FileNotFoundError` without a home directory."""
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from None
+    return root / "dovetail" / "transformers"
 
 
 class Verdict:
@@ -53,10 +53,13 @@ class Verdict:
         }
         key = {"config": config.to_dict(), "versions": versions, "environment": environment}
         self._key = json.loads(_ADDRESS.sub("", json.dumps(key, sort_keys=True, default=str)))
-        self.path = (
-            folder()
-            / f"{hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:32]}.json"
-        )
+        digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
+        self._name = f"{digest[:32]}.json"
+
+    @property
+    def path(self) -> Path:
+        """The file. Raises as `folder`."""
+        return folder() / self._name
 
     def read(self) -> bool | None:
         """Return whether a passed model may use Dovetail's layers; None: not checked yet. A file
@@ -81,16 +84,15 @@ class Verdict:
         """Store that the model passed. If the file can't be written, this is logged, and the next
         start checks again."""
         stored = json.dumps({"key": self._key, "replaced": replaced}, indent=1)
-        # per process: another one may be writing, too
-        own = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            path = self.path
+            # per process: another one may be writing, too
+            own = path.with_name(f"{path.name}.{os.getpid()}")
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(own, lambda path: path.write_text(stored, encoding="utf-8"))
-            os.replace(own, self.path)
+            os.replace(own, path)
         except OSError as error:
-            log.info(
-                "%s: %s: the next start checks the model again", self.path, error.strerror or error
-            )
+            log.info("the next start checks the model again: %s", error)
 
 
 def _version(distribution: str) -> str:
