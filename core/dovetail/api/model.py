@@ -110,12 +110,13 @@ class ModelInputs:
     # only for a model with `ModelCapabilities.media`, and steps with images. [levels, tokens,
     # hidden] in the model's dtype: where `is_row` is set, rows[0] replaces the embedding, after its
     # scale, and with `ModelCapabilities.levels` rows[i] is added to the residual stream after layer
-    # i - 1; elsewhere they mean nothing. Embeddings for single layers are those of `pad_token_id` there
+    # i - 1; elsewhere they mean nothing. Embeddings for single layers are those of `pad_token_id`
+    # there
     rows: torch.Tensor | None = None
     is_row: torch.Tensor | None = None  # [tokens] bool; None if and only if `rows` is
-    # [3, tokens] int64, only for a model with `ModelCapabilities.axes`, whose rotary positions have three axes (time, height, width):
-    # the positions to rotate by; None: `positions` on each axis, which after images are less than
-    # the tokens' indices
+    # [3, tokens] int64, only for a model with `ModelCapabilities.axes`, whose rotary positions have
+    # three axes (time, height, width): the positions to rotate by; None: `positions` on each axis,
+    # which after images are less than the tokens' indices
     axes: torch.Tensor | None = None
 
 

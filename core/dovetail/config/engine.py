@@ -347,7 +347,8 @@ class EngineConfig(BaseModel):
     has 16 bits, otherwise bfloat16."""
 
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """Source of the weights. auto: safetensors, or the GGUF file. dummy: random weights, for benchmarks."""
+    """Source of the weights. auto: safetensors, or the GGUF file. dummy: random weights, for
+    benchmarks."""
 
     quantization: Annotated[str, Field(min_length=1)] | None = None
     """Format of the weights of linear layers. null: by the checkpoint's quantization_config. fp8,

@@ -100,8 +100,8 @@ class LLM(SaysWhatIsMissing):
         Returns an output for each prompt, in the order of the prompts, whatever the `output_kind`.
         Raises `RequestError` if any is invalid, before anything is computed; prompts with images
         are prepared while others are computed, and one that is invalid aborts these. Raises
-        `EngineDeadError` if the engine fails or is closed meanwhile. Ctrl-C aborts the requests; the engine stays
-        usable. Python's garbage collector is paused until the first step has run.
+        `EngineDeadError` if the engine fails or is closed meanwhile. Ctrl-C aborts the requests;
+        the engine stays usable. Python's garbage collector is paused until the first step has run.
         """
         if others:
             check_call("generate", others)

@@ -600,7 +600,7 @@ def _ends_of(name: str) -> Iterator[str]:
 
 
 def _tail(module: str) -> str:
-    """Return a module's name from its layer on, or its last part if it is in no layer: what precedes
-    it depends on the class that PEFT has wrapped."""
+    """Return a module's name from its layer on, or its last part if it is in no layer. The prefix
+    depends on the class that PEFT has wrapped."""
     found = _TAIL.search(module)
     return module.rpartition(".")[2] if found is None else found[0]

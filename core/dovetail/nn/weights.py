@@ -1,5 +1,5 @@
-"""Loads weights from safetensors files, or a GGUF file, directly into place: memory-mapped, each rank
-reads only its part, nothing is loaded twice or omitted."""
+"""Loads weights from safetensors files or a GGUF file directly into place. Files are memory-mapped,
+each rank reads only its part, and nothing is loaded twice or omitted."""
 
 from __future__ import annotations
 

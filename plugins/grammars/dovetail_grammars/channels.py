@@ -1,4 +1,4 @@
-"""`Channel`: messages between the engine's process and one that fills masks, in few system calls."""
+"""`Channel`: messages between the engine and a process that fills masks, in few system calls."""
 
 from __future__ import annotations
 

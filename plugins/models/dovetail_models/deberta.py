@@ -1,5 +1,5 @@
-"""DeBERTa V3 (arXiv:2111.09543): BERT whose attention also compares contents with relative positions,
-both ways (arXiv:2006.03654)."""
+"""DeBERTa V3 (arXiv:2111.09543): BERT whose attention also compares contents with relative
+positions, both ways (arXiv:2006.03654)."""
 
 from __future__ import annotations
 

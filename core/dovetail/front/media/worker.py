@@ -48,8 +48,7 @@ Size = tuple[int, int]  # width and height in pixels
 
 
 class _File(io.BytesIO):
-    """A file that may be read `MOST_READS` times: a decoder's work for each part of it is bounded by
-    that, whatever its format."""
+    """A file that may be read `MOST_READS` times, which bounds a decoder's work in any format."""
 
     _reads = 0
 

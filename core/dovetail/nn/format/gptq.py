@@ -1,5 +1,5 @@
-"""`quant_method: gptq`: INT4 and INT8 checkpoints of GPTQ (arXiv:2210.17323), in the layout of AutoGPTQ and
-GPTQModel."""
+"""`quant_method: gptq`: INT4 and INT8 checkpoints of GPTQ (arXiv:2210.17323), in the layout of
+AutoGPTQ and GPTQModel."""
 
 from __future__ import annotations
 

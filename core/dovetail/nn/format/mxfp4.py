@@ -1,6 +1,6 @@
-"""MXFP4, also `quant_method: mxfp4`: experts of gpt-oss. Weights of 4 bits (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6
-and their negatives); 32 inputs of an output share a scale, which is a power of two (e8m0: 2 **
-(code - 127)), as in the OCP's Microscaling Formats 1.0.
+"""MXFP4, also `quant_method: mxfp4`: experts of gpt-oss. Weights of 4 bits (e2m1: 0, 0.5, 1, 1.5,
+2, 3, 4, 6 and their negatives); 32 inputs of an output share a scale, which is a power of two (e8m0:
+2 ** (code - 127)), as in the OCP's Microscaling Formats 1.0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """NVFP4: weights of 4 bits (e2m1); 16 inputs of an output share a scale in e4m3, and all weights of
-a tensor a scale in float32 (NVIDIA, "Introducing NVFP4", 2025). Activations keep their 16 bits, also
-where a checkpoint was made for 4."""
+a tensor a scale in float32 (NVIDIA, "Introducing NVFP4", 2025). Activations keep their 16 bits,
+also where a checkpoint was made for 4."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
 # ruff: noqa: N803 (constants are upper case)
-"""What kernels for experts' sorted pairs share (see the top of `experts`): tilings, activations, and
-how they are launched.
+"""Shared parts of the kernels for experts' sorted pairs (see the top of `experts`): tilings,
+activations, launching.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tiling:
 
 @triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """All float32. Ungated, `gate` is all there is."""
+    """Return the activation of `gate`, times `up` if it is gated; all float32."""
     if ACTIVATION == 4:
         gate = tl.maximum(gate, 0.0)
         up = gate
@@ -61,6 +61,8 @@ def launch_sorted(
     around: dict[str, int | float],
     *more: int,
 ) -> None:
+    """Launch a kernel for sorted pairs, which writes `out`. `around`: constants of the gating, if
+    it is gated; `more`: further arguments of the kernel."""
     outputs, (tokens, per_token) = out.shape[-1], weights.shape
     parts = places.shape[1] // tiling.rows  # of a block
     launch(kernel, (triton.cdiv(outputs, tiling.outputs), len(blocks) * parts))(

@@ -10,8 +10,8 @@ PLAIN, FLOAT8, INT4, FP4 = range(4)
 CHUNK = 128  # inputs whose 4-bit weights are stored together
 # of FP4, by the codes of e2m1 without their sign
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# where the bits of FP4's four codes are in a number, from the lowest: kernels need few instructions to move
-# them to where 16-bit floating-point numbers have theirs
+# where the bits of FP4's four codes are in a number, from the lowest: kernels need few instructions
+# to move them to where 16-bit floating-point numbers have theirs
 BITS = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14))
 RAISED = 63  # added to the e8m0 codes of FP4's scales, so that a product with bits is exact
 

@@ -17,8 +17,8 @@ import triton.language as tl
 
 from dovetail.nn.kernels.stored_experts import RAISED
 
-# `scaled_e2m1` are that many powers of two too small, so that neither factors nor products exceed the
-# exponents of bfloat16; sums in float32 make up for it
+# `scaled_e2m1` are that many powers of two too small, so that neither factors nor products exceed
+# the exponents of bfloat16; sums in float32 make up for it
 LOWERED: tl.constexpr = tl.constexpr(126 - RAISED)
 
 

@@ -3,8 +3,8 @@ compute its prompt, and applies the layers of a `PoolingPlan` in float32.
 
     last       the state of the last token, in the last step
     cls, mean, weighted, max
-               `_held` [rows, hidden] keeps the first token's state, or the sum of all, each times its
-               place if weighted, or their maximum, from one step to the next
+               `_held` [rows, hidden] keeps the first token's state, or the sum of all (each times
+               its place if weighted), or their maximum, from one step to the next
     token_…    each step's results go to the host, which puts them together
 
 So a prompt in chunks gives what it gives at once. Steps without rows that pool cost one look at an
