@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.errors import DovetailError, ModelLoadError
-from dovetail.gguf.config import model_config
+from dovetail.gguf.config import FAMILIES, checkpoint_name, model_config
 from dovetail.gguf.header import read_header
 from dovetail.gguf.tokenizer import tokenizer_files
 from dovetail.gguf.unpacked import gguf_in, rope_factors, unpacked_model
@@ -165,6 +165,11 @@ def test_values_of_other_types_are_refused_by_name(name: str, tmp_path: Path) ->
     with pytest.raises(DovetailError, match=said) as caught:
         made_of(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("layer", ["9" * 5000, "\u0663", "-1", "1_0", ""])
+def test_a_layer_that_is_no_number_is_not_known(layer: str) -> None:
+    assert checkpoint_name(f"blk.{layer}.ffn_up.weight", FAMILIES["llama"]) is None
 
 
 def test_texts_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

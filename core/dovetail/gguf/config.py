@@ -7,6 +7,7 @@ change the numbers.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from dovetail.api.file_keys import FileKeys, NoEffect, Refused, Used
 from dovetail.errors import ModelLoadError, UnsupportedError, shown
 from dovetail.gguf.header import MAX_KEYS, Header
 
+_LAYER = re.compile(r"[0-9]{1,6}")  # Python doesn't convert thousands of digits
 ROPE_FACTORS = "rope_freqs.weight"  # tensor with a divisor for each frequency, of Llama 3.1 and on
 KEYS = FileKeys(
     "GGUF",
@@ -342,7 +344,7 @@ def checkpoint_name(name: str, family: Family) -> str | None:
     if module in _OUTER:
         return f"{_OUTER[module]}.{kind}"
     parts = module.split(".")
-    if len(parts) != 3 or parts[0] != "blk" or not parts[1].isdecimal():
+    if len(parts) != 3 or parts[0] != "blk" or not _LAYER.fullmatch(parts[1]):
         return None
     inner = family.names.get(parts[2])
     return None if inner is None else f"model.layers.{int(parts[1])}.{inner}.{kind}"
