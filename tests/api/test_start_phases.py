@@ -70,7 +70,7 @@ def test_phases_count_for_the_start_that_is_measured_in_this_thread_and_nothing_
 def test_an_engine_logs_its_phases_and_has_them_among_its_details(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.INFO, "dovetail"), LLMEngine.from_config("demo") as engine:
+    with caplog.at_level(logging.DEBUG, "dovetail"), LLMEngine.from_config("demo") as engine:
         took = engine.capacity.details["start"]
     assert f"ready after {took}" in caplog.messages
     assert took.partition(": ")[2].endswith(f"other {took.rpartition(' ')[2]}")

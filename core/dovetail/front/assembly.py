@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dovetail")
 
+LONG_START_S = 5.0  # a start that took as long is explained in the log
+
 
 @dataclass
 class Assembly:
@@ -142,8 +144,9 @@ def assemble(
     with measuring_start() as phases:
         assembly = _assemble(config, overrides, registry, clock, progress)
     took = str(phases)
+    level = logging.INFO if phases.total_s >= LONG_START_S else logging.DEBUG
     if not assembly.core.executor.capabilities.virtual_clock:
-        logger.info("ready after %s", took)
+        logger.log(level, "ready after %s", took)
     details = {**assembly.capacity.details, "start": took}
     assembly.capacity = replace(assembly.capacity, details=details)
     return assembly

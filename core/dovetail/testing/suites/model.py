@@ -42,6 +42,7 @@ TOLERANCE = 1e-4
 
 # ends of the names of tensors that count in the choice of experts alone
 OF_CHOICES = ("correction_bias", "expert_bias")
+OF_KEYS = (".key.bias", ".k.bias", ".k_lin.bias")  # of encoders without rotary positions
 
 
 class ModelSuite(Suite):
@@ -707,7 +708,7 @@ class ModelSuite(Suite):
 
         def usual(name: str) -> bool:
             # the bias of keys adds the same to all scores of a query
-            return not name.endswith((*OF_CHOICES, ".key.bias"))
+            return not name.endswith((*OF_CHOICES, *OF_KEYS))
 
         for config in self.configs():
             self.assert_used(config, lambda name: name.endswith(OF_CHOICES))
