@@ -58,6 +58,9 @@ NEEDS_TIME = {
     "lfm2_moe",
     "llama4_text",
     "roberta",
+    "distilbert",
+    "mpnet",
+    "eurobert",
 }  # processes, many tensors, or layers that another model has: in the full profile alone
 SERVES_ANY = {
     "transformers"
