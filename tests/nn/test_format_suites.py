@@ -40,6 +40,9 @@ def scales(generator: torch.Generator, *shape: int) -> torch.Tensor:
 class OfCheckpoints(WeightFormatSuite):
     """Formats with a table of keys take unknown ones that are off, as for all files of a model."""
 
+    # the package is Dovetail's own, which tests/cli/test_plugins_doctor.py examines once
+    test_the_doctor_finds_nothing_wrong_with_its_package = None
+
     def test_an_unknown_field_is_refused_by_name(self) -> None:
         with pytest.raises(UnsupportedError, match="no_format_has_this_field"):
             self.offer.load()({**(self.config or {}), "no_format_has_this_field": 1})
