@@ -66,6 +66,19 @@ KEYS = FileKeys(
 )
 
 
+def _tensors(part: Part, groups: int, group: int | None, packed: int) -> Mapping[str, TensorShape]:
+    """Return the tensors of a part, transposed, with `packed` numbers in an int32. `group`: inputs
+    that share a scale; None: all."""
+    outputs, inputs = part.source_shape
+    of_group = group or inputs
+    return {
+        "qweight": share_of(part, (inputs // packed, outputs), (1, 0), (1, packed)),
+        "qzeros": share_of(part, (groups, outputs // packed), (1, 0), (packed, of_group)),
+        "scales": share_of(part, (groups, outputs), (1, 0), (1, of_group)),
+        "g_idx": TensorShape(((inputs,),), optional=True),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class GptqInt4(Int4):
     """Transposed: weights [inputs / 8, outputs], packed along the inputs, zero points [groups,
@@ -74,15 +87,7 @@ class GptqInt4(Int4):
     less_one: bool = True
 
     def tensors(self, part: Part) -> Mapping[str, TensorShape]:
-        outputs, inputs = part.source_shape
-        groups = self._groups(inputs)
-        of_group = self.group or inputs
-        return {
-            "qweight": share_of(part, (inputs // PACKED, outputs), (1, 0), (1, PACKED)),
-            "qzeros": share_of(part, (groups, outputs // PACKED), (1, 0), (PACKED, of_group)),
-            "scales": share_of(part, (groups, outputs), (1, 0), (1, of_group)),
-            "g_idx": TensorShape(((inputs,),), optional=True),
-        }
+        return _tensors(part, self._groups(part.source_shape[1]), self.group, PACKED)
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> Unpacked:
         contiguous_groups(tensors, self.group)
@@ -106,15 +111,7 @@ class GptqInt8(Int8):
     less_one: bool = True
 
     def tensors(self, part: Part) -> Mapping[str, TensorShape]:
-        outputs, inputs = part.source_shape
-        groups = self._groups(inputs)
-        of_group = self.group or inputs
-        return {
-            "qweight": share_of(part, (inputs // BYTES, outputs), (1, 0), (1, BYTES)),
-            "qzeros": share_of(part, (groups, outputs // BYTES), (1, 0), (BYTES, of_group)),
-            "scales": share_of(part, (groups, outputs), (1, 0), (1, of_group)),
-            "g_idx": TensorShape(((inputs,),), optional=True),
-        }
+        return _tensors(part, self._groups(part.source_shape[1]), self.group, BYTES)
 
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> UnpackedBytes:
         contiguous_groups(tensors, self.group)

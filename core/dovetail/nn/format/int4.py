@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from dovetail.errors import UnsupportedError
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.format.base import kept, stacked
-from dovetail.nn.format.stored import StoredFormat, StoredWeight, checked_scales
+from dovetail.nn.format.stored import StoredFormat, StoredWeight, checked_scales, require_own_groups
 from dovetail.nn.kernels import stored_experts
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
@@ -97,11 +97,8 @@ class Int4(StoredFormat):
                 f"groups of {self.group} inputs, of {inputs}, are not implemented (only {GROUPS}, "
                 f"dividing the inputs)"
             )
-        elif part.dim == 1 and (part.start % self.group or part.size % self.group):
-            raise UnsupportedError(
-                f"a rank's share of {inputs} inputs is {part.size}, no multiple of the "
-                f"{self.group} inputs of a group: use fewer ranks"
-            )
+        else:
+            require_own_groups(part, self.group)
 
     def dequantized(self, weight: StoredWeight) -> torch.Tensor:
         inputs = weight.layer_shape[1]

@@ -15,7 +15,7 @@ import torch
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.format.base import kept
 from dovetail.nn.format.float8 import WIDENED_FROM
-from dovetail.nn.format.stored import StoredWeight, checked_scales
+from dovetail.nn.format.stored import StoredWeight, checked_scales, require_own_groups
 from dovetail.nn.format.widened import WidenedFormat, own_inputs, places
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
@@ -71,11 +71,7 @@ class Int8(WidenedFormat):
             return
         if inputs % self.group:
             raise UnsupportedError(f"groups of {self.group} inputs don't divide {inputs}")
-        if part.dim == 1 and (part.start % self.group or part.size % self.group):
-            raise UnsupportedError(
-                f"a rank's share of {inputs} inputs is {part.size}, no multiple of the "
-                f"{self.group} inputs of a group: use fewer ranks"
-            )
+        require_own_groups(part, self.group)
 
     def dequantized(self, weight: StoredWeight) -> torch.Tensor:
         outputs, inputs = weight.layer_shape

@@ -19,7 +19,12 @@ from dovetail.nn.format.base import Quantization, WeightFormat, stacked
 from dovetail.nn.format.dense import DENSE
 from dovetail.nn.format.packing import share_of
 from dovetail.nn.format.reading import DEQUANTIZE, WHERE, names
-from dovetail.nn.format.stored import StoredWeight, TensorShape
+from dovetail.nn.format.stored import (
+    StoredWeight,
+    TensorShape,
+    require_own_groups,
+    require_whole_groups,
+)
 from dovetail.nn.format.widened import WidenedFormat
 from dovetail.nn.kernels import stored_experts
 from dovetail.nn.kernels.stored_experts import BITS, RAISED, VALUES
@@ -52,16 +57,8 @@ class Mxfp4Format(WidenedFormat):
     def allocate(self, weight: Weight, device: torch.device) -> StoredWeight:
         outputs, inputs = weight.shape
         for part in weight.parts.values():
-            whole = part.source_shape[1]
-            if whole % GROUP:
-                raise UnsupportedError(
-                    f"{whole} inputs are no multiple of the {GROUP} that share a scale"
-                )
-            if part.dim == 1 and (part.start % GROUP or part.size % GROUP):
-                raise UnsupportedError(
-                    f"a rank's share of {whole} inputs is {part.size}, no multiple of the {GROUP} "
-                    f"inputs of a scale: use fewer ranks"
-                )
+            require_whole_groups(part, GROUP)
+            require_own_groups(part, GROUP, "scale")
         values = torch.zeros(
             (outputs, -(-inputs // BLOCK) * BLOCK // 4), dtype=torch.int16, device=device
         )

@@ -9,10 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.errors import ModelLoadError
 from dovetail.nn.format.mxfp4 import MIDDLES
 from dovetail.nn.format.packing import share_of
-from dovetail.nn.format.stored import StoredWeight, TensorShape, checked_scales
+from dovetail.nn.format.stored import (
+    StoredWeight,
+    TensorShape,
+    checked_scales,
+    require_whole_groups,
+)
 from dovetail.nn.format.widened import WidenedFormat, own_inputs, places
 from dovetail.nn.kernels.stored_experts import VALUES
 from dovetail.nn.parameter import Part, Weight
@@ -38,11 +43,7 @@ class Nvfp4(WidenedFormat):
     def allocate(self, weight: Weight, device: torch.device) -> StoredWeight:
         outputs, inputs = weight.shape
         for part in weight.parts.values():
-            whole = part.source_shape[1]
-            if whole % GROUP:
-                raise UnsupportedError(
-                    f"{whole} inputs are no multiple of the {GROUP} that share a scale"
-                )
+            require_whole_groups(part, GROUP)
         values = torch.zeros((outputs, inputs // 2), dtype=torch.uint8, device=device)
         scales = torch.zeros((outputs, inputs // GROUP), dtype=torch.float8_e4m3fn, device=device)
         return StoredWeight(self, weight, values, scales, torch.ones(outputs, device=device))

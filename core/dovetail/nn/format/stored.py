@@ -10,17 +10,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from dovetail.errors import ModelLoadError
+from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.format.base import ExpertLayers, WeightFormat, in_one_piece, plain_experts
 from dovetail.nn.parameter import Part, Transform, Weight, cut
-
-if TYPE_CHECKING:
-    pass
 
 # values, or an eighth of the tensor if that is more: bounds temporary memory
 QUANTIZED_AT_ONCE = 1 << 20
@@ -70,6 +67,24 @@ def checked_scales(
             f"{name}: scales must be finite, and so must weights of up to {largest:g} scales"
         )
     return scales
+
+
+def require_whole_groups(part: Part, group: int) -> None:
+    """Raise `UnsupportedError` if the inputs of a part aren't groups of `group` inputs, which share
+    a scale."""
+    whole = part.source_shape[1]
+    if whole % group:
+        raise UnsupportedError(f"{whole} inputs are no multiple of the {group} that share a scale")
+
+
+def require_own_groups(part: Part, group: int, of: str = "group") -> None:
+    """Raise `UnsupportedError` if a rank's share of a part begins or ends within a group of `group`
+    inputs."""
+    if part.dim == 1 and (part.start % group or part.size % group):
+        raise UnsupportedError(
+            f"a rank's share of {part.source_shape[1]} inputs is {part.size}, no multiple of the "
+            f"{group} inputs of a {of}: use fewer ranks"
+        )
 
 
 class StoredFormat(WeightFormat):
