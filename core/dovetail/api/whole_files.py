@@ -1,4 +1,4 @@
-"""`write_whole`: atomic file writes, durable across crashes."""
+"""`write_whole`: atomic file writes, durable across crashes. `user_cache` says where to keep files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from dovetail.base.user_cache import user_cache as user_cache  # for packages that see the API alone
 
 BESIDE = ".tmp"  # suffix of a file that isn't complete yet
 

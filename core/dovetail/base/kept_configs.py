@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -30,6 +29,7 @@ from dovetail.base import config_reader
 from dovetail.base.bounded_json import read_json
 from dovetail.base.config_reader import unpacked
 from dovetail.base.config_sizes import check_sizes
+from dovetail.base.user_cache import user_cache
 from dovetail.errors import DovetailError
 
 READING_S = 60.0  # after which the process is no longer waited for
@@ -127,8 +127,7 @@ def path_of(directory: Path) -> Path:
     version = metadata.version("transformers")
     source = Path(config_reader.__file__).read_bytes()  # how it is kept may differ between versions
     digest = hashlib.sha256(b"\0".join((content, version.encode(), source))).hexdigest()
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "dovetail" / "configs" / f"{digest[:32]}.json"
+    return user_cache("configs") / f"{digest[:32]}.json"
 
 
 def _content(directory: Path) -> bytes:

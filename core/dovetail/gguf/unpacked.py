@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dovetail.base.user_cache import user_cache
 from dovetail.errors import ModelLoadError
 from dovetail.gguf.config import ROPE_FACTORS, model_config
 from dovetail.gguf.header import Header, read_header
@@ -80,10 +81,9 @@ def rope_factors(header: Header) -> list[float] | None:
 
 
 def _cache(path: Path) -> Path:
-    home = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(home) if home else Path.home() / ".cache") / "dovetail" / "gguf"
-    except RuntimeError:
+        return user_cache("gguf")
+    except FileNotFoundError:
         raise ModelLoadError(
             f"{path}: there is no home directory for its config and tokenizer; set XDG_CACHE_HOME "
             f"to a writable directory"

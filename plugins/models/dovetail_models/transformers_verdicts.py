@@ -18,7 +18,7 @@ import transformers
 
 import dovetail
 from dovetail.api.component import ENTRY_POINT_GROUP
-from dovetail.api.whole_files import write_whole
+from dovetail.api.whole_files import user_cache, write_whole
 
 log = logging.getLogger("dovetail")
 
@@ -26,13 +26,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def folder() -> Path:
-    """Return the folder of verdicts: `dovetail/transformers` in XDG_CACHE_HOME, by default
-    ~/.cache. Raises `FileNotFoundError` without a home directory."""
-    try:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:
-        raise FileNotFoundError(str(error)) from None
-    return root / "dovetail" / "transformers"
+    """Return the folder of verdicts. Raises `FileNotFoundError` without a home directory."""
+    return user_cache("transformers")
 
 
 class Verdict:
