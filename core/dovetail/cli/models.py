@@ -82,16 +82,10 @@ def models(
 
 def bundled(registry: Registry) -> Iterator[Found]:
     """Yield the models that plugins bundle."""
-    from dovetail.registry.models import locate_model
-    from dovetail.registry.plugin import NAMESPACE
+    from dovetail.registry.models import bundled_models
 
-    for plugin in registry.plugins:
-        for model in plugin.models:
-            owner = NAMESPACE if plugin.origin.built_in else plugin.origin.distribution
-            name = model.name if plugin.origin.built_in else f"{owner}:{model.name}"
-            place = locate_model(f"{owner}:{model.name}", registry)
-            if place.path is not None:
-                yield _found(name, place.path)
+    for name, path in bundled_models(registry):
+        yield _found(name, path)
 
 
 def cached() -> Iterator[Found]:

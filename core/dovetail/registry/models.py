@@ -4,6 +4,7 @@ file, or on the Hugging Face hub."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -139,24 +140,29 @@ def _find_bundled(name: str, registry: Registry) -> tuple[PluginOrigin, BundledM
     models need the full name."""
     distribution, colon, short = name.rpartition(":")
     owner = distribution if colon else NAMESPACE
-    for plugin in registry.plugins:
-        for model in plugin.models:
-            if model.name == short and plugin.origin.is_called(owner):
-                return plugin.origin, model
+    for origin, model in _bundled(registry):
+        if model.name == short and origin.is_called(owner):
+            return origin, model
     return None
 
 
-def _bundled_names(registry: Registry) -> list[str]:
-    plugins = [
-        (plugin.origin, model.name) for plugin in registry.plugins for model in plugin.models
-    ]
-    return [
-        name if origin.built_in else f"{origin.distribution}:{name}" for origin, name in plugins
-    ]
+def bundled_models(registry: Registry) -> Iterator[tuple[str, Path]]:
+    """Yield the name and the directory of each model that a plugin bundles. Raises
+    `ModelLoadError`."""
+    for origin, model in _bundled(registry):
+        yield _bundled_name(origin, model), _bundled_path(origin, model)
+
+
+def _bundled(registry: Registry) -> list[tuple[PluginOrigin, BundledModel]]:
+    return [(plugin.origin, model) for plugin in registry.plugins for model in plugin.models]
+
+
+def _bundled_name(origin: PluginOrigin, model: BundledModel) -> str:
+    return model.name if origin.built_in else f"{origin.distribution}:{model.name}"
 
 
 def _what_is_bundled(name: str, registry: Registry) -> str:
-    names = _bundled_names(registry)
+    names = [_bundled_name(origin, model) for origin, model in _bundled(registry)]
     return f"bundled models: {', '.join(names) or 'none'}{did_you_mean(name, names)}"
 
 

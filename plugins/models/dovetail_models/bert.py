@@ -92,8 +92,7 @@ class Roberta(Bert):
         return reasons
 
     def classifier(self, config: Any) -> ModelPooling:
-        head = (HeadLayer("classifier.dense", "tanh"), HeadLayer("classifier.out_proj"))
-        return ModelPooling("cls", head)
+        return TWO_LAYERS
 
     def encoder(
         self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str
@@ -107,6 +106,10 @@ class XLMRoberta(Roberta):
     model_type = "xlm-roberta"
 
 
+# the classifier of RoBERTa, and of models that have its head
+TWO_LAYERS = ModelPooling(
+    "cls", (HeadLayer("classifier.dense", "tanh"), HeadLayer("classifier.out_proj"))
+)
 NAMES = {  # of a layer's modules in a checkpoint
     "q": "attention.self.query",
     "k": "attention.self.key",

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from dovetail.api.attention import LayerSpec
-from dovetail.api.model import BuildContext, HeadLayer, ModelInputs, ModelPooling, WeightRule
+from dovetail.api.model import BuildContext, ModelInputs, ModelPooling, WeightRule
 from dovetail.nn.embedding import Table, VocabParallelEmbedding
 from dovetail.nn.layer import LayerList
 from dovetail.nn.norm import LayerNorm
 from dovetail.nn.parameter import Part, Weight, share
-from dovetail_models.bert import BertLayer, positions_after_padding
+from dovetail_models.bert import TWO_LAYERS, BertLayer, positions_after_padding
 from dovetail_models.encoder import EncoderArch, rows_of, rules
 
 _PADDING = 1  # id of padding, whatever the config; positions begin after it
@@ -46,8 +46,7 @@ class MPNet(EncoderArch):
         return reasons
 
     def classifier(self, config: Any) -> ModelPooling:
-        head = (HeadLayer("classifier.dense", "tanh"), HeadLayer("classifier.out_proj"))
-        return ModelPooling("cls", head)
+        return TWO_LAYERS
 
     def encoder(
         self, config: Any, specs: list[LayerSpec], context: BuildContext, prefix: str
