@@ -51,7 +51,7 @@ with LLMEngine.from_config({"model": settings.pop("model")}, progress=progress, 
 
 
 class Start(NamedTuple):
-    """Where the seconds of a start went."""
+    """`Start` holds the times of one start of an engine."""
 
     stages: dict[str, float]  # ends of stages, in seconds since the start of the process
     phases: str  # of the engine: see `dovetail.api.start_phases`

@@ -240,7 +240,7 @@ def test_a_grammar_that_is_slow_to_compile_is_followed_in_the_engine_s_process(
 
 
 class Suite(GrammarSuite):
-    """Of a backend whose answers are all followed by processes."""
+    """The suite runs on a backend that follows all answers in worker processes."""
 
     component_class = LLGuidance
 

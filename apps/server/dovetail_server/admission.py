@@ -79,8 +79,8 @@ class HeldImages:
             self.release(size)
 
     def take(self, size: int) -> None:
-        """Account for so many bytes of a request. Raises `HttpError` 429 above the limit, unless no
-        other request has images."""
+        """Reserve `size` bytes for the images of a request. Raises `HttpError` 429 above the limit,
+        unless no other request has images."""
         if self.held and self.held + size > self._most:
             raise busy(
                 f"its requests have {self.held} bytes of prepared images, and max_held_image_bytes "
