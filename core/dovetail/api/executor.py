@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationInfo
 from dovetail.api.clock import Clock
 from dovetail.api.component import Kind, NoOptions
 from dovetail.api.kv_cache import KVLayout, PageCopy
+from dovetail.api.kv_transfers import KVTransfers
 from dovetail.api.media import MediaCapacity
 from dovetail.api.sampler import RowSampling
 from dovetail.api.targets import import_target, make_component
@@ -501,6 +502,11 @@ class Executor(ABC):
         Raises `UnsupportedError` unless `capabilities.masks`.
         """
         raise UnsupportedError(f"executor {type(self).__name__} can't mask tokens")
+
+    def transfers(self) -> KVTransfers | None:
+        """Return the interface that copies pages between the device and the host's memory; None if
+        the executor has none, as by default. Called once, after `start`."""
+        return None
 
     @abstractmethod
     def collect(self, handle: Any) -> Result:
