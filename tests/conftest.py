@@ -45,6 +45,10 @@ PASSED_TO = os.environ.get("DOVETAIL_TEST_PASSED_TO")
 PASSED = os.environ.get("DOVETAIL_TEST_PASSED")
 
 
+BUDGET = os.environ.get("DOVETAIL_TEST_BUDGET", "1")
+MEASURED = PROFILE == "quick" and BUDGET != "off"
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if (
         PASSED_TO
@@ -65,10 +69,8 @@ def is_of_profile(marks: set[str]) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    factor = os.environ.get("DOVETAIL_TEST_BUDGET", "1")
-    measured = PROFILE == "quick" and factor != "off"
-    if measured and not getattr(config.option, "collectonly", False):
-        config.pluginmanager.register(Budget(float(factor)), "budget")
+    if MEASURED and not getattr(config.option, "collectonly", False):
+        config.pluginmanager.register(Budget(float(BUDGET)), "budget")
 
 
 def leave_unjudged(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
@@ -143,7 +145,7 @@ def nothing_is_kept_for_the_next_run(tmp_path_factory: pytest.TempPathFactory) -
 def an_engine_has_run(nothing_is_kept_for_the_next_run: None) -> None:
     """Import what an engine imports late, so that no test's budget pays for it because it is the
     first."""
-    if PROFILE != "quick" or find_spec("torch") is None:
+    if not MEASURED or find_spec("torch") is None:
         return
     import transformers
 

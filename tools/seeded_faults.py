@@ -1,19 +1,23 @@
 """Plants faults in the product, one at a time, and records which tests find them.
 
     python -m tools.seeded_faults --list                            # the 100 faults of seed 0
-    python -m tools.seeded_faults --out faults.json                 # tries each against its package's tests
-    python -m tools.seeded_faults --out faults.json --seconds 3000  # stops in time; called again, it goes on
-    python -m tools.seeded_faults --out faults.json --covered quick.coverage slow.coverage
+    python -m tools.seeded_faults --out faults.json                 # tries each; called again, it goes on
+    python -m tools.seeded_faults --out faults.json --seconds 3000  # begins no run after this time
 
 A fault is one changed operator, constant, branch or call. Faults are spread evenly over the
-packages, and the seed decides which. Each is tried against the quick tests of the files that name
-its module, then of its package, and against the slow ones if those don't find it. The file is changed in place and restored, so it needs
-a checkout without changes. A run that times out counts as found.
+packages, and the seed decides which. All are tried in three stages, each against the tests that
+follow, up to the first failure; a stage skips the faults that one before it has found:
 
-With `--covered`, the tests that run the fault's line are tried first, of all packages; those of its
-own before others. The two files are made beforehand, by `coverage run -m pytest -p no:xdist` with
-`dynamic_context = test_function`, in the same checkout. Only if they don't find the fault are all
-tests of the package tried: coverage doesn't see other processes, nor some tests in this one.
+1. quick tests of the files that name the fault's module, its functions or its classes,
+2. the other quick tests of its package,
+3. slow tests, those of the files of stage 1 first.
+
+Limits are in CPU seconds, so that other programs on the machine change no verdict. A run that
+exceeds `--cpu-seconds` has not found its fault. A test that takes more than TEST_CPU_S, or waits
+for more than IDLE_S without using a processor, has. At the end all tests that found a fault run
+without one: those that fail have found nothing.
+
+The file is changed in place and restored, so the tool needs a checkout without changes.
 """
 
 from __future__ import annotations
@@ -21,20 +25,31 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+from tests.budget import descendants_cpu_s
 
 ROOT = Path(__file__).parents[1]
-RUN_LIMIT_S = 600.0
+STAGES = ("quick tests that name it", "quick tests of its package", "slow tests")
 MOST_NAMING = 12  # test files that name a module
-PROFILES = ("quick", "slow")
+RUN_CPU_S = 120.0
+TEST_CPU_S = 60.0  # of a quick test, which has 0.5, and of most slow ones
+IDLE_S = 120.0
+IDLE_CPU_S = 0.5  # at most, of processes that only wait
+LOOKS_EVERY_S = 0.5
 COMPARED = {
     ast.Lt: "<=",
     ast.LtE: "<",
@@ -59,12 +74,15 @@ WITHOUT_TESTS_ON_A_CPU = ("kernels", "triton", "flash", "ray_", "templates")
 TESTS = {  # of packages whose tests aren't in tests/<last part of the name> alone
     "dovetail": ["config", "front", "structured", "test_*.py"],
     "dovetail.api": ["api", "engine", "schedulers"],
+    "dovetail.base": ["config", "cli", "registry", "test_*.py"],
     "dovetail.compat": ["e2e"],
     "dovetail.engine": ["engine", "e2e"],
     "dovetail.front": ["front", "e2e"],
+    "dovetail.gguf": ["models", "hostile"],
     "dovetail.nn": ["nn", "models"],
-    "dovetail_executors.runtime": ["runtime", "e2e"],
+    "dovetail.request": ["front", "engine", "schedulers"],
     "dovetail.testing": ["testing", "conformance"],
+    "dovetail_executors": ["executors", "runtime", "e2e"],
 }
 
 
@@ -90,6 +108,28 @@ class Fault:
     def __str__(self) -> str:
         old = (ROOT / self.path).read_text(encoding="utf-8").splitlines()[self.line - 1]
         return f"{self.path}:{self.line} {self.kind}: {old[self.begin : self.end]} -> {self.new}"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of tests with a fault."""
+
+    profile: str
+    end: str  # "failed", "passed", "stuck" or "CPU limit"
+    failed: list[str]
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A fault and its runs, one for each stage so far."""
+
+    fault: Fault
+    runs: list[Run]
+
+    @property
+    def found(self) -> bool:
+        return bool(self.runs) and self.runs[-1].end in ("failed", "stuck")
 
 
 def packages() -> dict[str, list[Path]]:
@@ -177,95 +217,205 @@ def choose(count: int, seed: int) -> list[Fault]:
     return chosen
 
 
-def tests_of(package: str) -> list[str]:
+def tests_of(package: str) -> list[Path]:
+    """Return the test files of a package."""
     folders = TESTS.get(package, [package.rpartition(".")[2].removeprefix("dovetail_")])
-    found = (sorted((ROOT / "tests").glob(folder)) for folder in folders)
-    return [str(path) for paths in found for path in paths]
+    found: list[Path] = []
+    for folder in folders:
+        for path in sorted((ROOT / "tests").glob(folder)):
+            found += sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
+    return found
 
 
-def tests_that_name(fault: Fault) -> list[str]:
-    """Return the test files that name the fault's module, those of its package first, MOST_NAMING at
-    most."""
+def tests_that_name(fault: Fault) -> list[Path]:
+    """Return up to MOST_NAMING test files that import the fault's module, or are of its package and
+    name what the module defines.
+
+    Those that import it come first, then those that name the functions and classes around the fault
+    most often.
+    """
     parts = Path(fault.path).with_suffix("").parts
     begin = next(index for index, part in enumerate(parts) if part.startswith("dovetail"))
     module = ".".join(parts[begin:]).removesuffix(".__init__")
     parent, _, name = module.rpartition(".")
-    named = re.compile(rf"\b{re.escape(module)}\b|from {re.escape(parent)} import [^\n]*\b{name}\b")
-    files = [
-        str(path)
-        for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        if named.search(path.read_text(encoding="utf-8"))
-    ]
-    own = tuple(tests_of(fault.package))
-    return sorted(files, key=lambda file: not file.startswith(own))[:MOST_NAMING]
+    imported = re.compile(
+        rf"\b{re.escape(module)}\b|from {re.escape(parent)} import [^\n]*\b{name}\b"
+    )
+    around, others = _defined(fault)
+    own = set(tests_of(fault.package))
+    ranks = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = _text(path)
+        imports = path.name == f"test_{name}.py" or imported.search(text) is not None
+        named = (_count(around, text), _count(others, text))
+        if imports or (path in own and any(named)):
+            ranks[path] = (imports, path in own, *named)
+    return sorted(ranks, key=ranks.__getitem__, reverse=True)[:MOST_NAMING]
 
 
-def tests_that_run(fault: Fault, data_file: Path) -> list[str]:
-    """Return the tests that run the fault's line, those of its package first."""
-    from coverage import CoverageData
-
-    data = CoverageData(str(data_file))
-    data.read()
-    contexts = data.contexts_by_lineno(str(ROOT / fault.path)).get(fault.line, [])
-    found = {test_of(context) for context in contexts} - {""}
-    own = tuple(tests_of(fault.package))
-    return sorted(found, key=lambda test: (not test.startswith(own), test))
+@cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
-def test_of(context: str) -> str:
-    """Return the pytest name of the test `package.module.function`, or `package.module.Class.method`;
-    empty if it isn't a test's."""
-    parts = context.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        path = ROOT.joinpath(*parts[:count]).with_suffix(".py")
-        if path.exists():
-            return "::".join([str(path), *parts[count:]])
-    return ""
+def _defined(fault: Fault) -> tuple[set[str], set[str]]:
+    """Return the public functions and classes of a module: those around a fault, and others at its
+    top level."""
+    tree = ast.parse((ROOT / fault.path).read_text(encoding="utf-8"))
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    around = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, definitions)
+        and node.lineno <= fault.line <= (node.end_lineno or node.lineno)
+    }
+    top = {node.name for node in tree.body if isinstance(node, definitions)}
+    return _public(around), _public(top - around)
 
 
-def finds(fault: Fault, profile: str, tests: list[str]) -> dict[str, object]:
-    """Run tests with the fault."""
-    path = ROOT / fault.path
-    original = path.read_text(encoding="utf-8")
+def _public(names: set[str]) -> set[str]:
+    return {name for name in names if not name.startswith("_")}
+
+
+def _count(names: set[str], text: str) -> int:
+    return len(re.findall(rf"\b(?:{'|'.join(sorted(names))})\b", text)) if names else 0
+
+
+def tests_of_stage(fault: Fault, stage: int) -> list[Path]:
+    naming = tests_that_name(fault)
+    others = [path for path in tests_of(fault.package) if path not in naming]
+    return [naming, others, [*naming, *others]][stage]
+
+
+def run_tests(profile: str, tests: Sequence[str], cpu_limit_s: float, *options: str) -> Run:
+    """Run tests in a process of its own."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *tests]
     environ = {**os.environ, "DOVETAIL_TEST_PROFILE": profile, "DOVETAIL_TEST_BUDGET": "off"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *tests,
-    ]
-    begun = time.monotonic()
-    path.write_text(fault.apply(), encoding="utf-8")
-    try:
-        done = subprocess.run(
+    with TemporaryFile("w+", encoding="utf-8") as output:
+        process = subprocess.Popen(
             command,
             cwd=ROOT,
             env=environ,
-            capture_output=True,
-            text=True,
-            timeout=RUN_LIMIT_S,
-            check=False,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-        status: int | None = done.returncode
+        end, cpu_s = watch(process, output, cpu_limit_s)
+        output.seek(0)
         failed = [
-            line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))
-        ][:1]
-    except subprocess.TimeoutExpired:
-        status = None
-        failed = ["timed out"]
+            line.split(" ", 1)[1].split(" - ")[0].strip()
+            for line in output
+            if line.startswith(("FAILED ", "ERROR "))
+        ]
+    if not end:
+        end = {0: "passed", 5: "passed"}.get(process.returncode, "failed")
+    return Run(profile, end, failed, round(cpu_s, 1))
+
+
+def watch(process: subprocess.Popen[bytes], output: IO[str], limit_s: float) -> tuple[str, float]:
+    """Wait for pytest to end, and kill it at a limit.
+
+    Return why it was killed, empty if it wasn't, and the CPU seconds that it took.
+    """
+    cpu_s = 0.0
+    written = 0
+    written_at_s = 0.0  # CPU seconds, at the end of the last test
+    used_at_s = 0.0  # likewise, when the processes were last seen to use a processor
+    used_at = time.monotonic()
+    end = ""
+    while not end:
+        try:
+            process.wait(LOOKS_EVERY_S)
+        except subprocess.TimeoutExpired:
+            cpu_s = descendants_cpu_s(os.getpid())
+        else:
+            return "", cpu_s
+        size = os.fstat(output.fileno()).st_size
+        if size != written:
+            written = size
+            written_at_s = cpu_s
+        if cpu_s - used_at_s > IDLE_CPU_S:
+            used_at_s = cpu_s
+            used_at = time.monotonic()
+        if cpu_s - written_at_s > TEST_CPU_S or time.monotonic() - used_at > IDLE_S:
+            end = "stuck"
+        elif cpu_s > limit_s:
+            end = "CPU limit"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return end, cpu_s
+
+
+def try_fault(fault: Fault, stage: int, cpu_limit_s: float) -> Run:
+    """Run the tests of a stage with the fault, up to the first failure."""
+    profile = STAGES[stage].partition(" ")[0]
+    tests = [str(path.relative_to(ROOT)) for path in tests_of_stage(fault, stage)]
+    if not tests:
+        return Run(profile, "passed", [], 0.0)
+    path = ROOT / fault.path
+    original = path.read_text(encoding="utf-8")
+    path.write_text(fault.apply(), encoding="utf-8")
+    try:
+        return run_tests(profile, tests, cpu_limit_s, "-x")
     finally:
         path.write_text(original, encoding="utf-8")
-    return {
-        "profile": profile,
-        "found": status not in (0, 5),
-        "tests": len(tests),
-        "by": failed,
-        "seconds": round(time.monotonic() - begun, 1),
-    }
+
+
+def failing_without_faults(results: list[Tried]) -> set[str]:
+    """Return those of the tests that found a fault which fail without one, too."""
+    failing: set[str] = set()
+    for profile in ("quick", "slow"):
+        tests = {
+            test
+            for tried in results
+            for run in tried.runs
+            if run.profile == profile
+            for test in run.failed
+        }
+        if tests:
+            failing |= set(run_tests(profile, sorted(tests), math.inf).failed)
+    return failing
+
+
+def read(path: Path, faults: list[Fault]) -> list[Tried]:
+    """Return the results so far, in the order of the faults."""
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    runs = {Fault(**tried["fault"]): [Run(**run) for run in tried["runs"]] for tried in kept}
+    return [Tried(fault, runs.get(fault, [])) for fault in faults]
+
+
+def try_all(results: list[Tried], out: Path, cpu_limit_s: float, end: float) -> None:
+    """Take each fault through the stages, until `end` on the monotonic clock."""
+    for stage, name in enumerate(STAGES):
+        for tried in results:
+            if tried.found or len(tried.runs) > stage:
+                continue
+            if time.monotonic() > end:
+                return
+            run = try_fault(tried.fault, stage, cpu_limit_s)
+            tried.runs.append(run)
+            out.write_text(json.dumps([asdict(each) for each in results], indent=1))
+            print(f"{name}: {run.end} {run.failed} in {run.cpu_s} CPU s: {tried.fault}", flush=True)
+
+
+def summary(results: list[Tried], failing: set[str]) -> str:
+    """Return counts of the faults that were tried, and the missed ones in lines of their own."""
+    tried = [each for each in results if each.runs]
+    wrong = [each for each in tried if failing.intersection(each.runs[-1].failed)]
+    found = [each for each in tried if each.found and each not in wrong]
+    quick = [each for each in found if each.runs[-1].profile == "quick"]
+    missed = [each for each in tried if not each.found]
+    lines = [
+        f"{len(tried)} faults tried, {len(found)} found; {len(quick)} of these, "
+        f"{100 * len(quick) / max(1, len(found)):.0f} %, by quick tests"
+    ]
+    lines += [f"found by a test that fails without it: {each.fault}" for each in wrong]
+    lines += [
+        f"not found in {sum(run.cpu_s for run in each.runs):.0f} CPU s and {len(each.runs)} of "
+        f"{len(STAGES)} stages ({', '.join(run.end for run in each.runs)}): {each.fault}"
+        for each in missed
+    ]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -276,16 +426,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--out", type=Path, metavar="FILE")
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="begin no fault after this time"
-    )
-    parser.add_argument(
-        "--covered",
-        nargs=2,
-        type=Path,
-        metavar=("QUICK", "SLOW"),
-        help="coverage of the quick and of the slow tests",
-    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after these")
+    parser.add_argument("--cpu-seconds", type=float, default=RUN_CPU_S, help="limit of each run")
     args = parser.parse_args()
     faults = choose(args.count, args.seed)
     if args.list or args.out is None:
@@ -296,34 +438,9 @@ def main() -> None:
         raise SystemExit(
             "the checkout has changes: commit them first, since files are changed and restored"
         )
-    results = json.loads(args.out.read_text()) if args.out.exists() else []
-    end = time.monotonic() + args.seconds
-    for fault in faults[len(results) :]:
-        if time.monotonic() > end:
-            break
-        runs: list[dict[str, object]] = []
-        covered = args.covered or (None, None)
-        for profile, data_file in zip(PROFILES, covered, strict=True):
-            running = tests_that_run(fault, data_file) if data_file is not None else []
-            run = finds(fault, profile, running) if running else None
-            if run is None or not run["found"]:
-                run = finds(fault, profile, [*tests_that_name(fault), *tests_of(fault.package)])
-            runs.append(run)
-            if runs[-1]["found"]:
-                break
-        results.append({"fault": asdict(fault), "runs": runs})
-        args.out.write_text(json.dumps(results, indent=1))
-        print(
-            f"{'found' if runs[-1]['found'] else 'missed'} by {runs[-1]['profile']} "
-            f"{runs[-1]['by']}: {fault}",
-            flush=True,
-        )
-    quick = sum(bool(result["runs"][0]["found"]) for result in results)
-    either = sum(bool(result["runs"][-1]["found"]) for result in results)
-    print(
-        f"of {len(results)} faults, the tests find {either}: quick ones {quick}, "
-        f"{100 * quick / max(1, either):.0f} % of them"
-    )
+    results = read(args.out, faults)
+    try_all(results, args.out, args.cpu_seconds, time.monotonic() + args.seconds)
+    print(summary(results, failing_without_faults(results)))
 
 
 if __name__ == "__main__":
