@@ -327,6 +327,9 @@ def test_a_front_end_whose_event_loop_hangs_is_replaced(
     (directory / "toy" / "sitecustomize.py").write_text(HANGS_AT_A_SIGNAL)
     server = start(toy={"step_s": 0.01})
     [hung] = server.children("front_end")
+    # its loop answers, so the signal can't interrupt it while it reports that it is ready: that
+    # holds the channel, and there would be no heartbeats
+    assert until(lambda: _status(server), "it serves") == 200
     os.kill(hung, signal.SIGUSR1)
     until(
         lambda: server.children("front_end") and hung not in server.children(), "there is another"
