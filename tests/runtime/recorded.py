@@ -36,7 +36,7 @@ class GraphOnCpu:
     def __init__(self) -> None:
         self._recording = Recording()
 
-    def capture_begin(self, pool: Any = None) -> None:
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         self._recording.__enter__()
         GraphOnCpu.active = self._recording
 

@@ -58,21 +58,23 @@ class Slab:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One copy. The bytes of `pages`, page after page, lie at `offset` of a slab:
-    `KVTransfers.page_bytes` each, of all ranks."""
+    """One copy. The bytes of `pages` lie at `offset` of a slab: `KVTransfers.page_bytes` each, of
+    all ranks, in an order of the executor's own. So a save is restored as a whole: with as many
+    pages, in the same order."""
 
     id: int  # of the core; not in use by an unfinished transfer
     slab: int
     offset: int  # bytes, a multiple of 8
+    # of a restore, `HOLE` for those that aren't wanted: their bytes are checked and written nowhere
     pages: tuple[int, ...]
     seed: int  # of the checksum: 64 bits, made of the frame's name
 
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """A finished copy. `checksum`: of the bytes in the pages, by `frame_checksum`, as computed on
-    the device's side: while saving, from the pages before they were copied; while restoring, from
-    what was written to the pages."""
+    """A finished copy. `checksum`: `frame_checksum` of its bytes in the slab, as computed on the
+    device's side: while saving, from the pages before they were copied; while restoring, from what
+    was written to the pages."""
 
     id: int
     checksum: int
@@ -82,9 +84,10 @@ class KVTransfers(ABC):
     """Saves pages to host memory, and restores them. Its caller is that of the executor's other
     methods, between `Executor.start` and `stop`.
 
-    `name`: names how the bytes of a page are laid out, beyond the `KVLayout`: the attention backend
-    and its version, the order of layers, the number of ranks. Bytes saved by an executor of another
-    name can't be restored.
+    `name`: names all that decides what the bytes of a page mean, besides the model, the `KVLayout`
+    and the tokens: the attention backend and its version, the order of layers, the number of ranks,
+    the scales of K and V. Bytes saved by an executor of another name can't be restored. It is new
+    in each process if scales are only known after the first step (`kv_cache_scales: calibrate`).
     """
 
     name: str

@@ -27,6 +27,7 @@ from dovetail_executors.options import LocalOptions
 from dovetail_executors.runtime.device_choice import choose_device
 from dovetail_executors.runtime.loading import forecast
 from dovetail_executors.runtime.step import Step
+from dovetail_executors.runtime.transfers import LocalTransfers
 from dovetail_executors.runtime.worker import Worker
 
 
@@ -46,6 +47,7 @@ class LocalExecutor(Executor):
     def __init__(self, options: LocalOptions, context: ExecutorContext) -> None:
         super().__init__(options, context)
         self.worker = Worker(context, SINGLE, "local")
+        self._transfers: LocalTransfers | None = None
 
     @classmethod
     def forecast(cls, context: ExecutorContext) -> str:
@@ -78,6 +80,12 @@ class LocalExecutor(Executor):
     def collect(self, handle: Step) -> Result:
         return self.worker.collect(handle)
 
+    def transfers(self) -> LocalTransfers | None:
+        copies = self.worker.page_copies()
+        if copies is not None:
+            self._transfers = LocalTransfers(copies, self.worker.name_of_bytes())
+        return self._transfers
+
     def check(self) -> None:
         self.worker.check()
 
@@ -85,4 +93,7 @@ class LocalExecutor(Executor):
         return self.worker.finish_start()
 
     def stop(self) -> None:
+        if self._transfers is not None:
+            self._transfers.close()
+            self._transfers = None
         self.worker.stop()

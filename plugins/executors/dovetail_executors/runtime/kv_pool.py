@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -206,6 +206,40 @@ class KVPool:
             for memory in self._memory:
                 words = memory.view(torch.int64) if memory.shape[-1] % WORD == 0 else memory
                 words.index_copy_(1, dst, words.index_select(1, src))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all slots."""
+        return self.planned.layout.page_bytes
+
+    def gather(self, pages: torch.Tensor, target: torch.Tensor) -> None:
+        """Enqueue: `target` [n, page_bytes] uint8 = the bytes of `pages` [n] int64, slots of equal
+        size together, in the order in which sizes come first in `PlannedLayout.slot_bytes`."""
+        for memory, part in self._with_parts(target):
+            torch.index_select(memory, 0, pages, out=part)
+
+    def scatter(self, pages: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue: the bytes of `pages` = `source`, as `gather` orders them. The page with the
+        number of pages in the pool is the waste page, and may be given several times."""
+        for memory, part in self._with_parts(source):
+            memory.index_copy_(0, pages, part)
+
+    @property
+    def waste_page(self) -> int:
+        """The page that is written in place of none."""
+        return self._memory[0].shape[1] - 1
+
+    def _with_parts(self, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the memory of each size of slots [pages, slots, n], and its part of `data`
+        [n, page_bytes], in words if their size is a multiple of these."""
+        start = 0
+        sizes = self.planned.slot_bytes
+        dtype = torch.int64 if all(size % WORD == 0 for size in sizes) else torch.uint8
+        for memory in self._memory:
+            slots, _, size = memory.shape
+            part = data[:, start : start + slots * size].view(len(data), slots, size)
+            yield memory.view(dtype).transpose(0, 1), part.view(dtype)
+            start += slots * size
 
     def _allocate_slots(self, num_pages: int) -> list[torch.Tensor]:
         """Return the memory of each slot [num_pages + 1, bytes], as parts of one tensor for each

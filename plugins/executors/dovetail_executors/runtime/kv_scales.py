@@ -14,8 +14,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
+from uuid import uuid4
 
+import numpy as np
 import torch
 
 from dovetail.api.attention import AttentionLayer, FusedCache, KVScales, LayerCache, LayerSpec
@@ -111,6 +114,15 @@ class CacheScales:
     @property
     def running(self) -> bool:
         return self._running
+
+    @property
+    def name(self) -> str:
+        """Name that equal scales have, in other processes, too. Scales that are calibrated have a
+        new one each time, since nobody knows them before the first prompts."""
+        if self._calibrate:
+            return f"calibrated {uuid4().hex}"
+        values = [float(part) for each in self._scales.values() for part in (each.k, each.v)]
+        return sha256(np.array(values, "<f8").tobytes()).hexdigest()[:16]
 
 
 class _CalibratedLayer(AttentionLayer):

@@ -62,7 +62,8 @@ class Recorder:
     def begin(self) -> None:
         """Start capturing a piece."""
         self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self._pool)
+        # another thread may pin memory for transfers meanwhile
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(
         self,

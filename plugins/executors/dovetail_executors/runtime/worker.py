@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from dovetail.api.attention import AttentionBackend, LayerSpec
 from dovetail.api.executor import Batch, Capacity, ExecutorContext, Masks, Result
 from dovetail.api.kv_cache import KVLayout
+from dovetail.api.kv_transfers import WORD
 from dovetail.api.model import ParallelGroup, VerifiesItself
 from dovetail.api.process_watch import PULSE
 from dovetail.api.sampler import SamplerContext
@@ -48,6 +49,7 @@ from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.runner import Runner
 from dovetail_executors.runtime.sampling import Sampling
 from dovetail_executors.runtime.step import Step
+from dovetail_executors.runtime.transfers import PageCopies, name_of_bytes
 from dovetail_executors.runtime.trial import TrialRun
 
 # Floating-point operations per second that any core reaches: a guess until a step is measured
@@ -71,6 +73,7 @@ class Worker:
         self.runner: Runner | None = None  # None unless the model is loaded
         self._graphs: Graphs | None = None  # the runner's, once captured
         self._scales: CacheScales | None = None  # of a cache of a smaller dtype
+        self._attention = ""  # name of the backend, once chosen
         self._failure: DovetailError | None = None
         self._generates = True
         # see `Capacity`; measured by `allocate`
@@ -105,6 +108,7 @@ class Worker:
             config.block_size,
             plan.cache_dtype,
         )
+        self._attention = chosen.name
         plans = [each for each in plans if each.is_served_by(chosen)]
         pool = self._make_kv_pool(plan, plans, specs, chosen.backend, device)
         layout = pool.planned.layout
@@ -325,6 +329,18 @@ class Worker:
         self.check()
         self._running()
         return self._graphs is not None and self._graphs.record_next()
+
+    def page_copies(self) -> PageCopies | None:
+        """Return the copies of the pool's pages to host memory, after `allocate`; None if its pages
+        have no bytes, or not a whole number of words."""
+        pool = self._running().pool
+        return PageCopies(pool) if pool.page_bytes and pool.page_bytes % WORD == 0 else None
+
+    def name_of_bytes(self) -> str:
+        """Return the name of what decides the meaning of a page's bytes: `KVTransfers.name`."""
+        scales = "none" if self._scales is None else self._scales.name
+        planned = self._running().pool.planned
+        return name_of_bytes(self._attention, planned, self.group.size, scales)
 
     def stop(self) -> None:
         """Release all resources.

@@ -1,0 +1,322 @@
+"""Copies of pages between the pool of one device and host memory.
+
+A copy goes through staging buffers on the device, piece by piece. A save gathers pages on the
+stream of the steps, so that it reads what the steps before it wrote, and later steps may write;
+a restore scatters on a stream of its own, behind the steps submitted so far:
+
+    save      steps' stream ── step ── gather, checksum ─┐
+              copy stream                                └─ to the host ── event
+    restore   copy stream   ── from the host ─┐
+              its own stream                  └─ scatter, checksum ── event
+
+On a CPU there are no streams, and both happen at once.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib import metadata
+from itertools import compress
+from typing import Any
+
+import numpy as np
+import torch
+
+from dovetail.api.kv_layout import PlannedLayout
+from dovetail.api.kv_transfers import (
+    WORD,
+    KVTransfers,
+    Slab,
+    Transfer,
+    Transferred,
+    frame_multipliers,
+)
+from dovetail.errors import DISTRIBUTION, DovetailError
+from dovetail.nn.transfer import HostCopy, to_device
+from dovetail_executors.runtime.kv_pool import KVPool
+
+PIECE_BYTES = 32 << 20  # of a staging buffer; a page may be larger
+SAVE_PIECES = 4  # staging buffers of saves: later ones delay the steps until one is free
+RESTORE_PIECES = 2  # … and of restores: one is filled while the other is emptied
+MODULUS = 1 << 64
+
+
+class _Queue:
+    """A stream of the device. On a CPU, where everything runs at once, it does nothing."""
+
+    def __init__(self, device: torch.device, *, of_steps: bool = False) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.current_stream(device) if of_steps else _new_stream(device)
+
+    def use(self) -> AbstractContextManager[object]:
+        """Enqueue what follows in this stream."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return an event behind everything enqueued so far."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Let what follows wait for `event`."""
+        if self._stream is not None and event is not None:
+            self._stream.wait_event(event)
+
+    def finish(self) -> None:
+        """Wait on the host until all is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _passed(event: torch.cuda.Event | None) -> bool:
+    return event is None or bool(event.query())  # type: ignore[no-untyped-call]
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class _Piece:
+    """A staging buffer: `data` [pages, page_bytes] uint8 on the device, used again after `free`."""
+
+    data: torch.Tensor
+    free: torch.cuda.Event | None = None
+
+
+class _Staging:
+    """Buffers that are used in turn."""
+
+    def __init__(self, pieces: int, pages: int, page_bytes: int, device: torch.device) -> None:
+        memory = torch.empty((pieces, pages, page_bytes), dtype=torch.uint8, device=device)
+        self.pieces = [_Piece(data) for data in memory.unbind()]
+        self._next = 0
+
+    def next(self) -> _Piece:
+        piece = self.pieces[self._next]
+        self._next = (self._next + 1) % len(self.pieces)
+        return piece
+
+
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """A copy that was enqueued."""
+
+    event: torch.cuda.Event | None
+    sums: HostCopy  # [2] int64, see `PageCopies`
+    seed: int
+    used: tuple[torch.Tensor, ...]  # by streams that don't own them, until the event
+
+    @property
+    def done(self) -> bool:
+        return _passed(self.event)
+
+    @property
+    def checksum(self) -> int:
+        """The checksum of what was copied; only once it is done."""
+        weighted, plain = self.sums.value.tolist()
+        return int(weighted + 2 * self.seed * plain) % MODULUS
+
+
+class PageCopies:
+    """Copies pages of one pool. `of_host` is always host memory [n * page_bytes] uint8, registered
+    by `register`; `first` is the number in its frame of the first word there.
+
+    A checksum is computed from two sums over the words, since a product of sums is one of words:
+    sum of word * (multiplier + 2 seed) = sum of word * multiplier + 2 seed * sum of word.
+    """
+
+    def __init__(self, pool: KVPool) -> None:
+        """`pool` is allocated, and has pages whose bytes are a multiple of `WORD`. The current
+        stream is that of the steps."""
+        device = pool.device
+        self.pool = pool
+        self.page_bytes = pool.page_bytes
+        self._pages = max(1, PIECE_BYTES // pool.page_bytes)  # of a piece
+        if device.type == "cpu":
+            self._pages = min(self._pages, pool.waste_page)
+        self._steps = _Queue(device, of_steps=True)
+        self._to_host = _Queue(device)
+        self._from_host = _Queue(device)
+        self._scattering = _Queue(device)
+        one = device.type == "cpu"
+        self._saving = _Staging(1 if one else SAVE_PIECES, self._pages, self.page_bytes, device)
+        self._restoring = (
+            self._saving if one else _Staging(RESTORE_PIECES, self._pages, self.page_bytes, device)
+        )
+        self._multipliers = torch.empty(0, dtype=torch.int64, device=device)
+        self._registered: list[int] = []  # addresses
+
+    def register(self, memory: torch.Tensor) -> None:
+        """Pin host memory, so that the device copies from and to it by itself. Called by any
+        thread. Raises `DovetailError` if that can't be done."""
+        if self.pool.device.type != "cuda":
+            return
+        with torch.cuda.device(self.pool.device):
+            runtime = _cuda()
+            code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        if code:
+            raise DovetailError(
+                f"{memory.nbytes >> 20} MiB of host memory can't be pinned: CUDA error {code}"
+            )
+        self._registered.append(memory.data_ptr())
+
+    @torch.inference_mode()
+    def save(self, pages: Sequence[int], of_host: torch.Tensor, first: int, seed: int) -> Copying:
+        """Enqueue: `of_host` = the bytes of `pages`, as of the steps submitted so far."""
+        index, multipliers = self._on_device(pages, first)
+        host = of_host.view(-1, self.page_bytes)
+        sums = torch.zeros(2, dtype=torch.int64, device=self.pool.device)
+        for start in range(0, len(pages), self._pages):
+            piece = self._saving.next()
+            part = slice(start, min(start + self._pages, len(pages)))
+            data = piece.data[: part.stop - start]
+            self._steps.wait(piece.free)
+            self.pool.gather(index[part], data)
+            sums += self._sums(data, multipliers, start)
+            self._to_host.wait(self._steps.mark())
+            with self._to_host.use():
+                host[part].copy_(data, non_blocking=True)
+            piece.free = self._to_host.mark()
+        result = HostCopy(sums)
+        self._to_host.wait(self._steps.mark())
+        return Copying(self._to_host.mark(), result, seed, (index, multipliers))
+
+    @torch.inference_mode()
+    def restore(
+        self, pages: Sequence[int], of_host: torch.Tensor, first: int, seed: int
+    ) -> Copying:
+        """Enqueue: the bytes of `pages` = `of_host`, after the steps submitted so far. Those of a
+        page -1 are written nowhere, but summed."""
+        index, multipliers = self._on_device(pages, first)
+        host = of_host.view(-1, self.page_bytes)
+        self._scattering.wait(self._steps.mark())
+        with self._scattering.use():
+            sums = torch.zeros(2, dtype=torch.int64, device=self.pool.device)
+        for start in range(0, len(pages), self._pages):
+            piece = self._restoring.next()
+            part = slice(start, min(start + self._pages, len(pages)))
+            data = piece.data[: part.stop - start]
+            self._from_host.wait(piece.free)
+            with self._from_host.use():
+                data.copy_(host[part], non_blocking=True)
+            self._scattering.wait(self._from_host.mark())
+            with self._scattering.use():
+                self.pool.scatter(index[part], data)
+                sums += self._sums(data, multipliers, start)
+            piece.free = self._scattering.mark()
+        with self._scattering.use():
+            result = HostCopy(sums)
+        return Copying(self._scattering.mark(), result, seed, (index, multipliers))
+
+    def save_capacity(self) -> int:
+        """Return how many bytes of saves fit into free staging buffers; on a CPU, any number."""
+        if self.pool.device.type == "cpu":
+            return 1 << 62
+        free = sum(_passed(piece.free) for piece in self._saving.pieces)
+        return free * self._pages * self.page_bytes
+
+    def close(self) -> None:
+        """Wait for what was enqueued, and let go of the host's memory. Idempotent."""
+        for queue in (self._to_host, self._from_host, self._scattering):
+            queue.finish()
+        while self._registered:
+            with suppress(RuntimeError):  # of a device that has failed
+                _cuda().cudaHostUnregister(self._registered.pop())
+
+    def _on_device(self, pages: Sequence[int], first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `pages` [n] int64, and the multipliers of their words from number `first` on, both
+        on the device, by the stream of the steps."""
+        numbers = np.array(pages, np.int64)
+        numbers[numbers < 0] = self.pool.waste_page
+        end = first + len(pages) * self.page_bytes // WORD
+        if end > len(self._multipliers):
+            multipliers = frame_multipliers(0, end).view(np.int64)
+            self._multipliers = to_device(multipliers, self.pool.device)
+        return to_device(numbers, self.pool.device), self._multipliers[first:end]
+
+    def _sums(self, data: torch.Tensor, multipliers: torch.Tensor, start: int) -> torch.Tensor:
+        """Return the two sums [2] over the words of pages from number `start` on."""
+        words = data.view(torch.int64).view(-1)
+        begin = start * self.page_bytes // WORD
+        return torch.stack(((words * multipliers[begin : begin + len(words)]).sum(), words.sum()))
+
+
+def name_of_bytes(attention: str, planned: PlannedLayout, ranks: int, scales: str) -> str:
+    """Return the name of all that decides what the bytes of a page mean: versions of Dovetail and
+    of the `attention` backend (a qualified name), the places of layers, and `scales`."""
+    layout = repr((planned.places, planned.slot_bytes, planned.states, planned.layout))
+    distribution = attention.partition(":")[0]
+    return ", ".join(
+        (
+            f"{DISTRIBUTION} {_version(DISTRIBUTION)}",
+            f"{attention} {_version(distribution)}".rstrip(),
+            f"layout {sha256(layout.encode()).hexdigest()[:16]}",
+            f"ranks {ranks}",
+            f"scales {scales}",
+        )
+    )
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+class LocalTransfers(KVTransfers):
+    """The transfers of one device."""
+
+    def __init__(self, copies: PageCopies, name: str) -> None:
+        self.name = name
+        self.page_bytes = copies.page_bytes
+        self._copies = copies
+        self._slabs: list[torch.Tensor] = []  # [bytes] uint8
+        self._pending: list[tuple[int, Copying]] = []
+
+    def allocate(self, size: int) -> Slab:
+        try:
+            memory = mmap.mmap(-1, size)
+        except (OSError, ValueError, OverflowError) as error:
+            raise DovetailError(f"{size} bytes of host memory can't be had: {error}") from error
+        slab = torch.frombuffer(memory, dtype=torch.uint8)
+        self._copies.register(slab)
+        self._slabs.append(slab)
+        return Slab(len(self._slabs) - 1, memoryview(memory))
+
+    def save(self, transfer: Transfer) -> None:
+        copying = self._copies.save(transfer.pages, self._memory(transfer), 0, transfer.seed)
+        self._pending.append((transfer.id, copying))
+
+    def restore(self, transfer: Transfer) -> None:
+        copying = self._copies.restore(transfer.pages, self._memory(transfer), 0, transfer.seed)
+        self._pending.append((transfer.id, copying))
+
+    def finished(self) -> Sequence[Transferred]:
+        ended = [copying.done for _, copying in self._pending]
+        done = list(compress(self._pending, ended))
+        self._pending = list(compress(self._pending, (not each for each in ended)))
+        return [Transferred(id, copying.checksum) for id, copying in done]
+
+    def save_capacity(self) -> int:
+        return self._copies.save_capacity()
+
+    def close(self) -> None:
+        """Release the memory, once what was enqueued is done."""
+        self._copies.close()
+        self._pending.clear()
+        self._slabs.clear()
+
+    def _memory(self, transfer: Transfer) -> torch.Tensor:
+        """Return the part of a slab that a transfer is of."""
+        size = len(transfer.pages) * self.page_bytes
+        return self._slabs[transfer.slab][transfer.offset : transfer.offset + size]
