@@ -229,28 +229,40 @@ def tests_of(package: str) -> list[Path]:
 
 def tests_that_name(fault: Fault) -> list[Path]:
     """Return up to MOST_NAMING test files that import the fault's module, or are of its package and
-    name what the module defines.
+    name what the module defines. Of a module that no test imports, those that import one that uses
+    it.
 
-    Those that import it come first, then those that name the functions and classes around the fault
-    most often.
+    Files that import the module come first, those named after it before others; then those that
+    name the functions and classes around the fault most often.
     """
-    parts = Path(fault.path).with_suffix("").parts
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    importing = _importing(fault.path, tests)
+    if not importing:
+        product = [path for paths in packages().values() for path in paths]
+        for user in _importing(fault.path, product):
+            importing |= _importing(str(user.relative_to(ROOT)), tests)
+    own = set(tests_of(fault.package))
+    around, others = _defined(fault)
+    ranks = {}
+    for path in tests:
+        named = (_count(around, _text(path)), _count(others, _text(path)))
+        if path in importing or (path in own and any(named)):
+            ranks[path] = (importing.get(path, 0), path in own, *named)
+    return sorted(ranks, key=ranks.__getitem__, reverse=True)[:MOST_NAMING]
+
+
+def _importing(module_file: str, paths: Sequence[Path]) -> dict[Path, int]:
+    """Return 2 for files that are named after a module of the product, 1 for others that import
+    it."""
+    parts = Path(module_file).with_suffix("").parts
     begin = next(index for index, part in enumerate(parts) if part.startswith("dovetail"))
     module = ".".join(parts[begin:]).removesuffix(".__init__")
     parent, _, name = module.rpartition(".")
     imported = re.compile(
         rf"\b{re.escape(module)}\b|from {re.escape(parent)} import [^\n]*\b{name}\b"
     )
-    around, others = _defined(fault)
-    own = set(tests_of(fault.package))
-    ranks = {}
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        text = _text(path)
-        imports = path.name == f"test_{name}.py" or imported.search(text) is not None
-        named = (_count(around, text), _count(others, text))
-        if imports or (path in own and any(named)):
-            ranks[path] = (imports, path in own, *named)
-    return sorted(ranks, key=ranks.__getitem__, reverse=True)[:MOST_NAMING]
+    found = {path: 1 for path in paths if imported.search(_text(path)) is not None}
+    return found | {path: 2 for path in paths if path.name == f"test_{name}.py"}
 
 
 @cache
@@ -300,7 +312,12 @@ def run_tests(profile: str, tests: Sequence[str], cpu_limit_s: float, *options: 
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        end, cpu_s = watch(process, output, cpu_limit_s)
+        try:
+            end, cpu_s = watch(process, output, cpu_limit_s)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         output.seek(0)
         failed = [
             line.split(" ", 1)[1].split(" - ")[0].strip()
@@ -313,9 +330,9 @@ def run_tests(profile: str, tests: Sequence[str], cpu_limit_s: float, *options: 
 
 
 def watch(process: subprocess.Popen[bytes], output: IO[str], limit_s: float) -> tuple[str, float]:
-    """Wait for pytest to end, and kill it at a limit.
+    """Wait for pytest to end, or to reach a limit.
 
-    Return why it was killed, empty if it wasn't, and the CPU seconds that it took.
+    Return the limit, empty if pytest ended, and the CPU seconds that it took.
     """
     cpu_s = 0.0
     written = 0
@@ -341,8 +358,6 @@ def watch(process: subprocess.Popen[bytes], output: IO[str], limit_s: float) -> 
             end = "stuck"
         elif cpu_s > limit_s:
             end = "CPU limit"
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
     return end, cpu_s
 
 
