@@ -115,7 +115,7 @@ class Run:
     """A run of tests with a fault."""
 
     profile: str
-    end: str  # "failed", "passed", "stuck" or "CPU limit"
+    end: str  # "failed", "passed", "stuck", "CPU limit", or the status of a process that crashed
     failed: list[str]
     cpu_s: float
 
@@ -129,7 +129,7 @@ class Tried:
 
     @property
     def found(self) -> bool:
-        return bool(self.runs) and self.runs[-1].end in ("failed", "stuck")
+        return bool(self.runs) and self.runs[-1].end not in ("passed", "CPU limit")
 
 
 def packages() -> dict[str, list[Path]]:
@@ -325,7 +325,8 @@ def run_tests(profile: str, tests: Sequence[str], cpu_limit_s: float, *options: 
             if line.startswith(("FAILED ", "ERROR "))
         ]
     if not end:
-        end = {0: "passed", 5: "passed"}.get(process.returncode, "failed")
+        endings = {0: "passed", 1: "failed", 2: "failed", 5: "passed"}  # 5: there were no tests
+        end = endings.get(process.returncode, f"exit status {process.returncode}")
     return Run(profile, end, failed, round(cpu_s, 1))
 
 
