@@ -9,7 +9,7 @@ packages, and the seed decides which. All are tried in three stages, each agains
 follow, up to the first failure; a stage skips the faults that one before it has found:
 
 1. quick tests of the files that name the fault's module, its functions or its classes,
-2. the other quick tests of its package,
+2. the other quick tests of its package, first those of files that name a module that imports it,
 3. slow tests, those of the files of stage 1 first.
 
 Limits are in CPU seconds, so that other programs on the machine change no verdict. A run that
@@ -74,13 +74,13 @@ WITHOUT_TESTS_ON_A_CPU = ("kernels", "triton", "flash", "ray_", "templates")
 TESTS = {  # of packages whose tests aren't in tests/<last part of the name> alone
     "dovetail": ["config", "front", "structured", "test_*.py"],
     "dovetail.api": ["api", "engine", "schedulers"],
-    "dovetail.base": ["config", "cli", "registry", "test_*.py"],
+    "dovetail.base": ["test_*.py", "config", "registry", "cli", "models"],
     "dovetail.compat": ["e2e"],
     "dovetail.engine": ["engine", "e2e"],
     "dovetail.front": ["front", "e2e"],
     "dovetail.gguf": ["models", "hostile"],
     "dovetail.nn": ["nn", "models"],
-    "dovetail.request": ["front", "engine", "schedulers"],
+    "dovetail.request": ["api", "front", "e2e", "engine"],
     "dovetail.testing": ["testing", "conformance"],
     "dovetail_executors": ["executors", "runtime", "e2e"],
 }
@@ -236,11 +236,7 @@ def tests_that_name(fault: Fault) -> list[Path]:
     name the functions and classes around the fault most often.
     """
     tests = sorted((ROOT / "tests").rglob("test_*.py"))
-    importing = _importing(fault.path, tests)
-    if not importing:
-        product = [path for paths in packages().values() for path in paths]
-        for user in _importing(fault.path, product):
-            importing |= _importing(str(user.relative_to(ROOT)), tests)
+    importing = _importing(fault.path, tests) or _importing_users(fault.path, tests)
     own = set(tests_of(fault.package))
     around, others = _defined(fault)
     ranks = {}
@@ -263,6 +259,15 @@ def _importing(module_file: str, paths: Sequence[Path]) -> dict[Path, int]:
     )
     found = {path: 1 for path in paths if imported.search(_text(path)) is not None}
     return found | {path: 2 for path in paths if path.name == f"test_{name}.py"}
+
+
+def _importing_users(module_file: str, paths: Sequence[Path]) -> dict[Path, int]:
+    """Return `_importing` of the product's modules that import a module."""
+    product = [path for of_package in packages().values() for path in of_package]
+    found: dict[Path, int] = {}
+    for user in _importing(module_file, product):
+        found |= _importing(str(user.relative_to(ROOT)), paths)
+    return found
 
 
 @cache
@@ -296,6 +301,8 @@ def _count(names: set[str], text: str) -> int:
 def tests_of_stage(fault: Fault, stage: int) -> list[Path]:
     naming = tests_that_name(fault)
     others = [path for path in tests_of(fault.package) if path not in naming]
+    of_users = _importing_users(fault.path, others)
+    others.sort(key=lambda path: of_users.get(path, 0), reverse=True)
     return [naming, others, [*naming, *others]][stage]
 
 
