@@ -258,6 +258,11 @@ def test_contract_tells_what_two_files_differ_in_and_whether_packages_still_run(
     assert added.exit_code == 0
     assert "added dovetail.api.drafter:Drafter.on_gone" in added.stdout
     assert added.stdout.endswith("1 changes, additive\n")
+    as_json = dovetail(
+        "plugins", "contract", "--kind", "drafter", "--diff", str(old), str(more), "--json"
+    )
+    [change] = json.loads(as_json.stdout)
+    assert (change["name"], change["additive"]) == ("dovetail.api.drafter:Drafter.on_gone", True)
     renamed = dovetail("plugins", "contract", "--diff", str(old), str(other))
     assert renamed.exit_code == 1
     assert (

@@ -64,3 +64,28 @@ class Odd(BaseModel):
     assert "options unknown" in shape_of(choice, "lost")["description"]
     assert {"x", "y"} <= set(shape_of(choice, "strange")["properties"])
     assert "old" not in names_in(choice)
+
+
+def test_models_within_options_are_definitions_that_no_other_component_shares(site: Site) -> None:
+    policies = {
+        name: f"""
+from pydantic import BaseModel
+class Inner(BaseModel, extra="forbid"):
+    {name}: int
+class Options(BaseModel, extra="forbid"):
+    inner: Inner
+"""
+        for name in ("one", "other")
+    }
+    specs = [
+        f'kind="scheduler", name="{name}", target="a:B", options="{name}_policy:Options"'
+        for name in policies
+    ]
+    modules = {f"{name}_policy": source for name, source in policies.items()}
+    site.install("dovetail-nested", modules={"nested": components(*specs), **modules})
+    whole = schema()
+    for name in policies:
+        shape = shape_of(whole["properties"]["scheduler"], name)
+        assert shape["required"] == ["name", "inner"]
+        inner = shape["properties"]["inner"]["$ref"].removeprefix("#/$defs/")
+        assert [*whole["$defs"][inner]["properties"]] == [name]

@@ -42,18 +42,26 @@ def test_answers_run_when_no_prompt_fits_in_memory() -> None:
     assert done.granted == {"answer": 1}
 
 
-def test_an_admission_leaves_the_watermark_free_but_not_on_an_idle_engine() -> None:
-    options = PrefillFirstOptions(watermark=0.5)
-    alone = plan(PrefillFirst, options=options, waiting=[make_request("prompt", 40)], free_pages=12)
-    assert alone.granted == {"prompt": 40}
-    beside = plan(
+@pytest.mark.parametrize(
+    ("free_pages", "answers", "granted"),
+    [
+        (10, 0, {"prompt": 40}),  # an idle engine leaves nothing free
+        (19, 1, {"answer0": 1}),  # a tenth of the pages is more than what would be left
+        (20, 1, {"answer0": 1}),
+        (21, 1, {"prompt": 40}),
+    ],
+)
+def test_an_admission_leaves_the_watermark_free_but_not_on_an_idle_engine(
+    free_pages: int, answers: int, granted: dict[str, int]
+) -> None:
+    done = plan(
         PrefillFirst,
-        options=options,
-        running=[make_request("answer", generated=2)],
+        options=PrefillFirstOptions(watermark=0.5),
+        running=[make_request(f"answer{index}", 3, generated=2) for index in range(answers)],
         waiting=[make_request("prompt", 40)],
-        free_pages=12,
+        free_pages=free_pages,
     )
-    assert beside.granted == {"answer": 1}
+    assert done.granted == granted
 
 
 def test_who_decodes_in_another_step_counts_as_a_sequence() -> None:

@@ -230,6 +230,31 @@ def test_a_request_that_says_store_false_is_served() -> None:
     read(store=False, tool_choice="auto", truncation="disabled").check_supported()
 
 
+ECHOED: dict[str, Any] = {
+    "instructions": "Be short.",
+    "max_output_tokens": 7,
+    "metadata": {"a": "b"},
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "low"},
+    "temperature": 0.5,
+    "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+    "tool_choice": "none",
+    "tools": [{"type": "function", "name": "f"}],
+    "top_logprobs": 2,
+    "top_p": 0.25,
+    "user": "u",
+}
+
+
+@pytest.mark.parametrize("name", ECHOED)
+def test_an_answer_echoes_each_parameter(name: str) -> None:
+    given = msgspec.to_builtins(begun_answer(read(**{name: ECHOED[name]}), "r", "m", 1))
+    default = msgspec.to_builtins(begun_answer(read(), "r", "m", 1))
+    assert given == default | {name: given[name]}
+    assert given[name] != default[name]
+    assert msgspec.to_builtins(begun_answer(read(**{name: given[name]}), "r", "m", 1)) == given
+
+
 # Over loopback, by OpenAI's client
 
 

@@ -13,7 +13,7 @@ from dovetail.testing.suite import Suite
 from dovetail.testing.suites import scheduler
 from dovetail.testing.suites.scheduler import SchedulerSuite
 from dovetail.testing.suites.scheduler_loads import FLOOD, flooded, pressed
-from dovetail.testing.suites.scheduler_world import World
+from dovetail.testing.suites.scheduler_world import Arrive, Shape, World
 from dovetail_schedulers.fcfs import FCFS
 
 
@@ -76,6 +76,20 @@ def test_memory_is_scarce_in_the_pressed_scenario(overlap: bool, reuse: bool) ->
     world = World(make_fcfs, scenario.shape).play(scenario.acts)
     assert world.core.stats.preemptions > 0
     assert len(world.finished) == len(world.requests)
+
+
+def test_samples_of_a_prompt_have_ids_of_their_own_and_a_request_alone_has_its_users() -> None:
+    world = World(make_fcfs, Shape())
+    world.play([Arrive((1,)), Arrive((1,), n=2), Arrive((1,), id="own"), Arrive((1,), n=3)])
+    assert [request.id for request in world.requests] == [
+        "r0",
+        "r1.0",
+        "r1.1",
+        "own",
+        "r4.0",
+        "r4.1",
+        "r4.2",
+    ]
 
 
 def test_more_comes_than_can_be_served_in_the_flood() -> None:
