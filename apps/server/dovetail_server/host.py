@@ -175,7 +175,7 @@ class EngineHost:
                 self._tell_adapters(self._adapters.change(front_end, message))
             case Reset():
                 front_end.top = max(front_end.top, message.number + 1)
-                self._core.kv.reset()
+                self._core.reset_cache()
                 self._send(front_end, Accepted(message.number))
             case Ask():
                 self._post.send(sender, Decided(self._watch.ask()))  # best effort

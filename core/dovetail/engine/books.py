@@ -93,6 +93,10 @@ class Books:
             del self.concerned[feature]
         return any(hiding)
 
+    def next_look(self, now: float) -> float:
+        """Return the time at which features want a step to be planned even if nothing changes."""
+        return min([feature.next_look(now) for feature in self.concerned], default=math.inf)
+
     @property
     def concerned_features(self) -> tuple[EngineFeature, ...]:
         """The features that a step's requests may ask for, in the order of their calls."""

@@ -183,6 +183,12 @@ class EngineCore:
             for feature in self.features:
                 feature.forget()
 
+    def reset_cache(self) -> None:
+        """Drop all K and V: later requests reuse nothing computed before."""
+        self.kv.reset()
+        for feature in self.features:
+            feature.reset()
+
     @property
     def prefill_limit(self) -> float | None:
         """The prefill limit of the scheduler's steps; None: none."""
@@ -237,6 +243,8 @@ class EngineCore:
                         self.executor.sample(flight.handle, NO_MASKS)
                     self.executor.collect(flight.handle)
         finally:
+            for feature in self.features:
+                feature.stop()
             self.executor.stop()
             self.plan_timing.stop()
             self._tell("on_stopped", EngineStopped, self.clock.now(), self.dead)
@@ -402,7 +410,7 @@ class EngineCore:
 
     def _idle(self, planned: PlannedStep, wait_until: WaitUntil) -> None:
         """Sleep until something changes, as nothing is in flight and nothing was granted."""
-        wake = min(planned.wake_time, self._arrivals.next_time)
+        wake = min(planned.wake_time, self._arrivals.next_time, self.books.next_look(planned.now))
         if self._preparing:
             wake = min(wake, self.clock.now() + PREPARING_S)
         self.plan_timing.idle_until(wake, wait_until)
@@ -536,12 +544,13 @@ class EngineCore:
                 self._die(error)
 
     def finish_start(self) -> bool:
-        """Let the executor do a piece of what its start has left for later, unless there are
-        requests. Returns True if more is left; raises nothing."""
+        """Let the executor and the features do a piece of what they have left for later, unless
+        there are requests. Returns True if more is left; raises nothing."""
         if self.dead is not None or self._flights or self._requests:
             return False
         try:
-            return self.executor.finish_start()
+            left = [feature.idle() for feature in self.features]
+            return self.executor.finish_start() or any(left)
         except Exception as error:
             self._die(error)
             return False

@@ -7,6 +7,7 @@ names a feature. A request without any costs none of these calls.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -94,6 +95,22 @@ class EngineFeature:
     def observed(self, flight: InFlightStep, event: StepFinished) -> StepFinished:
         """Return `event`, what observers are told of a step, with what is this feature's."""
         return event
+
+    def next_look(self, now: float) -> float:
+        """Return the time at which an engine with nothing to compute should plan again for this
+        feature; infinity: it waits for nothing."""
+        return math.inf
+
+    def idle(self) -> bool:
+        """Do a piece of what is left while the engine has no request, within some 10 ms. Returns
+        True if more is left."""
+        return False
+
+    def reset(self) -> None:
+        """All K and V are worthless from now on: see `KVCacheManager.reset`."""
+
+    def stop(self) -> None:
+        """The executor is about to stop. Nothing is called afterwards."""
 
     def forget(self) -> None:
         """Another executor computes from now on; no request is unfinished."""

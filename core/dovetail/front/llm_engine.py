@@ -481,7 +481,7 @@ class LLMEngine(SaysWhatIsMissing):
                 f"reset_prefix_cache(): {name}: running requests keep what they have computed, and "
                 "no connector holds any: leave it out"
             )
-        self.core.kv.reset()
+        self.core.reset_cache()
         return True
 
     def close(self) -> None:

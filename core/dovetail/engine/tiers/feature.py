@@ -1,0 +1,443 @@
+"""`TierFeature`: restores prefixes to the prefix cache before their requests are shown to the
+policy, and saves what steps compute.
+
+A waiting request whose cached prefix goes on in the host pool or in a tier is hidden while that is
+restored, if computing would take longer. Neither the policy nor the KV-cache manager knows: the
+request, once shown, finds a longer prefix by an ordinary lookup.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from dovetail.api.clock import Clock
+from dovetail.api.executor import Batch
+from dovetail.api.kv_cache import KVCacheManager, KVLayout, PageCopy
+from dovetail.api.kv_tier import KVTier
+from dovetail.api.kv_transfers import KVTransfers
+from dovetail.api.scheduler import Refusal
+from dovetail.engine.feature import EngineFeature
+from dovetail.engine.flight import Delivery, InFlightStep
+from dovetail.engine.live_request import LiveRequest, Status
+from dovetail.engine.step_times import StepTimeFit
+from dovetail.engine.tiers.host_pool import HostFrame, HostPool
+from dovetail.engine.tiers.keys import FrameChain, FrameLayout, FrameName
+from dovetail.engine.tiers.prospect import Pace, Prospect, prospect
+from dovetail.engine.tiers.restores import Piece, Restoration, Restores
+from dovetail.engine.tiers.saves import Saves
+from dovetail.engine.tiers.stats import TierStats
+from dovetail.engine.tiers.tier_jobs import JOB_FRAMES, TierJobs
+
+logger = logging.getLogger("dovetail")
+
+LOOK_S = 0.001  # how often an idle engine looks whether a copy has ended
+RESTORATIONS = 2  # the most at a time
+JOBS = 2  # loads of one restoration at a time
+CLOSE_S = 5.0  # for what waits to be saved and stored when the engine ends
+
+
+@dataclass(slots=True, eq=False)
+class _Visit:
+    """A waiting request of which a longer prefix may be restored."""
+
+    request: LiveRequest
+    chain: FrameChain
+    to_ask: list[TierJobs]
+    found: dict[FrameName, TierJobs] = field(default_factory=dict)
+    finding: bool = False
+    # hidden until then at most, while nothing of it is restored; None: it has just come
+    until: float | None = None
+    restoration: Restoration | None = None
+    jobs: int = 0  # loads of its restoration
+
+
+class TierFeature(EngineFeature):
+    """The tiers of one engine. It concerns each request."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        kv: KVCacheManager,
+        transfers: KVTransfers,
+        pool: HostPool,
+        frames: FrameLayout,
+        clock: Clock,
+    ) -> None:
+        self.stats = TierStats(host_limit=pool.limit)
+        self.pace = Pace()
+        self._layout = layout
+        self._kv = kv
+        self._transfers = transfers
+        self._pool = pool
+        self._frames = frames
+        self._clock = clock
+        self._ids = ids = count(1)
+        self._tiers: list[TierJobs] = []
+        self._saves = Saves(
+            frames, kv, pool, transfers, ids, self.stats, self._saved, self._is_kept
+        )
+        self._restores = Restores(layout, frames, kv, pool, transfers, ids)
+        self._visits: dict[LiveRequest, _Visit] = {}
+        self._hidden: set[LiveRequest] = set()
+        # Requests whose prefix is restored and that aren't admitted: what of it, and until when its
+        # pages are left to them
+        self._awaited: dict[LiveRequest, tuple[Restoration, float]] = {}
+        self._full = False  # one that came earlier waits for pages
+        self._copies: list[PageCopy] = []  # of states, for the next batch
+        self._now = clock.now()
+        self._namespaces: Sequence[bytes] | None = None
+        self.woken = threading.Event()  # a tier has something to report
+        self._thread: threading.Thread | None = None
+
+    def use(
+        self, tiers: Sequence[tuple[str, KVTier]], namespaces: Callable[[], Sequence[bytes]]
+    ) -> None:
+        """Use these tiers, which have names for people, in this order. `namespaces`: returns those
+        of the groups' frames; called in a thread, since it may read all weights."""
+        self._tiers = [
+            TierJobs(name, tier, self._pool, self._clock, self._ids, self.stats)
+            for name, tier in tiers
+        ]
+        if tiers:
+            self._thread = threading.Thread(
+                target=self._open_gates, args=(namespaces,), name="dovetail-tiers", daemon=True
+            )
+            self._thread.start()
+
+    def _open_gates(self, namespaces: Callable[[], Sequence[bytes]]) -> None:
+        try:
+            self._namespaces = namespaces()
+        except Exception:
+            logger.exception("the KV tiers stay unused: the model's content has no name")
+
+    def measure(self, fit: StepTimeFit) -> None:
+        """Compare restoring with computing by this fit of step times."""
+        self.pace.fit = fit
+
+    # Requests
+
+    def arrived(self, request: LiveRequest) -> None:
+        self._visit(request)
+
+    def _visit(self, request: LiveRequest) -> None:
+        if not request.indivisible and request.params.prompt_logprobs is None:
+            self._visits[request] = _Visit(
+                request, FrameChain(request, self._frames), [*self._tiers]
+            )
+
+    def admitted(self, request: LiveRequest) -> None:
+        awaited = self._awaited.pop(request, None)
+        if awaited is not None and request.first_scheduled_time is None:
+            restoration = awaited[0]
+            used = min(request.num_computed, restoration.restored) - restoration.cached
+            request.restored_tokens = max(0, used)
+            self.stats.restored_tokens += request.restored_tokens
+        visit = self._visits.pop(request, None)
+        if visit is not None:
+            self._give_up(visit)
+        if not request.indivisible:
+            self._saves.begin(request, FrameChain(request, self._frames))
+
+    def left(self, request: LiveRequest) -> None:
+        self._saves.end(request)
+        self._visit(request)  # of one that has ended, until the next step
+
+    def refuses(self, request: LiveRequest) -> Refusal | None:
+        return Refusal.NOT_NOW if request in self._hidden else None
+
+    # Steps
+
+    def open_step(self, now: float, waiting: Iterable[LiveRequest]) -> bool:
+        self.pace.looked(now, bool(self._restores.active))
+        self._poll(now)
+        self._hidden = set()
+        self._full = False
+        for visit in [*self._visits.values()]:
+            if self._hides(visit):
+                self._hidden.add(visit.request)
+        return bool(self._hidden)
+
+    def next_look(self, now: float) -> float:
+        return now + LOOK_S if self._hidden or self._restores.active else math.inf
+
+    def fill(
+        self, batch: Batch, requests: Sequence[LiveRequest], added: Sequence[LiveRequest]
+    ) -> Batch:
+        self._saves.plan(batch, requests)
+        if self._copies:  # first: a request of this batch may start from that state
+            batch = replace(batch, copies=(*self._copies, *batch.copies))
+            self._copies = []
+        return batch
+
+    def submitted(self, step: int) -> None:
+        self._saves.submitted(step)
+
+    def collected(self, flight: InFlightStep, delivery: Delivery) -> None:
+        self._saves.collected(flight)
+
+    def _poll(self, now: float) -> None:
+        """Take what has ended since the last call."""
+        self._now = now
+        for transfer in self._transfers.finished():
+            if not self._saves.finished(transfer):
+                self._restored(self._restores.finished(transfer))
+        for tier in self._tiers:
+            if not tier.namespaces and self._namespaces is not None:
+                tier.namespaces = self._namespaces
+            tier.poll(now)
+        for restoration in [one for one in self._restores.active if one.ended]:
+            self._end(restoration)
+        for request, (_, until) in [*self._awaited.items()]:
+            if now >= until or request.status is not Status.WAITING:
+                del self._awaited[request]
+
+    # What is waiting
+
+    def _hides(self, visit: _Visit) -> bool:
+        """Go on with a request. Returns True while it is hidden."""
+        request = visit.request
+        if request.status is Status.GATED:
+            return False
+        if request.status is not Status.WAITING:
+            self._forget(visit)
+            return False
+        if visit.restoration is not None:
+            self._go_on(visit, visit.restoration)
+            return True
+        if visit.finding:
+            return True
+        if visit.until is not None and not self._may_begin:
+            return self._now < visit.until
+        best = self._prospect(visit)
+        if best.is_complete or not self._ask(visit, best):
+            return self._may_restore(visit, best)
+        return True
+
+    @property
+    def _may_begin(self) -> bool:
+        return not self._full and len(self._restores.active) < RESTORATIONS
+
+    def _forget(self, visit: _Visit) -> None:
+        del self._visits[visit.request]
+        self._give_up(visit)
+
+    def _give_up(self, visit: _Visit) -> None:
+        if visit.restoration is not None:
+            self._restores.cut(visit.restoration, 0, "aborted")
+
+    def _prospect(self, visit: _Visit) -> Prospect:
+        return prospect(self._frames, visit.request, visit.chain, self._kv, self._pool, visit.found)
+
+    def _ask(self, visit: _Visit, best: Prospect) -> bool:
+        """Ask the next tier for the frames that nobody is known to have. Returns False if there is
+        none to ask."""
+        while visit.to_ask:
+            tier = visit.to_ask.pop(0)
+
+            def then(ok: Sequence[bool], tier: TierJobs = tier) -> None:
+                visit.finding = False
+                found = [name for name, here in zip(best.missing, ok, strict=True) if here]
+                visit.found.update(dict.fromkeys(found, tier))
+
+            if tier.find(best.missing, self._now, then):
+                visit.finding = True
+                return True
+        return False
+
+    def _may_restore(self, visit: _Visit, best: Prospect) -> bool:
+        """Begin to restore if that is quicker than computing, and there is room. Returns True while
+        the request is hidden."""
+        if not best.pieces:
+            self._forget(visit)
+            return False
+        computing_s = self.pace.computing_s(best.tokens - best.cached, best.tokens)
+        if self.pace.loading_s(best.pieces) >= computing_s:
+            self.stats.missed["slower"] += 1
+            self.pace.too_slow(best.pieces)
+            self._forget(visit)
+            return False
+        patience = self.pace.patience_s(computing_s)
+        if visit.until is None:
+            visit.until = self._now + patience
+        if any(piece.name in self._restores.names for piece in best.pieces):
+            return True  # it is restored for another request; look then
+        if self._may_begin:
+            if self._begin(visit, best, self._now + patience):
+                return True
+            self._full = self._now < visit.until
+        return self._now < visit.until
+
+    def _begin(self, visit: _Visit, best: Prospect, deadline: float) -> bool:
+        """Begin to restore, if there is room."""
+        shadow = self._restores.shadow(visit.request, best.tokens)
+        if self._kv.lookup(shadow) != best.cached:
+            self._kv.free(shadow)
+            return False
+        needed = self._restores.pages_needed(shadow, best.cached, best.frames)
+        left = sum(
+            self._layout.visible_pages(one.restored + 1) for one, _ in self._awaited.values()
+        )
+        restoration = Restoration(visit.request, shadow, best.cached, best.frames, best.pieces)
+        room = self._kv.available_pages - left
+        if needed > room or not self._restores.begin(restoration):
+            self._kv.free(shadow)
+            return False
+        restoration.begun = self._now
+        restoration.deadline = deadline
+        visit.restoration = restoration
+        for piece in best.pieces:
+            if piece.frame is not None:
+                self._pool.hold(piece.frame)
+        self._go_on(visit, restoration)
+        return True
+
+    def _go_on(self, visit: _Visit, restoration: Restoration) -> None:
+        if self._now >= restoration.deadline and any(piece.tier for piece in restoration.to_copy):
+            self._restores.cut(restoration, 0, "late")
+        self._load(visit, restoration)
+        self._restores.copy(restoration, self.pace.most_copying)
+
+    def _load(self, visit: _Visit, restoration: Restoration) -> None:
+        """Load the next frames of it that are in a tier, as far as the host pool has room."""
+        while visit.jobs < JOBS:
+            wanted = [
+                piece
+                for piece in restoration.to_copy
+                if piece.tier is not None and piece.frame is None and not piece.loading
+            ]
+            if not wanted:
+                return
+            tier = wanted[0].tier
+            assert tier is not None
+            pieces: list[Piece] = []
+            frames: list[HostFrame] = []
+            for piece in wanted[:JOB_FRAMES]:
+                if piece.tier is not tier:
+                    break
+                frame = self._pool.take(piece.group.bytes)
+                if frame is None:
+                    break
+                pieces.append(piece)
+                frames.append(frame)
+            if not pieces:
+                return
+            if not self._submit(visit, restoration, tier, pieces, frames):
+                for frame in frames:
+                    self._pool.release(frame)
+                return
+
+    def _submit(
+        self,
+        visit: _Visit,
+        restoration: Restoration,
+        tier: TierJobs,
+        pieces: Sequence[Piece],
+        frames: Sequence[HostFrame],
+    ) -> bool:
+        def then(ok: Sequence[bool]) -> None:
+            visit.jobs -= 1
+            for piece, frame, loaded in zip(pieces, frames, ok, strict=True):
+                if loaded and piece.dropped:
+                    self._pool.release(frame)
+                elif loaded:
+                    piece.frame = frame
+                elif not piece.dropped:
+                    self._restores.cut(restoration, piece.index, "lost")
+
+        within_s = max(0.0, restoration.deadline - self._now)
+        names = [piece.name for piece in pieces]
+        if tier.load(names, frames, self._now, within_s, then):
+            visit.jobs += 1
+            for piece in pieces:
+                piece.loading = True
+            return True
+        if not tier.is_used(self._now):
+            self._restores.cut(restoration, pieces[0].index, "unavailable")
+        return False
+
+    # What has been restored
+
+    def _restored(self, sound: bool | None) -> None:
+        if sound is False:
+            self.stats.damaged_frames["restored"] += 1
+        elif sound:
+            self.stats.restored_frames += 1
+
+    def _end(self, restoration: Restoration) -> None:
+        """Release the pages of a restoration, so that its request finds them."""
+        self._copies += self._restores.end(restoration)
+        if restoration.cut is not None:
+            self.stats.missed[restoration.cut] += 1
+        seconds = self._now - restoration.begun
+        self.stats.restore_s += seconds
+        if restoration.cut is None:
+            self.pace.restored(restoration, self._now)
+        self.stats.restored_bytes += restoration.restored_bytes
+        visit = self._visits.get(restoration.request)
+        if visit is not None and visit.restoration is restoration:
+            del self._visits[restoration.request]
+            if restoration.restored:
+                until = self._now + max(seconds, 1.0)
+                self._awaited[restoration.request] = restoration, until
+
+    def _saved(self, frame: HostFrame) -> None:
+        for tier in self._tiers:
+            tier.store(frame, self._now)
+
+    def _is_kept(self, name: FrameName) -> bool:
+        return any(tier.has(name) for tier in self._tiers)
+
+    # Between requests, and their end
+
+    def idle(self) -> bool:
+        self._poll(self._clock.now())
+        if not self._is_busy:
+            return False
+        self.woken.wait(LOOK_S)
+        self.woken.clear()
+        return True
+
+    @property
+    def _is_busy(self) -> bool:
+        return (
+            self._saves.pending
+            or bool(self._restores.active)
+            or any(tier.pending for tier in self._tiers)
+        )
+
+    def reset(self) -> None:
+        self._saves.drop()
+        for restoration in self._restores.active:
+            self._restores.cut(restoration, 0, "reset")
+        self._pool.clear()
+        for tier in self._tiers:
+            tier.reset(self._clock.now())
+
+    def forget(self) -> None:
+        self.reset()
+        self._drain(CLOSE_S)
+        self._saves.forget()
+
+    def stop(self) -> None:
+        try:
+            self._drain(CLOSE_S)
+        except Exception:  # of an executor that has failed
+            logger.debug("saves are lost", exc_info=True)
+        for tier in self._tiers:
+            tier.close(CLOSE_S)
+        self._pool.close()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _drain(self, timeout_s: float) -> None:
+        """Wait until all copies have ended."""
+        until = time.monotonic() + timeout_s
+        while (self._saves.pending or self._restores.active) and time.monotonic() < until:
+            self._poll(self._clock.now())
+            time.sleep(LOOK_S)

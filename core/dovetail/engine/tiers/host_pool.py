@@ -1,0 +1,238 @@
+"""`HostPool`: frames in host memory, of which the least recently used make room for others."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from dovetail.api.kv_transfers import Slab
+from dovetail.engine.tiers.keys import HEADER_BYTES, FrameName
+from dovetail.errors import ConfigError, DovetailError
+
+logger = logging.getLogger("dovetail")
+
+SLAB_BYTES = 256 << 20  # allocated at a time; pinning as much takes some 50 ms
+AT_ONCE_BYTES = 64 << 20  # a pool of this size is allocated by the start
+
+
+@dataclass(slots=True, eq=False)
+class HostFrame:
+    """A frame in the pool. While `users` isn't 0, it is neither evicted nor reused."""
+
+    slab: int
+    offset: int  # of the header in the slab
+    data: memoryview = field(repr=False)  # header and pages
+    name: FrameName | None = None  # found by it; None: not found
+    seed: int = 0
+    checksum: int = 0  # of the pages
+    users: int = 0
+
+    @property
+    def pages_at(self) -> int:
+        """Offset of the first page in the slab."""
+        return self.offset + HEADER_BYTES
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the pages."""
+        return len(self.data) - HEADER_BYTES
+
+
+class HostPool:
+    """Memory for frames of a few sizes: each slab is divided into frames of one size. The engine's
+    thread calls it; a thread of its own allocates the slabs.
+
+    A frame is taken, filled, and published under its name. Whoever uses it holds it meanwhile.
+    """
+
+    def __init__(self, allocate: Callable[[int], Slab], limit: int, sizes: Iterable[int]) -> None:
+        """`limit`: bytes. `sizes`: of frames' pages, in bytes. Raises `ConfigError` if too few fit."""
+        slots = {HEADER_BYTES + size for size in sizes}
+        largest = max(slots)
+        count = max(limit // SLAB_BYTES, len(slots) + 1)
+        self._slab_bytes = max(limit // count // 8 * 8, largest)
+        self._left = limit // self._slab_bytes  # slabs to allocate
+        if self._left < len(slots):
+            raise ConfigError(
+                f"kv_host_memory is {limit} bytes, and a frame of K and V has {largest} with this "
+                f"model: give it at least {largest * len(slots)}, or leave it out"
+            )
+        self.limit = self._left * self._slab_bytes
+        self._allocate = allocate
+        self._slabs: deque[Slab] = deque()  # allocated, and of no size yet
+        self._divided: dict[int, tuple[Slab, list[HostFrame]]] = {}  # by number, with its frames
+        self._free: dict[int, list[HostFrame]] = {size: [] for size in slots}
+        # Frames that nobody uses, by size; the least recently used first
+        self._unused: dict[int, dict[HostFrame, None]] = {size: {} for size in slots}
+        self._named: dict[FrameName, HostFrame] = {}
+        self.bytes = 0  # of the frames that are found
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        if self.limit <= AT_ONCE_BYTES:
+            self._grow()
+        else:
+            self._thread = threading.Thread(
+                target=self._grow, name="dovetail-host-pool", daemon=True
+            )
+            self._thread.start()
+
+    def _grow(self) -> None:
+        while self._left and not self._closed:
+            try:
+                self._slabs.append(self._allocate(self._slab_bytes))
+            except (DovetailError, MemoryError) as error:
+                logger.warning(
+                    "kv_host_memory: %d bytes less than set, as no more can be had: %s",
+                    self._left * self._slab_bytes,
+                    error,
+                )
+                return
+            self._left -= 1
+
+    def take(self, size: int, *, evicts: bool = True) -> HostFrame | None:
+        """Return an unnamed frame for `size` bytes of pages, held once; None if there is none.
+        `evicts`: another may lose its place for it."""
+        slot = HEADER_BYTES + size
+        if not self._free[slot]:
+            self._divide(slot)
+        if not self._free[slot] and evicts:
+            self._evict(slot)
+        if not self._free[slot]:
+            return None
+        frame = self._free[slot].pop()
+        frame.users = 1
+        return frame
+
+    def _divide(self, slot: int) -> None:
+        """Divide a new slab, if there is one, into frames."""
+        if self._slabs:
+            slab = self._slabs.popleft()
+            starts = range(0, len(slab.data) - slot + 1, -(-slot // 8) * 8)
+            frames = [
+                HostFrame(slab.number, start, slab.data[start : start + slot]) for start in starts
+            ]
+            self._divided[slab.number] = slab, frames
+            self._free[slot] += reversed(frames)
+
+    def _evict(self, slot: int) -> None:
+        """Free the least recently used frame of a size. A size without memory takes the slab of
+        another, in which nothing is used."""
+        if self._unused[slot]:
+            self._forget(next(iter(self._unused[slot])))
+            return
+        if any(len(frames[0].data) == slot for _, frames in self._divided.values()):
+            return
+        for slab, frames in self._divided.values():
+            if not any(frame.users for frame in frames):
+                self._empty(slab, frames)
+                self._divide(slot)
+                return
+
+    def _empty(self, slab: Slab, frames: list[HostFrame]) -> None:
+        """Take a slab, of which no frame is used, from its size."""
+        for frame in frames:
+            if frame.name is not None:
+                self._forget(frame)
+        size = len(frames[0].data)
+        taken = {*frames}
+        self._free[size] = [frame for frame in self._free[size] if frame not in taken]
+        del self._divided[slab.number]
+        self._slabs.appendleft(slab)
+
+    def _forget(self, frame: HostFrame) -> None:
+        """Make an unused frame free."""
+        size = len(frame.data)
+        del self._unused[size][frame]
+        self._unname(frame)
+        self._free[size].append(frame)
+
+    def _unname(self, frame: HostFrame) -> None:
+        assert frame.name is not None
+        del self._named[frame.name]
+        frame.name = None
+        self.bytes -= frame.bytes
+
+    def publish(self, frame: HostFrame, name: FrameName) -> bool:
+        """Let a filled frame be found from now on. Returns False if there is one of that name."""
+        if name in self._named:
+            return False
+        frame.name = name
+        self._named[name] = frame
+        self.bytes += frame.bytes
+        return True
+
+    def find(self, name: FrameName) -> HostFrame | None:
+        """Return the frame of that name, which counts as used now; None: there is none."""
+        frame = self._named.get(name)
+        if frame is not None and not frame.users:
+            unused = self._unused[len(frame.data)]
+            del unused[frame]
+            unused[frame] = None
+        return frame
+
+    def __contains__(self, name: FrameName) -> bool:
+        return name in self._named
+
+    def hold(self, frame: HostFrame) -> None:
+        """Use a named frame, once more."""
+        if not frame.users:
+            del self._unused[len(frame.data)][frame]
+        frame.users += 1
+
+    def release(self, frame: HostFrame) -> None:
+        """End one use. A frame without a name is free then."""
+        frame.users -= 1
+        if frame.users:
+            return
+        if frame.name is None:
+            self._free[len(frame.data)].append(frame)
+        else:
+            self._unused[len(frame.data)][frame] = None
+
+    def drop(self, name: FrameName) -> None:
+        """Forget the frame of that name, if there is one; its memory is free once nobody uses
+        it."""
+        frame = self._named.get(name)
+        if frame is None:
+            return
+        if not frame.users:
+            self._forget(frame)
+        else:
+            self._unname(frame)
+
+    def clear(self) -> None:
+        """Forget all frames."""
+        for name in [*self._named]:
+            self.drop(name)
+
+    @property
+    def frames(self) -> int:
+        """Number of frames that are found."""
+        return len(self._named)
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._closed = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def check_integrity(self) -> None:
+        """Raise `DovetailError` unless each frame is free, unused or used, and in one state only.
+        For tests."""
+        for size, free in self._free.items():
+            unused = self._unused[size]
+            mine = [f for _, fs in self._divided.values() for f in fs if len(f.data) == size]
+            if {*free} & {*unused} or len({*free}) != len(free):
+                raise DovetailError("host pool: a frame is free twice")
+            for frame in mine:
+                states = (frame in free, frame in unused, frame.users > 0)
+                if sum(states) != 1:
+                    raise DovetailError(f"host pool: {frame} is in {sum(states)} states")
+        for name, frame in self._named.items():
+            if frame.name != name or (
+                not frame.users and frame not in self._unused[len(frame.data)]
+            ):
+                raise DovetailError(f"host pool: {name} is lost")

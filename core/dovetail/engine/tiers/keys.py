@@ -1,0 +1,176 @@
+"""Frames: which blocks each consists of, how it is named, and its header in a tier.
+
+A frame is the K and V of one cache group for tokens [k F, (k + 1) F), or the state after (k + 1) F
+tokens. Its name is a SHA-256 of all tokens up to its end. The prefix cache's own hashes are seeded
+for each process, and may be of a function that doesn't withstand attacks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.api.kv_cache import CacheGroup, KVLayout, Pages
+from dovetail.api.kv_tier import FrameKey
+from dovetail.request import Request
+from dovetail.request.media import MediaSpan, keys_between
+
+FRAME_TOKENS = 256  # the most tokens of a frame, unless a prefix can't be divided so
+FORMAT = b"DovKV\x00\x00\x01"  # of a frame in a tier, with its version
+HEADER_BYTES = 64
+MASK = (1 << 64) - 1
+_FIELDS = struct.Struct("<8sQQQ")  # format, bytes of the pages, seed, checksum
+
+
+class FrameName(NamedTuple):
+    """Names a frame in this process: its cache group, and the SHA-256 of what precedes its end."""
+
+    group: int
+    chain: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFrames:
+    """Frames of one cache group. Those of one group are equally long."""
+
+    number: int
+    spec: CacheGroup
+    tokens: int  # of a frame
+    page_bytes: int
+
+    def blocks(self, index: int) -> range:
+        """Return the blocks of frame `index`: those that hold its tokens. Of a window shorter than
+        a frame, only those that tokens after the frame see."""
+        end = (index + 1) * self.tokens
+        first = index * self.tokens // self.spec.block_tokens
+        visible = self.spec.first_visible_block(end)
+        return range(max(first, visible), end // self.spec.block_tokens)
+
+    def pages(self, index: int, table: Pages) -> Pages:
+        """Return the pages of frame `index` in a block table, which is long enough."""
+        blocks = self.blocks(index)
+        width = self.spec.pages_per_block
+        return table[blocks.start * width : blocks.stop * width]
+
+    def needed(self, tokens: int) -> range:
+        """Return the frames that a prefix of `tokens` tokens, a multiple of a frame's, consists of
+        for the tokens after it."""
+        last = tokens // self.tokens
+        if self.spec.recurrent:
+            return range(last - 1, last)
+        visible = self.spec.first_visible_block(tokens) * self.spec.block_tokens
+        return range(visible // self.tokens, last)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a frame's pages."""
+        blocks = 1 if self.spec.recurrent else len(self.blocks(0))
+        return blocks * self.spec.pages_per_block * self.page_bytes
+
+
+class FrameLayout:
+    """Divides the prefixes of a layout into frames."""
+
+    def __init__(self, layout: KVLayout, page_bytes: int) -> None:
+        """`page_bytes`: of a page, as it is saved."""
+        self.tokens = layout.hit_tokens
+        if not layout.recurrent:  # a state is kept wherever there is one
+            self.tokens *= max(1, FRAME_TOKENS // layout.hit_tokens)
+        self.after = int(layout.reads_next)
+        self.groups = tuple(
+            GroupFrames(number, spec, self.tokens, page_bytes)
+            for number, spec in enumerate(layout.groups)
+        )
+
+    def named(self, known: int) -> int:
+        """Return the number of frames whose names follow from the first `known` tokens."""
+        return max(0, known - self.after) // self.tokens
+
+
+class FrameChain:
+    """Hashes of the frames of one text, each computed once: `extend(n)[k]` covers the request's
+    `cache_keys`, all tokens up to the end of frame k, the images that they are of, and of a layout
+    that `reads_next` the token after them."""
+
+    def __init__(self, request: Request, frames: FrameLayout) -> None:
+        self._request = request
+        self._tokens = frames.tokens
+        self._after = frames.after
+        self._sum = hashlib.sha256(_packed(key.encode() for key in request.cache_keys))
+        self._hashes: list[bytes] = []
+
+    def extend(self, count: int) -> Sequence[bytes]:
+        """Return the hashes of at least the first `count` frames, of known tokens."""
+        media = self._request.media
+        for index in range(len(self._hashes), count):
+            start = index * self._tokens
+            end = start + self._tokens
+            self._sum.update(token_bytes(self._request, start, end))
+            self._sum.update(_packed([_media_key(media, start, end)]))
+            last = self._sum.copy()
+            last.update(token_bytes(self._request, end, end + self._after))
+            last.update(_packed([_media_key(media, end, end + self._after)]))
+            self._hashes.append(last.digest())
+        return self._hashes
+
+
+def _media_key(media: Sequence[MediaSpan], start: int, end: int) -> bytes:
+    return keys_between(media, start, end) if media else b""
+
+
+def _packed(parts: Iterable[bytes]) -> bytes:
+    """Join `parts` such that no other parts give the same."""
+    each = [*parts]
+    lengths = [struct.pack("<Q", len(part)) for part in each]
+    return struct.pack("<Q", len(each)) + b"".join([*lengths, *each])
+
+
+def token_bytes(request: Request, start: int, end: int) -> bytes:
+    """Return the known tokens [start, end) of a request as little-endian int32."""
+    prompt: NDArray[np.int32] = request.prompt_array[start:end]
+    data = prompt.astype("<i4", copy=False).tobytes()
+    if end > request.prompt_tokens:
+        first = max(0, start - request.prompt_tokens)
+        output = request.output_token_ids[first : end - request.prompt_tokens]
+        data += np.array(array("q", output), "<i4").tobytes()
+    return data
+
+
+def namespaces(model: bytes, layout: KVLayout, transfers: str) -> tuple[bytes, ...]:
+    """Return the namespace [32 bytes] of each group's frames.
+
+    `model`: a digest of all that decides K and V besides the layout and the tokens. `transfers`:
+    `KVTransfers.name`.
+    """
+    shape = repr((layout, FORMAT)).encode()
+    return tuple(
+        hashlib.sha256(_packed([model, shape, transfers.encode(), str(number).encode()])).digest()
+        for number in range(len(layout.groups))
+    )
+
+
+def header(key: FrameKey, size: int, seed: int, checksum: int) -> bytes:
+    """Return the header [`HEADER_BYTES`] of a frame with `size` bytes of pages. It binds their
+    checksum to the frame's name."""
+    fields = _FIELDS.pack(FORMAT, size, seed, checksum)
+    return fields + hashlib.sha256(fields + key.namespace + key.chain).digest()
+
+
+def read_header(data: memoryview, key: FrameKey) -> tuple[int, int] | None:
+    """Return the seed and the checksum of a frame that a tier has filled; None if its header is
+    damaged, or another frame's."""
+    fields = bytes(data[: _FIELDS.size])
+    digest = hashlib.sha256(fields + key.namespace + key.chain).digest()
+    if bytes(data[_FIELDS.size : HEADER_BYTES]) != digest:
+        return None
+    form, size, seed, checksum = _FIELDS.unpack(fields)
+    if form != FORMAT or size != len(data) - HEADER_BYTES:
+        return None
+    return seed, checksum

@@ -1,0 +1,154 @@
+"""What could be restored for a request, and whether that is quicker than computing it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dovetail.api.kv_cache import KVCacheManager
+from dovetail.engine.live_request import LiveRequest
+from dovetail.engine.step_times import StepTimeFit
+from dovetail.engine.tiers.host_pool import HostPool
+from dovetail.engine.tiers.keys import FrameChain, FrameLayout, FrameName
+from dovetail.engine.tiers.restores import Piece, Restoration
+from dovetail.engine.tiers.tier_jobs import TierJobs
+
+LEAST_COPYING = 64 << 20  # bytes that may be copied at a time, however slow that is
+COPYING_S = 0.03  # at the measured rate, copies that take as long are enqueued
+UNKNOWN_S = 1.0  # a request waits as long at most while computing isn't measured
+OPTIMISM = 1.02  # how much quicker copies are taken to be each time that they are too slow
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """The longest prefix of a request that can be restored."""
+
+    cached: int  # tokens that the prefix cache has
+    frames: int  # of the whole prefix
+    tokens: int  # of these
+    pieces: list[Piece]  # in order; none: nothing can be restored
+    missing: Sequence[FrameName]  # of a longer prefix: nobody is known to have them
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.missing
+
+
+def prospect(
+    frames: FrameLayout,
+    request: LiveRequest,
+    chain: FrameChain,
+    kv: KVCacheManager,
+    pool: HostPool,
+    found: Mapping[FrameName, TierJobs],
+) -> Prospect:
+    """Return what could be restored for a waiting `request`. `found`: frames in tiers."""
+    most = min(frames.named(request.num_tokens), (request.num_tokens - 1) // frames.tokens)
+    cached = kv.lookup(request)
+    first = cached // frames.tokens
+    if most <= first:
+        return Prospect(cached, first, cached, [], ())
+    hashes = chain.extend(most)
+
+    def is_here(group: int, index: int) -> bool:
+        name = FrameName(group, hashes[index])
+        return name in pool or name in found
+
+    whole = _longest(frames, first, most, is_here)
+    pieces = []
+    for index in range(first, whole):
+        for group in frames.groups:
+            if index in group.needed(whole * frames.tokens):
+                name = FrameName(group.number, hashes[index])
+                frame = pool.find(name)
+                tier = found.get(name) if frame is None else None
+                pieces.append(Piece(group, index, name, tier, frame))
+    missing = [
+        FrameName(group.number, hashes[index])
+        for index in range(first, most)
+        for group in frames.groups
+        if whole < most and not is_here(group.number, index)
+    ]
+    return Prospect(cached, whole, whole * frames.tokens, pieces, missing)
+
+
+def _longest(
+    frames: FrameLayout, first: int, most: int, is_here: Callable[[int, int], bool]
+) -> int:
+    """Return the number of frames, from `first` to `most`, of the longest prefix that is complete
+    in each group."""
+    trunk = [
+        group for group in frames.groups if group.spec.window is None and not group.spec.recurrent
+    ]
+    end = first
+    while end < most and all(is_here(group.number, end) for group in trunk):
+        end += 1
+    others = [group for group in frames.groups if group not in trunk]
+    while end > first and not all(
+        is_here(group.number, index)
+        for group in others
+        for index in group.needed(end * frames.tokens)
+        if index >= first
+    ):
+        end -= 1
+    return end
+
+
+class Pace:
+    """How long restoring and computing take, as measured."""
+
+    def __init__(self) -> None:
+        self.fit: StepTimeFit | None = None  # of steps
+        self._rate = 0.0  # bytes per second of restores; 0: not measured
+        self._looks_s = 0.0  # between two looks, a running mean
+        self._looked: tuple[float, float] = (0.0, 0.0)  # the time of the last look, and before it
+
+    def looked(self, now: float, restoring: bool) -> None:
+        """Note a look whether copies have ended."""
+        before = self._looked[1]
+        self._looked = before, now
+        if restoring:
+            self._looks_s += 0.1 * (now - before - self._looks_s)
+
+    def computing_s(self, tokens: int, context: int) -> float:
+        """Estimate how long computing `tokens` tokens takes; infinity: it isn't known yet."""
+        if self.fit is None or not self.fit.steps:
+            return math.inf
+        return self.fit.estimate_s(tokens, 0, context)
+
+    def loading_s(self, pieces: Sequence[Piece]) -> float:
+        """Estimate how long restoring takes. What isn't measured takes no time."""
+        seconds = self._looks_s
+        if self._rate:
+            seconds += sum(piece.group.bytes for piece in pieces) / self._rate
+        for piece in pieces:
+            if piece.frame is None and piece.tier is not None and piece.tier.rate:
+                seconds += piece.group.bytes / piece.tier.rate
+        return seconds
+
+    def patience_s(self, computing_s: float) -> float:
+        """Return how long a request may wait for what takes `computing_s` to compute."""
+        return UNKNOWN_S if computing_s == math.inf else computing_s
+
+    def too_slow(self, pieces: Sequence[Piece]) -> None:
+        """Note that restoring was estimated to take too long: it is tried again some day."""
+        self._rate *= OPTIMISM
+        self._looks_s /= OPTIMISM
+        for tier in {piece.tier for piece in pieces if piece.tier is not None}:
+            tier.rate *= OPTIMISM
+
+    def restored(self, restoration: Restoration, now: float) -> None:
+        """Learn from a restoration from the host pool that ends now, after the last look."""
+        if any(piece.tier is not None for piece in restoration.pieces):
+            return
+        # it may have ended right after the look before
+        seconds = max(self._looked[0] - restoration.begun, 0.1 * (now - restoration.begun))
+        if seconds > 0:
+            rate = restoration.restored_bytes / seconds
+            self._rate = rate if not self._rate else 0.7 * self._rate + 0.3 * rate
+
+    @property
+    def most_copying(self) -> int:
+        """The most bytes to copy at a time."""
+        return max(LEAST_COPYING, int(COPYING_S * self._rate))

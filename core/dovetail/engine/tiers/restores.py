@@ -1,0 +1,299 @@
+"""`Restoration`: the frames of one prefix on their way into the prefix cache.
+
+The pages belong to a request of the feature's own, the *shadow*, which has the tokens of the prefix
+and one more. What arrived with the right checksum is committed, frame by frame in order, as if the
+shadow had computed it; once the shadow is freed, any request finds these blocks by an ordinary
+lookup. What has another checksum is never committed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from secrets import token_hex
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.api.kv_cache import HOLE, KVCacheManager, KVLayout, PageCopy, Pages
+from dovetail.api.kv_transfers import KVTransfers, Transfer, Transferred
+from dovetail.engine.live_request import LiveRequest
+from dovetail.engine.tiers.host_pool import HostFrame, HostPool
+from dovetail.engine.tiers.keys import FrameLayout, FrameName, GroupFrames
+from dovetail.engine.tiers.tier_jobs import TierJobs
+from dovetail.request import Request
+from dovetail.request.media import MediaSpan
+from dovetail.request.sampling_params import SamplingParams
+
+Tokens = NDArray[np.int32]
+
+CHUNK_FRAMES = 8  # allocated at a time, so that windows release their blocks in between
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """One frame of a prefix."""
+
+    group: GroupFrames
+    index: int
+    name: FrameName
+    # where it comes from; None: the host pool
+    tier: TierJobs | None = None
+    frame: HostFrame | None = None  # None: it isn't in the host pool yet
+    pages: Pages = ()
+    loading: bool = False
+    dropped: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Restoration:
+    """A prefix of `frames` frames that is being restored; `cached` tokens were there before."""
+
+    request: LiveRequest
+    shadow: Request
+    cached: int
+    frames: int
+    pieces: list[Piece]
+    scratch: list[Request] = field(default_factory=list)
+    restored: int = 0  # tokens that are committed
+    begun: float = 0.0
+    deadline: float = 0.0  # for the tiers
+    cut: str | None = None  # why it ends before its end
+    to_copy: deque[Piece] = field(default_factory=deque)
+    # by frame index, the number of pieces that haven't arrived
+    missing: dict[int, int] = field(default_factory=dict)
+    copying: int = 0  # transfers that haven't ended
+    restored_bytes: int = 0
+    copies: list[PageCopy] = field(default_factory=list)  # of its state, to be run by a batch
+
+    @property
+    def ended(self) -> bool:
+        """True once nothing of it is under way or to come."""
+        return not self.copying and not self.missing
+
+
+def known_tokens(request: Request, count: int) -> Tokens:
+    """Return the first `count` known tokens of `request`: int32 [count]."""
+    prompt = request.prompt_array[:count]
+    if count <= request.prompt_tokens:
+        return prompt
+    output = request.output_token_ids[: count - request.prompt_tokens]
+    return np.concatenate([prompt, np.array([*output], np.int32)])
+
+
+class Restores:
+    """The restorations of one engine."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        frames: FrameLayout,
+        kv: KVCacheManager,
+        pool: HostPool,
+        transfers: KVTransfers,
+        ids: count[int],
+    ) -> None:
+        self._layout = layout
+        self._frames = frames
+        self._kv = kv
+        self._pool = pool
+        self._transfers = transfers
+        self._ids = ids
+        self.active: list[Restoration] = []  # in the order in which they began
+        self.names: dict[FrameName, Restoration] = {}  # of all their pieces
+        self._copying: dict[int, tuple[Restoration, Piece]] = {}  # by transfer
+        self.copying_bytes = 0
+
+    def shadow(self, request: Request, tokens: int) -> Request:
+        """Return a request whose longest cacheable prefix is the first `tokens` tokens of
+        `request`."""
+        known = tokens + 1 + self._frames.after
+        return self._own(
+            known_tokens(request, min(known, request.num_tokens)),
+            request.cache_keys,
+            tuple(span for span in request.media if span.start < known),
+        )
+
+    def _own(
+        self, tokens: Tokens, cache_keys: tuple[str, ...], media: tuple[MediaSpan, ...] = ()
+    ) -> Request:
+        return Request(
+            f"restoring {next(self._ids)} {token_hex(8)}",  # no user can guess it
+            tokens,
+            SamplingParams(),
+            max_tokens=1,
+            cache_keys=cache_keys,
+            media=media,
+        )
+
+    # Its begin
+
+    def pages_needed(self, shadow: Request, cached: int, frames: int) -> int:
+        """Return the number of available pages that restoring takes at a time, at most."""
+        tokens = frames * self._frames.tokens
+        chunk = CHUNK_FRAMES * self._frames.tokens
+        needed = min(self._kv.pages_needed(shadow, tokens), self._layout.most_pages(tokens, chunk))
+        partly = sum(  # pieces that need scratch
+            (cached % self._frames.tokens > 0) + (group.spec.window is not None)
+            for group in self._frames.groups
+        )
+        return needed + partly * self._layout.pages(self._frames.tokens)
+
+    def begin(self, restoration: Restoration) -> bool:
+        """Give it pages, or change nothing and return False. Its pieces that have a frame hold
+        it."""
+        shadow = restoration.shadow
+        if not self._allocate(shadow, restoration.cached, restoration.frames):
+            return False
+        tables = self._kv.tables(shadow)
+        for piece in restoration.pieces:
+            pages = self._place(restoration, piece, tables)
+            if pages is None:
+                self._free(restoration)
+                return False
+            piece.pages = pages
+        for piece in restoration.pieces:
+            restoration.missing[piece.index] = restoration.missing.get(piece.index, 0) + 1
+            self.names[piece.name] = restoration
+        restoration.to_copy.extend(restoration.pieces)
+        self.active.append(restoration)
+        return True
+
+    def _allocate(self, shadow: Request, cached: int, frames: int) -> bool:
+        """Give the shadow the blocks of its prefix that later tokens see, or none."""
+        end = frames * self._frames.tokens
+        tokens = cached
+        while tokens < end:
+            tokens = min(end, tokens + CHUNK_FRAMES * self._frames.tokens)
+            allocation = self._kv.allocate(shadow, tokens)
+            if allocation is None:
+                self._kv.free(shadow)
+                return False
+            if self._layout.has_windows:
+                self._kv.trim(shadow, tokens)
+        return True
+
+    def _place(
+        self, restoration: Restoration, piece: Piece, tables: Sequence[Pages]
+    ) -> Pages | None:
+        """Return where the pages of a frame go. Those of blocks that the cache has, or that nobody
+        will see, go to blocks which are thrown away, since a checksum is of the whole frame. None:
+        there are none."""
+        group = piece.group
+        table = tables[group.number]
+        if group.spec.recurrent:
+            return table
+        pages = list(group.pages(piece.index, table))
+        width = group.spec.pages_per_block
+        found = restoration.cached // group.spec.block_tokens - group.blocks(piece.index).start
+        held = [page != HOLE and at >= found * width for at, page in enumerate(pages)]
+        if all(held):
+            return tuple(pages)
+        waste = self._scratch(restoration)
+        if waste is None:
+            return None
+        thrown = waste[group.number]
+        return tuple(page if held[at] else thrown[at] for at, page in enumerate(pages))
+
+    def _scratch(self, restoration: Restoration) -> Sequence[Pages] | None:
+        """Return block tables of one frame that nobody will ever find; None: there is no room."""
+        tokens = self._frames.tokens
+        request = self._own(
+            np.zeros(tokens + 1 + self._frames.after, np.int32), ("scratch", token_hex(16))
+        )
+        if self._kv.allocate(request, tokens) is None:
+            self._kv.free(request)
+            return None
+        restoration.scratch.append(request)
+        return self._kv.tables(request)
+
+    # Its progress
+
+    def copy(self, restoration: Restoration, most_bytes: int) -> None:
+        """Begin to copy the pieces that have arrived in the host pool, in order, while at most
+        `most_bytes` are being copied."""
+        while restoration.to_copy:
+            piece = restoration.to_copy[0]
+            frame = piece.frame
+            if frame is None or (
+                self.copying_bytes and self.copying_bytes + frame.bytes > most_bytes
+            ):
+                return
+            restoration.to_copy.popleft()
+            transfer = Transfer(
+                next(self._ids), frame.slab, frame.pages_at, piece.pages, frame.seed
+            )
+            self._copying[transfer.id] = restoration, piece
+            self.copying_bytes += frame.bytes
+            restoration.copying += 1
+            self._transfers.restore(transfer)
+
+    def finished(self, transfer: Transferred) -> bool | None:
+        """Note the end of a transfer, and commit what is whole then. Returns whether it has arrived
+        undamaged; None if it isn't of a restoration."""
+        restoration, piece = self._copying.pop(transfer.id, (None, None))
+        if restoration is None or piece is None:
+            return None
+        frame = piece.frame
+        assert frame is not None
+        restoration.restored_bytes += frame.bytes
+        self.copying_bytes -= frame.bytes
+        restoration.copying -= 1
+        sound = transfer.checksum == frame.checksum
+        if sound and frame.name is None:
+            self._pool.publish(frame, piece.name)
+        elif not sound and frame.name is not None:
+            self._pool.drop(frame.name)
+        self._pool.release(frame)
+        piece.frame = None
+        if not sound:
+            self.cut(restoration, piece.index, "damaged")
+        elif not piece.dropped:
+            restoration.missing[piece.index] -= 1
+            self._commit(restoration)
+        return sound
+
+    def _commit(self, restoration: Restoration) -> None:
+        """Commit the tokens of the frames that are whole, from the first on."""
+        whole = 0
+        for index in sorted(restoration.missing):
+            if restoration.missing[index]:
+                break
+            del restoration.missing[index]
+            whole = index + 1
+        if not whole:
+            return
+        if self._layout.recurrent:
+            whole = restoration.frames if not restoration.missing and not restoration.cut else 0
+        if whole:
+            restoration.restored = whole * self._frames.tokens
+            self._kv.commit(restoration.shadow, restoration.restored)
+
+    def cut(self, restoration: Restoration, index: int, why: str) -> None:
+        """End it before frame `index`."""
+        restoration.cut = restoration.cut or why
+        for piece in restoration.pieces:
+            if piece.index >= index:
+                piece.dropped = True
+        for piece in restoration.to_copy:
+            if piece.dropped and piece.frame is not None:
+                self._pool.release(piece.frame)
+                piece.frame = None
+        restoration.to_copy = deque(piece for piece in restoration.to_copy if not piece.dropped)
+        restoration.missing = {at: n for at, n in restoration.missing.items() if at < index}
+
+    def end(self, restoration: Restoration) -> list[PageCopy]:
+        """Release the pages of a restoration that has ended. Returns the copies that the next batch
+        has to run first."""
+        self.active.remove(restoration)
+        for piece in restoration.pieces:
+            self.names.pop(piece.name, None)
+        self._free(restoration)
+        return restoration.copies
+
+    def _free(self, restoration: Restoration) -> None:
+        for request in (*restoration.scratch, restoration.shadow):
+            self._kv.free(request)
+        restoration.scratch.clear()

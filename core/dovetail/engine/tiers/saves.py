@@ -1,0 +1,292 @@
+"""`Saves`: copies frames that steps have computed from the device to the host pool.
+
+A frame is saved right after the step that computes its last token was submitted: the copy reads
+after this step, and pages that are released afterwards are written by later steps only. It is
+named, and found, once the step's results show that its row hasn't failed; by then its tokens are
+known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import count
+from secrets import randbits
+
+from dovetail.api.executor import Batch
+from dovetail.api.kv_cache import HOLE, KVCacheManager, Pages
+from dovetail.api.kv_transfers import KVTransfers, Transfer, Transferred
+from dovetail.engine.flight import InFlightStep
+from dovetail.engine.live_request import LiveRequest
+from dovetail.engine.tiers.host_pool import HostFrame, HostPool
+from dovetail.engine.tiers.keys import FrameChain, FrameLayout, FrameName, GroupFrames
+from dovetail.engine.tiers.stats import TierStats
+
+
+class _Progress:
+    """How far the frames of a running request are saved."""
+
+    __slots__ = ("chain", "due", "found", "next")
+
+    def __init__(self, chain: FrameChain, frames: FrameLayout, found: int) -> None:
+        self.chain = chain
+        self.due: float = frames.tokens  # computed tokens at which there is something to save
+        self.found = found  # frames that others have computed
+        # by group, but for a recurrent one: the frame to save next
+        self.next = [0 for group in frames.groups if not group.spec.recurrent]
+
+
+@dataclass(slots=True, eq=False)
+class _Save:
+    """A frame that is being saved."""
+
+    request: LiveRequest
+    chain: FrameChain
+    group: int
+    index: int
+    frame: HostFrame
+    pages: Pages
+    name: FrameName | None  # None: a token of it is in flight
+    collected: bool = False  # its step was, and its row hasn't failed
+    copied: bool = False
+    dropped: bool = False
+
+
+class Saves:
+    """The saves of one engine."""
+
+    def __init__(
+        self,
+        frames: FrameLayout,
+        kv: KVCacheManager,
+        pool: HostPool,
+        transfers: KVTransfers,
+        ids: count[int],
+        stats: TierStats,
+        saved: Callable[[HostFrame], None],
+        is_kept: Callable[[FrameName], bool],
+    ) -> None:
+        """`ids`: of transfers. `saved`: called with each frame that can be found now. `is_kept`:
+        returns True of a frame that a tier has."""
+        self._frames = frames
+        self._kv = kv
+        self._pool = pool
+        self._transfers = transfers
+        self._ids = ids
+        self._stats = stats
+        self._saved = saved
+        self._is_kept = is_kept
+        self._running: dict[LiveRequest, _Progress] = {}
+        self._planned: list[_Save] = []  # of the step being planned
+        self._capacity = 0  # bytes that the step being planned may still save
+        self._uncollected: dict[int, list[_Save]] = {}  # by step
+        self._copying: dict[int, _Save] = {}  # by transfer
+        self._underway: set[FrameName] = set()  # names of those being saved
+
+    @property
+    def pending(self) -> bool:
+        """True while pages are being copied."""
+        return bool(self._copying)
+
+    def begin(self, request: LiveRequest, chain: FrameChain) -> None:
+        """`request` runs from now on; its `num_computed` tokens were found."""
+        found = request.num_computed // self._frames.tokens
+        self._running[request] = _Progress(chain, self._frames, found)
+
+    def end(self, request: LiveRequest) -> None:
+        """`request` runs no more. What is being saved of it goes on."""
+        progress = self._running.pop(request, None)
+        if progress is not None and progress.due < math.inf:
+            whole = request.num_computed // self._frames.tokens
+            left = sum(max(0, whole - index) for index in progress.next)
+            if left:
+                self._stats.dropped_frames["busy"] += left
+
+    # A step
+
+    def plan(self, batch: Batch, requests: Iterable[LiveRequest]) -> None:
+        """Choose what to save once `batch` is submitted: frames of its `requests` that are computed
+        with it, and states that it keeps."""
+        running = self._running
+        planning = False
+        for request in requests:
+            progress = running.get(request)
+            if progress is not None and request.num_computed >= progress.due:
+                if not planning:
+                    planning = True
+                    self._capacity = self._transfers.save_capacity()
+                self._plan(request, progress)
+        if batch.checkpoints:
+            self._plan_states(batch, requests)
+
+    def _plan(self, request: LiveRequest, progress: _Progress) -> None:
+        whole = request.num_computed // self._frames.tokens
+        known = min(whole, self._frames.named(request.num_tokens))
+        hashes = progress.chain.extend(known)
+        tables = self._kv.tables(request)
+        for group in self._frames.groups[: len(progress.next)]:
+            index = progress.next[group.number]
+            while index < whole:
+                name = FrameName(group.number, hashes[index]) if index < known else None
+                pages = group.pages(index, tables[group.number])
+                is_new = index >= progress.found
+                if self._is_wanted(name, pages, is_new):
+                    if not self._has_room(group):
+                        break  # later steps try again, as far as its pages stay
+                    self._add(request, progress.chain, group, index, pages, name, is_new)
+                index += 1
+            progress.next[group.number] = index
+        progress.due = (min(progress.next) + 1) * self._frames.tokens
+
+    def _plan_states(self, batch: Batch, requests: Iterable[LiveRequest]) -> None:
+        group = self._frames.groups[-1]
+        by_row = {request.row: request for request in requests}
+        for checkpoint in batch.checkpoints:
+            request = by_row[checkpoint.row]
+            if request not in self._running:
+                continue
+            index = checkpoint.tokens // self._frames.tokens - 1
+            chain = self._running[request].chain
+            name = FrameName(group.number, chain.extend(index + 1)[index])
+            pages = tuple(checkpoint.pages.tolist())
+            if self._is_wanted(name, pages, True):
+                self._add(request, chain, group, index, pages, name, True)
+
+    def _is_wanted(self, name: FrameName | None, pages: Pages, is_new: bool) -> bool:
+        """Return False of a frame that is there already, or whose pages aren't all held."""
+        if HOLE in pages:
+            return False
+        if name is None:
+            return True
+        if name in self._underway or self._pool.find(name) is not None:
+            return False
+        return is_new or not self._is_kept(name)
+
+    def _has_room(self, group: GroupFrames) -> bool:
+        """Return True if a frame can be saved without delaying steps; a large one if nothing else
+        is saved in the step."""
+        return group.bytes <= self._capacity or (self._capacity > 0 and not self._planned)
+
+    def _add(
+        self,
+        request: LiveRequest,
+        chain: FrameChain,
+        group: GroupFrames,
+        index: int,
+        pages: Pages,
+        name: FrameName | None,
+        is_new: bool,
+    ) -> None:
+        """Plan to save a frame, if the pool has room. What was found in the prefix cache takes no
+        other frame's place, since it would do so at each of its uses."""
+        frame = self._pool.take(group.bytes, evicts=is_new)
+        if frame is None:
+            self._stats.dropped_frames["full"] += 1
+            return
+        self._capacity -= group.bytes
+        self._planned.append(_Save(request, chain, group.number, index, frame, pages, name))
+
+    def submitted(self, step: int) -> None:
+        """Save what was planned: its batch is submitted."""
+        for save in self._planned:
+            if save.name is not None:
+                self._underway.add(save.name)
+            save.frame.seed = randbits(64)
+            transfer = Transfer(
+                next(self._ids), save.frame.slab, save.frame.pages_at, save.pages, save.frame.seed
+            )
+            self._copying[transfer.id] = save
+            self._transfers.save(transfer)
+        if self._planned:
+            self._uncollected[step] = self._planned
+            self._planned = []
+
+    def collected(self, flight: InFlightStep) -> None:
+        """Name what was saved after a step, whose results have come, unless its row has failed."""
+        if flight.result.failed:
+            self._fail([flight.requests[index] for index in flight.result.failed])
+        for save in self._uncollected.pop(flight.index, ()):
+            save.collected = True
+            if save.name is None and not save.dropped:
+                save.name = self._name(save)
+            self._settle(save)
+
+    def _name(self, save: _Save) -> FrameName | None:
+        """Return the name of a frame whose tokens are known by now. An aborted request's may not
+        be."""
+        if self._frames.named(save.request.num_tokens) <= save.index:
+            return None
+        name = FrameName(save.group, save.chain.extend(save.index + 1)[save.index])
+        return None if name in self._underway else name
+
+    def _fail(self, failed: list[LiveRequest]) -> None:
+        """Drop what is being saved of the requests `failed`, and of those that share pages with
+        them; save no more of these."""
+        tainted: set[int] = set()
+        for request in failed:
+            if not request.capacity:  # its pages aren't known any more
+                affected = [*self._running]
+                break
+            tainted.update(*self._kv.tables(request))
+        else:
+            tainted.discard(HOLE)
+            affected = [
+                request
+                for request in self._running
+                if request in failed or not tainted.isdisjoint(self._pages(request))
+            ]
+        for request in affected:
+            self._running[request].due = math.inf
+        suspects = {*affected, *failed}
+        for saves in self._uncollected.values():
+            for save in saves:
+                save.dropped = save.dropped or save.request in suspects
+
+    def _pages(self, request: LiveRequest) -> set[int]:
+        return set().union(*self._kv.tables(request)) if request.capacity else set()
+
+    # Their ends
+
+    def finished(self, transfer: Transferred) -> bool:
+        """Note the end of a transfer; return False if it isn't a save."""
+        save = self._copying.pop(transfer.id, None)
+        if save is None:
+            return False
+        save.copied = True
+        save.frame.checksum = transfer.checksum
+        self._settle(save)
+        return True
+
+    def _settle(self, save: _Save) -> None:
+        """Publish a frame that is copied and named; free one that isn't wanted."""
+        if not (save.copied and save.collected):
+            return
+        if save.name is not None:
+            self._underway.discard(save.name)
+        if save.dropped or save.name is None:
+            self._pool.release(save.frame)
+            return
+        if self._pool.publish(save.frame, save.name):
+            self._stats.saved_frames += 1
+            self._stats.saved_bytes += save.frame.bytes
+            self._saved(save.frame)
+        self._pool.release(save.frame)
+
+    def drop(self) -> None:
+        """Drop all saves: the K and V of running requests are worth nothing to later ones."""
+        for progress in self._running.values():
+            progress.due = math.inf
+        for saves in self._uncollected.values():
+            for save in saves:
+                save.dropped = True
+        for save in self._copying.values():
+            save.dropped = True
+
+    def forget(self) -> None:
+        """The executor's transfers are void. Nothing is running, and no step in flight."""
+        for save in self._copying.values():
+            self._pool.release(save.frame)
+        self._copying.clear()
+        self._uncollected.clear()
+        self._underway.clear()

@@ -1,0 +1,303 @@
+"""`TierJobs`: the jobs of one tier: their queue, their deadlines, and when the tier is switched off.
+
+A tier that misses a deadline keeps the frames of that job until it reports it. One that fails three
+times in a row is switched off for a while: finds and loads are misses then, and stores are dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, Literal
+
+from dovetail.api.clock import Clock
+from dovetail.api.kv_tier import Done, Frame, FrameKey, Job, KVTier
+from dovetail.engine.tiers.host_pool import HostFrame, HostPool
+from dovetail.engine.tiers.keys import FrameName, header, read_header
+from dovetail.engine.tiers.stats import TierStats
+
+logger = logging.getLogger("dovetail")
+
+JOB_FRAMES = 8  # the most of a store or a load
+FIND_S = 0.25  # a request waits as long for what a tier finds
+STORE_S = 60.0
+QUEUE_SHARE = 0.25  # of the host pool, for what waits to be stored
+KEPT_NAMES = 1 << 17  # of frames that are known to be in a tier
+FAILURES = 3  # in a row, until a tier is switched off
+OFF_S = 30.0  # the first time; each time in a row doubles it
+LONGEST_OFF_S = 600.0
+
+Then = Callable[[Sequence[bool]], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    kind: Literal["find", "store", "load"]
+    names: Sequence[FrameName]
+    frames: Sequence[HostFrame]
+    then: Then | None
+    begun: float
+    deadline: float
+    late: bool = False
+
+
+class TierJobs:
+    """The jobs of one tier. All methods return at once."""
+
+    def __init__(
+        self,
+        name: str,
+        tier: KVTier,
+        pool: HostPool,
+        clock: Clock,
+        ids: count[int],
+        stats: TierStats,
+    ) -> None:
+        """`name`: for people. `ids`: of jobs."""
+        self.name = name
+        self.tier = tier
+        self.namespaces: Sequence[bytes] = ()  # of groups; none: the tier isn't used yet
+        self.rate = 0.0  # bytes per second of loads, a running mean; 0: not measured
+        self._pool = pool
+        self._clock = clock
+        self._ids = ids
+        self._stats = stats
+        self._queue: deque[HostFrame] = deque()  # to be stored; each is held
+        self._queued_bytes = 0  # of these, and of those in jobs
+        self._jobs: dict[int, _Job] = {}
+        self._kept: OrderedDict[FrameName, None] = OrderedDict()
+        self._failures = 0  # in a row
+        self._off_until = 0.0
+        self._off_s = OFF_S
+
+    @property
+    def pending(self) -> bool:
+        """True while frames are being stored, or wait for it."""
+        return bool(self._queue) or any(job.kind == "store" for job in self._jobs.values())
+
+    def has(self, name: FrameName) -> bool:
+        """Return True if the tier is known to have that frame."""
+        return name in self._kept
+
+    def is_used(self, now: float) -> bool:
+        return bool(self.namespaces) and now >= self._off_until
+
+    # Jobs
+
+    def store(self, frame: HostFrame, now: float) -> None:
+        """Store a named frame, unless too much waits already."""
+        if frame.name is None or frame.name in self._kept:
+            return
+        if not self.is_used(now):
+            self._stats.dropped_frames["unavailable"] += 1
+        elif self._queued_bytes + frame.bytes > QUEUE_SHARE * self._pool.limit:
+            self._stats.dropped_frames["slow"] += 1
+        else:
+            self._pool.hold(frame)
+            self._queue.append(frame)
+            self._queued_bytes += frame.bytes
+
+    def find(self, names: Sequence[FrameName], now: float, then: Then) -> bool:
+        """Ask which of these frames the tier has. Returns False if it can't be asked now."""
+        return self._begin("find", names, (), now, FIND_S, then)
+
+    def load(
+        self,
+        names: Sequence[FrameName],
+        frames: Sequence[HostFrame],
+        now: float,
+        within_s: float,
+        then: Then,
+    ) -> bool:
+        """Load frames to memory that the caller holds. It is the caller's again if this returns
+        False, and of those that `then` reports as loaded; that of others is released."""
+        return self._begin("load", names, frames, now, within_s, then)
+
+    def _begin(
+        self,
+        kind: Literal["find", "store", "load"],
+        names: Sequence[FrameName],
+        frames: Sequence[HostFrame],
+        now: float,
+        within_s: float,
+        then: Then | None,
+    ) -> bool:
+        if not self.is_used(now) or len(self._jobs) >= self.tier.capabilities.max_jobs:
+            return False
+        keys = tuple(map(self._key, names))
+        number = next(self._ids)
+        lent = tuple(
+            Frame(key, frame.data.toreadonly() if kind == "store" else frame.data)
+            for key, frame in zip(keys, frames, strict=False)
+        )
+        job = _Job(kind, names, frames, then, now, now + within_s)
+        submitted = Job(number, kind, keys, lent, job.deadline)
+        if not self._call(partial(self.tier.submit, submitted), now):
+            return False
+        self._jobs[number] = job
+        return True
+
+    def _key(self, name: FrameName) -> FrameKey:
+        return FrameKey(self.namespaces[name.group], name.chain)
+
+    # Their progress
+
+    def poll(self, now: float) -> None:
+        """Take reports, give up what is late, and begin stores."""
+        if self._jobs:
+            reports: Sequence[Done] = self._call(self.tier.done, now) or ()
+            for done in reports:
+                job = self._jobs.pop(done.job, None)
+                if job is not None:
+                    self._ended(job, done, now)
+            for job in [*self._jobs.values()]:
+                if not job.late and now >= job.deadline:
+                    job.late = True
+                    self._failed(now, f"a {job.kind} took more than {job.deadline - job.begun:g} s")
+                    if job.then is not None:
+                        job.then([False] * len(job.names))
+        while self._queue and self._store(now):
+            pass
+
+    def _call(self, method: Callable[[], Any], now: float) -> Any:
+        """Call a method of the tier. One that raises has failed, and returns None."""
+        try:
+            return method()
+        except Exception as error:
+            self._failed(now, f"it raised {type(error).__name__}: {error}")
+            return None
+
+    def _ended(self, job: _Job, done: Done, now: float) -> None:
+        ok = list(done.ok) if len(done.ok) == len(job.names) else [False] * len(job.names)
+        if job.late:
+            ok = [False] * len(job.names)
+        elif done.why == "unavailable" or len(done.ok) != len(job.names):
+            self._failed(now, "it reports that it is unavailable")
+        else:
+            self._failures = 0
+            self._off_s = OFF_S
+        if job.kind == "store":
+            self._stored(job, ok)
+        elif job.kind == "load":
+            ok = self._loaded(job, ok, now)
+        if job.then is not None and not job.late:
+            job.then(ok)
+        for name, here in zip(job.names, ok, strict=True):
+            self._note(name, here)
+
+    def _stored(self, job: _Job, ok: Sequence[bool]) -> None:
+        for frame, stored in zip(job.frames, ok, strict=True):
+            self._queued_bytes -= frame.bytes
+            if stored:
+                self._stats.stored_frames[self.name] += 1
+                self._stats.stored_bytes[self.name] += frame.bytes
+            else:
+                self._stats.dropped_frames["refused"] += 1
+            self._pool.release(frame)
+
+    def _loaded(self, job: _Job, ok: Sequence[bool], now: float) -> list[bool]:
+        """Release the frames that can't be used. Returns which can."""
+        sound = []
+        loaded_bytes = 0
+        for name, frame, loaded in zip(job.names, job.frames, ok, strict=True):
+            found = read_header(frame.data, self._key(name)) if loaded else None
+            if loaded and found is None:
+                self._stats.damaged_frames[self.name] += 1
+            if found is None:
+                self._pool.release(frame)
+            else:
+                frame.seed, frame.checksum = found
+                loaded_bytes += frame.bytes
+                self._stats.loaded_frames[self.name] += 1
+            sound.append(found is not None)
+        self._stats.loaded_bytes[self.name] += loaded_bytes
+        seconds = now - job.begun
+        self._stats.load_s[self.name] = self._stats.load_s.get(self.name, 0.0) + seconds
+        if loaded_bytes and seconds > 0:
+            rate = loaded_bytes / seconds
+            self.rate = rate if not self.rate else 0.7 * self.rate + 0.3 * rate
+        return sound
+
+    def _note(self, name: FrameName, here: bool) -> None:
+        if not here:
+            self._kept.pop(name, None)
+            return
+        self._kept[name] = None
+        self._kept.move_to_end(name)
+        if len(self._kept) > KEPT_NAMES:
+            self._kept.popitem(last=False)
+
+    def _failed(self, now: float, why: str) -> None:
+        if now < self._off_until:
+            return
+        self._failures += 1
+        if self._failures >= FAILURES:
+            self._failures = 0
+            self._off_until = now + self._off_s
+            logger.warning(
+                "KV tier %s is off for %g s, since %s: K and V are computed meanwhile",
+                self.name,
+                self._off_s,
+                why,
+            )
+            self._off_s = min(2 * self._off_s, LONGEST_OFF_S)
+            self._stats.off[self.name] += 1
+
+    def _store(self, now: float) -> bool:
+        """Begin the next store. Returns False if it has to wait."""
+        if not self.is_used(now):
+            self._drop_queue()
+            return False
+        frames: list[HostFrame] = []
+        while self._queue and len(frames) < JOB_FRAMES:
+            frame = self._queue.popleft()
+            if frame.name is None or frame.name in self._kept:  # dropped, or stored meanwhile
+                self._unqueue(frame)
+            else:
+                frames.append(frame)
+        names = [frame.name for frame in frames if frame.name is not None]
+        for frame, name in zip(frames, names, strict=True):
+            top = header(self._key(name), frame.bytes, frame.seed, frame.checksum)
+            frame.data[: len(top)] = top
+        if not frames or self._begin("store", names, frames, now, STORE_S, None):
+            return bool(frames)
+        if len(self._jobs) >= self.tier.capabilities.max_jobs:
+            self._queue.extendleft(reversed(frames))
+            return False
+        self._stats.dropped_frames["refused"] += len(frames)
+        for frame in frames:
+            self._unqueue(frame)
+        return True
+
+    def _unqueue(self, frame: HostFrame) -> None:
+        self._queued_bytes -= frame.bytes
+        self._pool.release(frame)
+
+    def _drop_queue(self) -> None:
+        self._stats.dropped_frames["unavailable"] += len(self._queue)
+        while self._queue:
+            self._unqueue(self._queue.popleft())
+
+    # Its end
+
+    def reset(self, now: float) -> None:
+        """Forget all frames of this engine's namespaces, in the tier, too."""
+        self._drop_queue()
+        self._kept.clear()
+        for namespace in self.namespaces:
+            self._call(partial(self.tier.drop, namespace), now)
+
+    def close(self, timeout_s: float) -> None:
+        """Store what waits, within `timeout_s`, and end the tier's threads."""
+        until = time.monotonic() + timeout_s
+        try:
+            while self.pending and (left := until - time.monotonic()) > 0:
+                self.poll(self._clock.now())
+                time.sleep(min(left, 0.001))
+        finally:
+            self.tier.close(max(0.1, until - time.monotonic()))
