@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
-PACKAGES := core plugins/schedulers plugins/kv_cache plugins/attention plugins/models plugins/samplers plugins/grammars plugins/executors plugins/observers plugins/drafters apps/lab apps/batch apps/cluster apps/server
+PACKAGES := core plugins/schedulers plugins/kv_cache plugins/attention plugins/models plugins/samplers plugins/grammars plugins/executors plugins/observers plugins/drafters plugins/kv_tiers apps/lab apps/batch apps/cluster apps/server
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which import the same modules: they are compiled once
 

@@ -107,6 +107,7 @@ EXTENSIONS: Mapping[str, tuple[str, ...]] = {
 # for samplers. All of `dovetail.nn` belongs to that of models.
 FURTHER: Mapping[Kind, tuple[str, ...]] = {
     "kv_cache": ("dovetail.api.prefix_cache",),
+    "kv_tier": ("dovetail.api.blocking_tier",),
     "sampler": ("dovetail.nn.logprobs", "dovetail.nn.token_masks"),
 }
 # Capabilities with their optional methods; "Class.method" is of a part that the component makes.

@@ -33,7 +33,7 @@ from dovetail.api import sentence_transformers_files
 from dovetail.api.component import API_VERSIONS, KINDS, Kind
 from dovetail.api.file_keys import FileKeys, NoEffect, Refused
 from dovetail.cli.app import app
-from dovetail.config.engine import COMPONENT_KEYS, EngineConfig, Pooling, Speculation
+from dovetail.config.engine import COMPONENT_KEYS, LISTS, EngineConfig, Pooling, Speculation
 from dovetail.config.limits import Limits
 from dovetail.config.schema import json_schema
 from dovetail.front import lora_files, tokenizer
@@ -79,6 +79,7 @@ KIND_TITLES: dict[Kind, str] = {
     "tokenizer": "Tokenizers",
     "logits_processor": "Logits processors",
     "parser": "Parsers",
+    "kv_tier": "KV tiers",
 }
 
 
@@ -436,7 +437,7 @@ def _choice_type(key: str) -> str:
     one = "a name, or a mapping with `name` and options"
     if key == "tokenizer":
         return f"`null`, a model's name, or that of a component: {one}"
-    return f"list; each item is {one}" if key == "observers" else one
+    return f"list; each item is {one}" if key in LISTS else one
 
 
 def signatures(module: str) -> str:

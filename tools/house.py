@@ -85,7 +85,16 @@ BOXES: Mapping[str, Box] = {
 }
 PLUGINS = "plugins"
 DEVICE_KINDS = ("executor", "model", "attention", "sampler", "logits_processor")
-HOST_KINDS = ("scheduler", "kv_cache", "grammar", "drafter", "observer", "tokenizer", "parser")
+HOST_KINDS = (
+    "scheduler",
+    "kv_cache",
+    "kv_tier",
+    "grammar",
+    "drafter",
+    "observer",
+    "tokenizer",
+    "parser",
+)
 
 ARROWS: Mapping[tuple[str, str], str] = {  # (importing, imported) -> path
     ("apps", "front"): "M392 62V136",

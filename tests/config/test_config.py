@@ -37,6 +37,7 @@ max_num_batched_tokens: 8192
 prefill_limit: 2.0
 gpu_memory_utilization: 0.9
 kv_cache_memory: null
+kv_host_memory: null
 kv_cache_dtype: auto
 kv_cache_scales: auto
 state_dtype: float32
@@ -54,6 +55,7 @@ sampler: dovetail:default
 logits_processors: []
 grammar: auto
 executor: dovetail:local
+kv_tiers: []
 observers: []
 speculation: null
 adapters: null

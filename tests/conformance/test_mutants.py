@@ -11,13 +11,14 @@ import signal
 import socket
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dovetail.api.component import KINDS
 from dovetail.testing.checks import checks_of
-from dovetail.testing.suites import repeatable, suite_for
+from dovetail.testing.suites import kv_tier_world, repeatable, suite_for
 from tests.conformance.mutants import Mutant, mutants
 from tests.support import FULL
 
@@ -63,8 +64,13 @@ def process_as_it_was() -> Iterator[None]:
 
 @pytest.mark.usefixtures("process_as_it_was")
 @pytest.mark.parametrize("mutant", TRIED, ids=repr)
-def test_mutant_is_caught_by_its_check(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_is_caught_by_its_check(
+    mutant: Mutant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(repeatable, "SHRINK_S", 0.0)  # any failing example will do
+    monkeypatch.setattr(kv_tier_world, "JOB_S", 0.5)  # and any wait
+    if mutant.kind == "kv_tier":
+        monkeypatch.chdir(tmp_path)  # where its files are
     check = checks_of(mutant.suite)[mutant.caught_by]
     with pytest.raises(mutant.error) as raised:
         getattr(mutant.suite(), check.attribute)()

@@ -25,6 +25,8 @@ CHANGES_NO_ANSWER = (  # keys of `engine.yaml` that may change while a job is in
     "overlap",
     "cuda_graphs",
     "observers",
+    "kv_host_memory",
+    "kv_tiers",
 )
 
 Source = str | dict[str, Any]

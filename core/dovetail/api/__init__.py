@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dovetail.api.executor import Executor
     from dovetail.api.grammar import GrammarBackend
     from dovetail.api.kv_cache import KVCacheManager
+    from dovetail.api.kv_tier import KVTier
     from dovetail.api.logits_processor import LogitsProcessor
     from dovetail.api.model import ModelArch
     from dovetail.api.observer import Observer
@@ -44,6 +45,7 @@ _HOMES = {
     "Executor": "executor",
     "GrammarBackend": "grammar",
     "KVCacheManager": "kv_cache",
+    "KVTier": "kv_tier",
     "LogitsProcessor": "logits_processor",
     "ModelArch": "model",
     "Observer": "observer",
@@ -67,6 +69,7 @@ __all__ = [
     "Executor",
     "GrammarBackend",
     "KVCacheManager",
+    "KVTier",
     "LogitsProcessor",
     "ModelArch",
     "Observer",

@@ -33,6 +33,7 @@ Kind = Literal[
     "tokenizer",
     "logits_processor",
     "parser",
+    "kv_tier",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -49,6 +50,7 @@ API_VERSIONS: dict[Kind, str] = {  # interface versions of this release
     "tokenizer": "1.0",
     "logits_processor": "1.0",
     "parser": "1.0",
+    "kv_tier": "1.0",
 }
 
 # versions of the other interfaces for plugins: the hooks with what they declare, and routes

@@ -23,6 +23,10 @@ from pydantic import BaseModel
 
 from dovetail.api.clock import Clock
 
+# Why a frame wasn't found, stored or loaded: there is no room; there is none of this key; it isn't
+# whole; the medium doesn't work, or the job was given up.
+Why = Literal["full", "missing", "damaged", "unavailable"]
+
 
 @dataclass(frozen=True, slots=True)
 class FrameKey:
@@ -50,8 +54,8 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Work for a tier. "find": are there frames of these `keys`? "store": keep `frames`. "load":
-    fill `frames`. `frames` is parallel to `keys`, and empty for "find"."""
+    """Work for a tier. "find": are there frames of these `keys`, one or more? "store": keep
+    `frames`. "load": fill `frames`. `frames` is parallel to `keys`, and empty for "find"."""
 
     id: int
     kind: Literal["find", "store", "load"]
@@ -69,7 +73,7 @@ class Done:
 
     job: int
     ok: tuple[bool, ...]
-    why: Literal["full", "missing", "damaged", "unavailable"] | None = None
+    why: Why | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,5 +138,6 @@ class KVTier(ABC):
 
     @abstractmethod
     def close(self, timeout_s: float) -> None:
-        """End the threads, within `timeout_s`, and report no more. Idempotent. Stores that were
-        reported stay, if the tier is persistent."""
+        """End the threads, within `timeout_s`, and report no more. Idempotent. Afterwards `submit`
+        returns False. Stores that were reported stay, if the tier is persistent. If the medium
+        hangs, return nevertheless: the core never uses the frames of unreported jobs again."""

@@ -59,6 +59,7 @@ TEMPLATES: Mapping[str, Template] = {
     "tokenizer": Template("A tokenizer", "tokenizer"),
     "logits_processor": Template("A logits processor", "processor", "torch"),
     "parser": Template("A parser", "parser"),
+    "kv_tier": Template("A KV tier", "tier"),
 }
 EXTENSIONS: Mapping[str, Template] = {  # what a plugin may add beside components
     "route": Template(

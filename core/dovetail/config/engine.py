@@ -42,6 +42,8 @@ MAX_SLOTS = 4096
 MAX_RANK = 512
 MAX_DRAFTS = 64  # a step of so many lines a row takes longer than drafts of that length ever save
 
+TIERS_HOST_MEMORY = 4 * 2**30  # bytes of the host pool that tiers get by default
+
 COMPONENT_KEYS: dict[str, Kind] = {  # key of the config -> kind of component
     "tokenizer": "tokenizer",  # or a model's name
     "scheduler": "scheduler",
@@ -51,10 +53,11 @@ COMPONENT_KEYS: dict[str, Kind] = {  # key of the config -> kind of component
     "logits_processors": "logits_processor",
     "grammar": "grammar",
     "executor": "executor",
+    "kv_tiers": "kv_tier",
     "observers": "observer",
     "speculation.drafter": "drafter",
 }
-LISTS = ("observers", "logits_processors")  # those keys that hold several components
+LISTS = ("observers", "logits_processors", "kv_tiers")  # those keys that hold several components
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +381,12 @@ class EngineConfig(BaseModel):
     ] = None
     """Memory for K and V, such as 4GiB, per rank. null: the rest of `gpu_memory_utilization`."""
 
+    kv_host_memory: Annotated[
+        _Bytes | None, BeforeValidator(_as_bytes, json_schema_input_type=int | str | None)
+    ] = None
+    """Memory of the host, such as 16GiB, for K and V that the device's cache evicts: the host pool,
+    for all ranks together. null: 4GiB if there are `kv_tiers`, otherwise none."""
+
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3"] = "auto"
     """Dtype of K and V in the cache. auto: that of the activations. fp8 (also fp8_e4m3): half the
     memory of 16 bits, so twice the tokens."""
@@ -437,6 +446,10 @@ class EngineConfig(BaseModel):
 
     executor: Choice = _built_in("local")
     """The executor, which computes the steps."""
+
+    kv_tiers: Annotated[tuple[Choice, ...], BeforeValidator(_as_choices)] = ()
+    """The KV tiers, places beyond the host pool where K and V are kept, such as `disk`. They are
+    searched in this order."""
 
     observers: Annotated[tuple[Choice, ...], BeforeValidator(_as_choices)] = ()
     """The observers, which receive the engine's events. Installing an observer doesn't enable
@@ -555,6 +568,13 @@ class EngineConfig(BaseModel):
             return (self.tokenizer,) if isinstance(self.tokenizer, ComponentChoice) else ()
         chosen: ComponentChoice | tuple[ComponentChoice, ...] = getattr(self, key)
         return chosen if isinstance(chosen, tuple) else (chosen,)
+
+    @property
+    def host_pool_bytes(self) -> int:
+        """`kv_host_memory` with null resolved; 0: there is no host pool."""
+        if self.kv_host_memory is not None:
+            return self.kv_host_memory
+        return TIERS_HOST_MEMORY if self.kv_tiers else 0
 
     def model_candidates(self, registry: Registry) -> tuple[ResolvedComponent, ...]:
         """Return the models that may serve the config's: the one that it names, or all that can be

@@ -37,6 +37,7 @@ class Parts:
     drafter: ResolvedComponent | None = None  # None: no speculation
     tokenizer: ResolvedComponent | None = None  # None: a model's
     logits_processors: tuple[ResolvedComponent, ...] = ()  # in the order in which they are applied
+    kv_tiers: tuple[ResolvedComponent, ...] = ()  # in the order in which they are searched
 
     def __iter__(self) -> Iterator[ResolvedComponent]:
         optional = (
@@ -50,7 +51,7 @@ class Parts:
             *self.logits_processors,
             *optional,
         )
-        yield from (self.executor, *self.observers, *self.models)
+        yield from (self.executor, *self.observers, *self.kv_tiers, *self.models)
 
 
 def find_parts(config: EngineConfig, registry: Registry) -> Parts:
@@ -74,6 +75,7 @@ def find_parts(config: EngineConfig, registry: Registry) -> Parts:
         logits_processors=tuple(
             one("logits_processor", choice) for choice in config.logits_processors
         ),
+        kv_tiers=tuple(one("kv_tier", choice) for choice in config.kv_tiers),
     )
 
 

@@ -164,7 +164,7 @@ def _assemble(
         config,
         overrides,
         registry,
-        imports=("scheduler", "kv_cache", "observer", "drafter", "tokenizer"),
+        imports=("scheduler", "kv_cache", "kv_tier", "observer", "drafter", "tokenizer"),
     )
     model_dir = resolve_model(config.model.path, registry)
     own_tokenizer = (

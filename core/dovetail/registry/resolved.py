@@ -44,6 +44,7 @@ BASE_CLASSES: dict[Kind, str] = {  # names in dovetail.api
     "tokenizer": "Tokenizer",
     "logits_processor": "LogitsProcessor",
     "parser": "Parser",
+    "kv_tier": "KVTier",
 }
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dovetail.testing.suites.executor import ExecutorSuite
     from dovetail.testing.suites.grammar import GrammarSuite
     from dovetail.testing.suites.kv_cache import KVCacheSuite
+    from dovetail.testing.suites.kv_tier import KVTierSuite
     from dovetail.testing.suites.logits_processor import LogitsProcessorSuite
     from dovetail.testing.suites.model import ModelSuite
     from dovetail.testing.suites.observer import ObserverSuite
@@ -47,6 +48,7 @@ _HOMES = {
     "FakeRouteContext": "fake_routes",
     "GrammarSuite": "suites.grammar",
     "KVCacheSuite": "suites.kv_cache",
+    "KVTierSuite": "suites.kv_tier",
     "LogitsProcessorSuite": "suites.logits_processor",
     "ModelSuite": "suites.model",
     "ObserverSuite": "suites.observer",
@@ -77,6 +79,7 @@ __all__ = [
     "FakeRouteContext",
     "GrammarSuite",
     "KVCacheSuite",
+    "KVTierSuite",
     "LogitsProcessorSuite",
     "ModelSuite",
     "ObserverSuite",

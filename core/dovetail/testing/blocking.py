@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -23,12 +23,14 @@ BLOCKING = (
 
 
 @contextmanager
-def heard_blocking_calls() -> Iterator[list[str]]:
+def heard_blocking_calls(also: Collection[str] = ()) -> Iterator[list[str]]:
     """Yield a list that gets the name of each blocking call of this thread, of Python's
-    `time.sleep` wherever a module has imported it to. Not for several threads at once."""
+    `time.sleep` wherever a module has imported it to. `also`: further audit events. Not for several
+    threads at once."""
     _listen()
     heard = list[str]()
     _heard.names = heard
+    _heard.events = frozenset((*BLOCKING, *also))
     real_sleep = time.sleep
     sleep = _sleep_after_telling(real_sleep)
     holders = [
@@ -60,6 +62,7 @@ class _Heard(threading.local):
     """This thread's list of blocking calls by name; None while nobody listens."""
 
     names: list[str] | None = None
+    events: frozenset[str] = frozenset()
 
 
 _heard = _Heard()
@@ -72,5 +75,5 @@ def _listen() -> None:
 
 
 def _hear(event: str, arguments: object) -> None:
-    if event in BLOCKING and _heard.names is not None:
+    if _heard.names is not None and event in _heard.events:
         _heard.names.append(event)

@@ -29,13 +29,15 @@ T = TypeVar("T", bound=type)
 @dataclass(frozen=True)
 class Mutant:
     """`error`: what its check raises; an `AssertionError`, unless the component itself raises in
-    it. `soon`: caught sooner than others of its check, so that the quick profile tries this one."""
+    it. `soon`: caught sooner than others of its check, so that the quick profile tries this one.
+    `settings`: of its suite."""
 
     component: type
     caught_by: str  # a check's id
     error: type[Exception] = AssertionError
     options: Mapping[str, Any] = field(default_factory=dict)
     soon: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def kind(self) -> Kind:
@@ -50,7 +52,7 @@ class Mutant:
         return type(
             self.component.__name__,
             (suite_for(self.kind),),
-            {"component": self.component, "options": self.options},
+            {"component": self.component, "options": self.options, **self.settings},
         )
 
     def __repr__(self) -> str:
@@ -66,11 +68,12 @@ def mutant(
     error: type[Exception] = AssertionError,
     options: Mapping[str, Any] | None = None,
     soon: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> Callable[[T], T]:
     """Register a broken component, with the one check that must catch it."""
 
     def register(component: T) -> T:
-        _MUTANTS.append(Mutant(component, caught_by, error, options or {}, soon))
+        _MUTANTS.append(Mutant(component, caught_by, error, options or {}, soon, settings or {}))
         return component
 
     return register

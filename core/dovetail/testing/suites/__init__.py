@@ -23,6 +23,7 @@ SUITES: dict[Kind, str] = {  # kind -> name in the module of that name
     "tokenizer": "TokenizerSuite",
     "logits_processor": "LogitsProcessorSuite",
     "parser": "ParserSuite",
+    "kv_tier": "KVTierSuite",
 }
 
 
