@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from dovetail.api.component import NoOptions
 from dovetail.api.observer import StepFinished
+from dovetail.api.prefix_cache import PrefixCache
 from dovetail.api.scheduler import Grant, Refusal, Scheduler, SchedulerCapabilities, Step
 from dovetail.engine import step_times
 from dovetail.engine.step_times import LEAST_PROMPT_TOKENS, prompt_tokens_within
@@ -206,6 +207,26 @@ def test_prompts_share_what_the_limit_allows_and_the_rest_is_told_why(
         Grant(100),
         Grant(0, Refusal.PREFILL_LIMIT),
     ]
+
+
+def test_no_prompt_is_looked_up_once_the_limit_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies ask for every waiting request; each lookup would read a whole prompt."""
+    lookups: list[str] = []
+    lookup = PrefixCache.lookup
+
+    def noting(cache: PrefixCache, request: Request) -> int:
+        lookups.append(request.id)
+        return lookup(cache, request)
+
+    def act(step: Step, a: Request, b: Request) -> list[Grant]:
+        first = step.grant(a)
+        with monkeypatch.context() as patched:
+            patched.setattr(PrefixCache, "lookup", noting)
+            return [first, step.grant(b), step.grant(b, 0)]
+
+    grants = granted(monkeypatch, act)
+    assert grants[1:] == [Grant(0, Refusal.PREFILL_LIMIT), Grant(0, Refusal.BUDGET)]
+    assert lookups == ["b"], "no tokens are refused for another reason"
 
 
 def test_a_whole_prompt_beyond_the_limit_is_taken_if_it_is_the_first(

@@ -359,20 +359,14 @@ class SimulatedExecutor(Executor):
         new_tokens = batch.num_tokens
         context = self._computed[rows]
         drafts = batch.drafts
-        lines = np.repeat(np.arange(len(rows)), batch.num_lines)
-        ahead = np.zeros(len(lines), np.int64) if drafts is None else _ahead(batch.num_lines)
-        of_lines = self._answers[
-            rows[lines], np.minimum(self._position[rows[lines]] + ahead, self._last[rows[lines]])
-        ]
         if drafts is None:
-            token_ids = np.full(len(rows), -1, np.int64)
-            token_ids[lines] = of_lines
-            self._computed[rows] += new_tokens
-            self._position[rows] += batch.yields_token
+            lines, token_ids = self._next_tokens(batch)
+            self._computed[rows] = context + new_tokens
         else:
+            lines = np.repeat(np.arange(len(rows)), batch.num_lines)
             # the device computes each line as a decode of its own; what is accepted is known when
             # the results are
-            token_ids = of_lines
+            token_ids = self._answers_at(rows[lines], _ahead(batch.num_lines))
             repeats = 1 + drafts.counts
             new_tokens = np.repeat(np.where(drafts.counts > 0, 1, new_tokens), repeats).astype(
                 np.int32
@@ -407,6 +401,28 @@ class SimulatedExecutor(Executor):
             self.clock.wait_until(ready + launch_s)
         self._left = self.clock.now()
         return batch.step
+
+    def _next_tokens(self, batch: Batch) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+        """Return the rows of a batch without drafts that yield a token, by their index in it, and
+        the tokens of all rows, -1 for none. Advances these rows."""
+        rows = batch.rows
+        lines = batch.yields_token.nonzero()[0]
+        if len(lines) == len(rows):
+            token_ids = self._answers_at(rows)
+            self._position[rows] += 1
+            return lines, token_ids
+        token_ids = np.full(len(rows), -1, np.int64)
+        token_ids[lines] = self._answers_at(rows[lines])
+        self._position[rows[lines]] += 1
+        return lines, token_ids
+
+    def _answers_at(
+        self, rows: NDArray[np.int32], ahead: NDArray[np.int64] | int = 0
+    ) -> NDArray[np.int64]:
+        """Return the tokens of the answers of `rows`, `ahead` of their next one."""
+        at = np.minimum(self._position[rows] + ahead, self._last[rows])
+        tokens: NDArray[np.int64] = self._answers[rows, at]
+        return tokens
 
     def sample(self, handle: int, masks: Masks) -> None:
         """Pass the previous step's tokens to grammars, fill masks, and submit sampling, while the

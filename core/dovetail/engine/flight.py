@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import compress, islice
 from typing import TYPE_CHECKING, Any
 
 from dovetail.api.executor import Batch, HostLogprobs, Result
@@ -121,13 +121,16 @@ class InFlightStep:
         result = self.result
         ended = Status.FINISHED
         if (
-            not self.prefilled
-            and result.counts is None
-            and not result.failed
-            and not [True for request in self.requests if request.status is ended]
+            result.counts is not None
+            or result.failed
+            or [True for request in self.requests if request.status is ended]
         ):
+            return self._sound_tokens(finished)
+        if not self.prefilled:
             return enumerate(zip(self.requests, result.token_ids.tolist(), strict=True))
-        return self._sound_tokens(finished)
+        yields = self.batch.yields_token
+        requests = compress(self.requests, yields.tolist())
+        return enumerate(zip(requests, result.token_ids[yields].tolist(), strict=True))
 
     def _sound_tokens(self, finished: dict[LiveRequest, Finish]) -> Tokens:
         """Do as `tokens` for any step."""

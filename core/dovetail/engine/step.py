@@ -217,10 +217,13 @@ class PlannedStep:
         if max_tokens is not None:
             self._check_count("max_tokens", max_tokens, 0, request)
         self._check_count("min_tokens", min_tokens, 1, request)
-        refusal = self._try(request, max_tokens, min_tokens, reserve, evict)
-        if refusal is not None:
-            self._log(request, Act.REFUSED, reason=refusal.name)
-            return _REFUSED[refusal]
+        if min_tokens == 1 and max_tokens != 0 and self._is_full_for(request):
+            refused: Refusal | None = self._no_row(request) or Refusal.PREFILL_LIMIT
+        else:
+            refused = self._try(request, max_tokens, min_tokens, reserve, evict)
+        if refused is not None:
+            self._log(request, Act.REFUSED, reason=refused.name)
+            return _REFUSED[refused]
         tokens = request.granted
         return _GRANT_OF_ONE if tokens == 1 else Grant(tokens)
 
@@ -381,6 +384,16 @@ class PlannedStep:
         if waits:
             self._admit(request)
         return self._book_from(request, start, tokens, end)
+
+    def _is_full_for(self, request: LiveRequest) -> bool:
+        """Return True if the prefill limit refuses even one token of the waiting `request`, however
+        many are cached: a policy may ask for many in each step, and a lookup reads a whole
+        prompt."""
+        if not self.prefill_tokens or self._tokens_left < 1 or self._prompt_tokens_left() >= 1:
+            return False
+        if request.status is not Status.WAITING or self._not_now(request):
+            return False
+        return not (request.siblings or request.indivisible or request in self._books.asking)
 
     def _least(self, request: LiveRequest, start: int, tokens: int) -> int:
         """Return the fewest tokens of a grant of `tokens` or more, which divides nothing that
