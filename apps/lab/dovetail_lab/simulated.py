@@ -26,10 +26,12 @@ from dovetail.api.executor import (
 )
 from dovetail.api.kv_cache import KVLayout
 from dovetail.api.kv_layout import PlannedLayout
+from dovetail.api.kv_transfers import WORD
 from dovetail.api.media import MediaCapacity, MediaRows
 from dovetail.api.token_sizes import most_lines
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.testing.fake_executor import next_allowed
+from dovetail.testing.timed_transfers import TimedTransfers
 from dovetail_lab.cache_layout import layout_of, pool_tokens, windows_of
 from dovetail_lab.grammars import SimulatedGrammars
 from dovetail_lab.model_sizes import ModelSizes
@@ -152,6 +154,19 @@ class SimulatedOptions(BaseModel):
         None,
         ge=1,
         description="Tokens that a step with drafts can sample. Unset: as executor `local`.",
+    )
+    transfer_gbps: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="10^9 bytes per second that are saved to host memory, and as many that are "
+        "restored. Nothing is copied: every restore is right. Unset: no transfers.",
+    )
+    page_bytes: int | None = Field(
+        None,
+        ge=8,
+        multiple_of=8,
+        description="Bytes that a transfer copies for each page. Unset: as in the model's layout.",
     )
     late_sampling_s: float = Field(
         3.5e-4,
@@ -479,6 +494,22 @@ class SimulatedExecutor(Executor):
         self._last_ended = last_ended
         token_ids, counts = self._yielded(pending)
         return Result(pending.step, token_ids, ended - seconds, ended, counts=counts)
+
+    def transfers(self) -> TimedTransfers | None:
+        """Raises `ConfigError` if the size of a page is unknown."""
+        rate = self.options.transfer_gbps
+        if rate is None:
+            return None
+        size = self.options.page_bytes
+        planned = self._planned_layout()
+        if size is None and planned is not None:
+            size = -(-planned.layout.page_bytes // WORD) * WORD
+        if size is None:
+            raise ConfigError(
+                f"executor simulated: step times {self.profile.name!r} don't state the size of a "
+                f"page: set executor.page_bytes"
+            )
+        return TimedTransfers(self.clock, "simulated", size, 1e9 * rate)
 
     def check(self) -> None:
         """No-op: there is no device to lose."""

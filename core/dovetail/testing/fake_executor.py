@@ -35,6 +35,8 @@ from dovetail.api.executor import (
 )
 from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.errors import DovetailError
+from dovetail.testing.fake_pages import FakePages
+from dovetail.testing.timed_transfers import TimedTransfers
 
 ADAPTED = {
     "model.layers.0.self_attn.q_proj": (8, 8),
@@ -65,6 +67,11 @@ class FakeExecutorOptions(BaseModel):
     max_model_len: int = Field(128, ge=2)
     seconds_per_step: float = Field(0.01, gt=0)
     seconds_per_token: float = Field(0.001, ge=0)
+    seconds_per_page: float = Field(
+        default=0.0005,
+        ge=0,
+        description="Time of a transfer for each page that it saves or restores.",
+    )
     max_lines: int = Field(
         default=0, ge=0, description="Lines of a step with drafts; 0: it can't check drafts."
     )
@@ -175,9 +182,6 @@ class FakeExecutor(Executor):
     def __init__(self, options: FakeExecutorOptions, context: ExecutorContext) -> None:
         super().__init__(options, context)
         self._rows: dict[int, _Row] = {}
-        # (page, offset) -> what was written there: the group, the page's place in its block, and
-        # the prefix id of the token
-        self._memory: dict[tuple[int, int], tuple[int, int, int]] = {}
         groups = options.groups or ((options.block_size, options.window, 1),)
         layout = tuple(
             CacheGroup((index,), tokens, window, pages)
@@ -190,6 +194,7 @@ class FakeExecutor(Executor):
                 CacheGroup((len(layout),), every, None, options.state_pages, recurrent=True),
             )
         self._layout = KVLayout(layout, 1, "none")
+        self._memory = FakePages(max(group.block_tokens for group in layout))
         self._adapters = {0: ""}  # slot -> digest of what it holds
         # step, tokens, seconds that it takes, when it was submitted
         self._pending: list[tuple[int, list[int], float, float]] = []
@@ -248,9 +253,8 @@ class FakeExecutor(Executor):
         self._last_step = batch.step
         self._change_rows(batch)
         for copy in batch.copies:
-            for offset in range(max(group.block_tokens for group in self._layout.groups)):
-                if (copy.src, offset) in self._memory:
-                    self._memory[copy.dst, offset] = self._memory[copy.src, offset]
+            self._require_restored(copy.dst)
+            self._memory.copy(copy.src, copy.dst)
         rows = [self._rows[row] for row in batch.rows.tolist()]
         self._require(
             all(self._adapters[row.adapter[0]] == row.adapter[1] for row in rows),
@@ -328,6 +332,12 @@ class FakeExecutor(Executor):
             counts=counts,
             parts=(Pooled(self._pooled.pop(step)),) if step in self._pooled else (),
         )
+
+    def transfers(self) -> TimedTransfers:
+        size = self._memory.page_bytes
+        seconds = self.options.seconds_per_page
+        rate = size / seconds if seconds else math.inf
+        return TimedTransfers(self.context.clock, "fake", size, rate, self._memory)
 
     def check(self) -> None:
         if self._broken is not None:
@@ -495,6 +505,7 @@ class FakeExecutor(Executor):
                         0 <= page < self.options.num_pages,
                         f"token {position} is written to page {page}, which isn't in the pool",
                     )
+                    self._require_restored(page)
                     self._memory[page, offset] = index, place, values[position]
         row.computed += count
 
@@ -505,7 +516,7 @@ class FakeExecutor(Executor):
             first = 0 if group.window is None else max(0, row.computed - count - group.window + 1)
             for position in range(first, row.computed):
                 pages, offset = self._block(row, index, position)
-                found = [self._memory.get((page, offset)) for page in pages]
+                found = [self._memory[page, offset] for page in pages]
                 expected = [
                     (index, place, values[position]) for place in range(group.pages_per_block)
                 ]
@@ -543,7 +554,7 @@ class FakeExecutor(Executor):
             )
             if before:
                 expected = [(index, place, values[before - 1]) for place in range(len(pages))]
-                found = [self._memory.get((page, 0)) for page in pages]
+                found = [self._memory[page, 0] for page in pages]
                 self._require(
                     found == expected,
                     f"the state after {before} of {len(row.tokens)} tokens would be another one",
@@ -561,7 +572,13 @@ class FakeExecutor(Executor):
 
     def _keep_state(self, pages: list[int], value: int) -> None:
         for place, page in enumerate(pages):
+            self._require_restored(page)
             self._memory[page, 0] = len(self._layout.groups) - 1, place, value
+
+    def _require_restored(self, page: int) -> None:
+        self._require(
+            page not in self._memory.restoring, f"page {page} is written while it is restored"
+        )
 
     def _paged(self) -> list[tuple[int, CacheGroup]]:
         return [
