@@ -14,7 +14,7 @@ from dovetail.api.executor import ComponentRef, ExecutorConfig
 from dovetail.api.model import ModelArch, ModelContext, ModelInputs, ParallelGroup
 from dovetail.nn.build import RuntimeContext
 from dovetail.nn.parallel import SINGLE
-from dovetail.testing.suites.attention_oracle import Rules, plain
+from dovetail.testing.suites.attention_oracle import Rules, plain, selected
 from dovetail_models import dovetail_components
 
 torch.set_num_threads(1)
@@ -31,8 +31,16 @@ class DenseAttention(AttentionLayer):
     """Attention of one sequence that comes in chunks: keeps all K and V, masks by position. `of`:
     the layer whose K and V it shares."""
 
-    def __init__(self, spec: LayerSpec, of: DenseAttention | None = None) -> None:
+    def __init__(
+        self,
+        spec: LayerSpec,
+        of: DenseAttention | None = None,
+        chosen: list[torch.Tensor] | None = None,
+    ) -> None:
+        """`chosen`: what the layers of a model have selected, the latest last."""
         self.spec, self._of = spec, of
+        self.chosen = [] if chosen is None else chosen
+        self.index_keys = torch.zeros(0, 0 if spec.indexer is None else spec.indexer.size)
         self.keys, self.values = (
             torch.zeros(0, spec.kv_heads, spec.head_size),
             torch.zeros(0, spec.kv_heads, spec.out_size),
@@ -45,8 +53,17 @@ class DenseAttention(AttentionLayer):
         v = k[..., : self.spec.out_size] if v is None else v
         self.keys, self.values = torch.cat((self.keys, k)), torch.cat((self.values, v))
 
+    def write_index(self, keys: torch.Tensor) -> None:
+        self.index_keys = torch.cat((self.index_keys, keys))
+
+    def select(self, q: torch.Tensor, weights: torch.Tensor) -> None:
+        assert self.spec.indexer is not None
+        self.chosen.append(selected(q, weights, self.index_keys, self.spec.indexer.top_k))
+
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         rules = Rules(self.spec.scale, self.spec.window, self.spec.softcap, self.sinks)
+        if self.spec.indexer is not None:
+            rules = rules._replace(selected=self.chosen[-1])
         kept = self._of or self
         return plain(q, kept.keys, kept.values, rules, q.dtype).to(q.dtype)
 
@@ -55,10 +72,11 @@ def context(
     parallel: ParallelGroup = SINGLE, make_attention: Any = None, **fields: Any
 ) -> RuntimeContext:
     layers: dict[int, DenseAttention] = {}
+    chosen: list[torch.Tensor] = []
 
     def make(spec: LayerSpec) -> DenseAttention:
         layers[spec.index] = DenseAttention(
-            spec, None if spec.shares is None else layers[spec.shares]
+            spec, None if spec.shares is None else layers[spec.shares], chosen
         )
         return layers[spec.index]
 

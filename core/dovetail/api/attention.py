@@ -62,6 +62,7 @@ class AttentionCapabilities:
     # `AttentionBatch.host_both_ways`, of which no backend without it is told: it serves the text of
     # a model whose images need it
     both_ways: bool = False
+    indexer: bool = False  # `LayerSpec.indexer`
 
     def __post_init__(self) -> None:
         require_member(self, "cuda_graph", GraphSupport)
@@ -78,6 +79,24 @@ class AttentionCapabilities:
                 (size for size in self.block_sizes if size >= 16), default=max(self.block_sizes)
             )
         return -(-16 // self.block_size_multiple) * self.block_size_multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """Selects the tokens that each query of a layer attends to (DeepSeek Sparse Attention,
+    DeepSeek-V3.2, equations 1 and 2). Every rank has all of its heads.
+
+    A token t has an index key k_t. The query at position p, with index queries q_h and weights w_h,
+    gives each token t <= p of its row the score sum over h of w_h * max(0, q_h · k_t), and attends
+    to the min(top_k, p + 1) tokens with the highest scores; of equal scores, to the earliest.
+    """
+
+    top_k: int
+    heads: int  # of index queries
+    size: int  # numbers of an index key
+    # False: the layer uses the selection of the last layer before it that selects. It has no index
+    # keys, and `write_index` and `select` aren't called
+    selects: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +128,9 @@ class LayerSpec:
     # rows of `AttentionBatch.host_both_ways` attend in both directions here; in other layers they
     # are like any other
     both_ways: bool = False
+    # queries attend only to the tokens that it selects; only in causal layers with `v_in_k` and
+    # without a window
+    indexer: Indexer | None = None
 
     @property
     def out_size(self) -> int:
@@ -249,6 +271,18 @@ class AttentionLayer(ABC):
         the cache has a smaller dtype. v is None in layers with `v_in_k`, and in no other; there K's
         scale is V's too."""
 
+    def write_index(self, keys: torch.Tensor) -> None:
+        """Store index keys [tokens, size] at the batch's slots, in the dtype of q whatever the
+        cache's; only in layers with `LayerSpec.indexer` that select."""
+        raise DovetailError(f"attention layer {self.spec.index} stores no index keys")
+
+    def select(self, q: torch.Tensor, weights: torch.Tensor) -> None:
+        """Select the tokens that this layer's next `attend` reads, and those of the layers after it
+        that don't select, as `Indexer` defines it. q [tokens, heads, size], of q's dtype; weights
+        [tokens, heads] float32. K and index keys of this step are written first. Sums are in at
+        least float32."""
+        raise DovetailError(f"attention layer {self.spec.index} selects no tokens")
+
     def cache_for_fused_write(self) -> FusedCache | None:
         """Return the cache if the kernel that computes K and V may store them itself instead of
         calling `write`; None (the default) if not."""
@@ -260,6 +294,9 @@ class AttentionLayer(ABC):
         including those of this step (they are written first, for the whole batch). Returns [tokens,
         heads, out_size]; values of padding tokens are undefined. The result is valid until the next
         `attend` of any layer, which may reuse its memory.
+
+        With `LayerSpec.indexer`: attention over the selected tokens only. K and V of others aren't
+        read.
 
         With `LayerSpec.causal` False: attention over the K and V that this step wrote, which are
         those of whole rows. No other layer is written between a layer's `write` and its
@@ -311,6 +348,11 @@ _FEATURES = (
         lambda layers: any(layer.v_in_k for layer in layers),
         "latent attention (v_in_k) isn't supported",
     ),
+    _Feature(
+        "indexer",
+        lambda layers: any(layer.indexer is not None for layer in layers),
+        "attention to the tokens that an indexer selects isn't supported",
+    ),
 )
 
 
@@ -339,6 +381,9 @@ def _reasons_against_values(
     own_v = (layer for layer in layers if not layer.v_in_k)
     if any(layer.v_head_size not in (None, layer.head_size) for layer in own_v):
         reasons.append("V with a head size of its own (v_head_size) isn't supported without v_in_k")
+    indexed = (layer for layer in layers if layer.indexer is not None)
+    if any(layer.window is not None or not (layer.v_in_k and layer.causal) for layer in indexed):
+        reasons.append("an indexer needs a causal layer with v_in_k and without a window")
     return reasons
 
 
@@ -372,7 +417,8 @@ class AttentionBackend(ABC):
     def tensor_bytes(self, spec: LayerSpec, block_size: int) -> tuple[int, ...]:
         """Return the size in bytes of one block of `block_size` tokens in each tensor of the
         layer's cache: (K, V), or (K,) if V is in it. Empty if the backend stores nothing, as it may
-        for layers that aren't causal."""
+        for layers that aren't causal. Layers with an indexer that selects have one tensor more, of
+        index keys."""
 
     @abstractmethod
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:

@@ -11,6 +11,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ComponentSpec(
             kind="attention",
             api="1.1",
+            suite="1.1",
             name="torch",
             target="dovetail_attention.sdpa:TorchAttention",
             summary="PyTorch's scaled dot product over gathered K and V: any device, dtype, head "
@@ -20,6 +21,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ComponentSpec(
             kind="attention",
             api="1.1",
+            suite="1.1",
             name="triton",
             target="dovetail_attention.triton_backend:TritonAttention",
             summary="Dovetail's paged Triton kernels for NVIDIA GPUs: split decode, ragged "

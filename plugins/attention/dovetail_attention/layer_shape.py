@@ -25,6 +25,7 @@ class LayerShape(NamedTuple):
     latent: bool = False  # V is the first `head_size` numbers of K
     rest: int = 0  # in a latent layer, numbers of K that follow
     both_ways: bool = False  # some rows of a step may attend in both directions
+    top_k: int | None = None  # tokens that an indexer selects for each query; None: there is none
 
     @classmethod
     def of(cls, spec: LayerSpec) -> LayerShape:
@@ -47,6 +48,7 @@ class LayerShape(NamedTuple):
             spec.v_in_k,
             rest,
             spec.both_ways,
+            None if spec.indexer is None else spec.indexer.top_k,
         )
 
     @property

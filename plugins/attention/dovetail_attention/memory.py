@@ -7,6 +7,7 @@ memory of K    uint8 [num_pages + 1, row]    a page's row begins with the layer'
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -19,6 +20,37 @@ def tensor_bytes(spec: LayerSpec, block_size: int, dtype: torch.dtype) -> tuple[
     it."""
     size = block_size * spec.kv_heads * spec.head_size * dtype.itemsize
     return (size,) if spec.v_in_k else (size, size)
+
+
+def index_layer(spec: LayerSpec) -> LayerSpec:
+    """Return a layer whose K is the index keys of a layer with an indexer."""
+    assert spec.indexer is not None
+    size = spec.indexer.size
+    return LayerSpec(spec.index, 1, 1, size, 1.0, v_in_k=True, v_head_size=size)
+
+
+def selects(spec: LayerSpec) -> bool:
+    """Return True if a layer selects tokens, and stores index keys."""
+    return spec.indexer is not None and spec.indexer.selects
+
+
+def all_bytes(
+    spec: LayerSpec, block_size: int, dtype: torch.dtype, index_dtype: torch.dtype
+) -> tuple[int, ...]:
+    """Return the bytes of a block in each tensor of a layer's cache, index keys included."""
+    sizes = tensor_bytes(spec, block_size, dtype)
+    if selects(spec):
+        sizes += tensor_bytes(index_layer(spec), block_size, index_dtype)
+    return sizes
+
+
+def without_index(cache: LayerCache, spec: LayerSpec) -> tuple[LayerCache, LayerCache]:
+    """Return the tensors of K and V of a layer's cache, and the other ones: of index keys, or
+    none."""
+    own = 1 if spec.v_in_k else 2
+    if not selects(spec):
+        own = len(cache.memory)
+    return replace(cache, memory=cache.memory[:own]), replace(cache, memory=cache.memory[own:])
 
 
 def cache_of(layer: AttentionLayer) -> LayerCache:

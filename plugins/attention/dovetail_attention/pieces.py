@@ -249,9 +249,12 @@ class _BatchCutter:
         if window is not None:
             fresh &= self.lens <= window
         single = self.queries == 1
-        parts = self._decodes(np.flatnonzero(single))
-        parts += [self._fresh(rows) for rows in self._similar(np.flatnonzero(fresh), None)]
-        for row in np.flatnonzero(~single & ~fresh):
+        whole = np.ones(len(self.lens), np.bool_)
+        if self.shape.top_k is not None:  # other rows are `selected.Selections`'
+            whole = self.lens <= self.shape.top_k
+        parts = self._decodes(np.flatnonzero(single & whole))
+        parts += [self._fresh(rows) for rows in self._similar(np.flatnonzero(fresh & whole), None)]
+        for row in np.flatnonzero(~single & ~fresh & whole):
             parts += self._stretches(int(row))
         return parts
 

@@ -28,9 +28,10 @@ from dovetail.api.attention import (
 from dovetail.errors import DovetailError
 from dovetail_attention.bags import Bags
 from dovetail_attention.layer_shape import LayerShape, sinks_of
-from dovetail_attention.memory import cache_of, rows_of, tensor_bytes
+from dovetail_attention.memory import all_bytes, cache_of, rows_of, selects, without_index
 from dovetail_attention.pieces import Piece, Planner
 from dovetail_attention.scaled import CACHE_DTYPES, ONE, as_bytes, stored
+from dovetail_attention.selected import IndexKeys, Selections, kept_by
 from dovetail_attention.units import Units
 
 
@@ -46,6 +47,7 @@ class TorchAttention(AttentionBackend):
         window=True,
         causal=True,
         both_ways=True,
+        indexer=True,
     )
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
@@ -57,6 +59,7 @@ class TorchAttention(AttentionBackend):
         self.slots: dict[Units, torch.Tensor] = {}
         self.parts: dict[tuple[LayerShape, Units], list[Piece | Bags]] = {}  # of this step
         self.num_tokens = 0  # of this step, without padding
+        self.selections = Selections()
         self._layers: list[TorchLayer] = []
         self._planner: Planner | None = None
 
@@ -66,7 +69,7 @@ class TorchAttention(AttentionBackend):
         return layer
 
     def tensor_bytes(self, spec: LayerSpec, block_size: int) -> tuple[int, ...]:
-        return tensor_bytes(spec, block_size, self.cache_dtype)
+        return all_bytes(spec, block_size, self.cache_dtype, self.dtype)
 
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
         kinds = [(layer.spec, layer.units) for layer in self._layers if cache_of(layer)]
@@ -83,6 +86,7 @@ class TorchAttention(AttentionBackend):
             for units in {units for _, units in self._planner.kinds}
         }
         self.parts = self._planner.plan(batch)
+        self.selections.batch = batch
 
 
 class TorchLayer(AttentionLayer):
@@ -96,9 +100,13 @@ class TorchLayer(AttentionLayer):
         self._backend = backend
         self._own: list[torch.Tensor] = []  # K and V; only K if V is in it
         self._k = self._v = torch.empty(0)
+        self._index = IndexKeys(spec, backend.dtype) if selects(spec) else None
 
     def bind(self, cache: LayerCache) -> None:
         self.cache = cache
+        cache, of_index = without_index(cache, self.spec)
+        if self._index is not None:
+            self._index.bind(of_index)
         rows = rows_of(cache, self.spec, self._backend.cache_dtype)
         self.units = Units.of(cache, rows[0], self.spec)
         self._own = [self.units.view(of_pages, self.spec) for of_pages in rows]
@@ -115,6 +123,14 @@ class TorchLayer(AttentionLayer):
                 narrow = stored(values, scale, cache.dtype)
                 as_bytes(cache).index_copy_(0, slots, as_bytes(narrow))
 
+    def write_index(self, keys: torch.Tensor) -> None:
+        kept_by(self.spec.index, self._index).write(keys, self._backend.selections.batch)
+
+    def select(self, q: torch.Tensor, weights: torch.Tensor) -> None:
+        index = kept_by(self.spec.index, self._index)
+        assert self.spec.indexer is not None
+        self._backend.selections.select(self.spec.indexer, index, q, weights)
+
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         out = q.new_empty(*q.shape[:2], self._shape.head_size)
         if self._backend.num_tokens < len(q):
@@ -125,6 +141,9 @@ class TorchLayer(AttentionLayer):
         sinks = None if sinks is None else sinks.detach().float()
         for part in self._backend.parts[self._shape, self.units]:
             part.attend(self.spec, self._k, self._v, q, out, sinks)
+        if self.spec.indexer is not None:
+            for piece in self._backend.selections.pieces(self.units, self.spec.head_size, q.dtype):
+                piece.attend(self.spec, self._k, self._v, q, out, sinks)
         if self.kv_scales is not None:
             out *= self.kv_scales.k if self.spec.v_in_k else self.kv_scales.v
         return out

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from dovetail.api.attention import LayerCache, LayerSpec
+from dovetail.api.attention import AttentionBatch, LayerCache, LayerSpec
 
 
 class Units(NamedTuple):
@@ -58,3 +58,13 @@ class Units(NamedTuple):
         if (self.of_page, self.of_token) == (self.block_size, 1):
             return slots
         return slots // self.block_size * self.of_page + slots % self.block_size * self.of_token
+
+    def table(self, batch: AttentionBatch, row: int) -> torch.Tensor:
+        """Return the block table of a row, [blocks]."""
+        return batch.block_tables[self.group][self.page, row]
+
+    def of_positions(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the entries of positions of one row, any shape of int64; table [blocks]: of the
+        row."""
+        pages = table[positions // self.block_size].long()
+        return self.of_slots(pages * self.block_size + positions % self.block_size)

@@ -24,6 +24,7 @@ from dovetail.testing.checks import Untried
 from dovetail_attention.packed import PackedAttention, Part
 from dovetail_attention.scaled import ONE
 from dovetail_attention.sdpa import TorchAttention, TorchLayer
+from dovetail_attention.selected import IndexKeys
 from tests.conformance.mutants import mutant
 
 PLAIN = AttentionCapabilities(window=True, causal=True)
@@ -242,6 +243,86 @@ class WindowHidesNothing(_BothWays):
     class layer(_BothWays.layer):  # noqa: N801
         def later(self, at: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             return key >= 0
+
+
+class _Indexed(PlainAttention):
+    """Attends to selected tokens as `torch` does, with index keys that a mutant can get wrong."""
+
+    capabilities = replace(PLAIN, groups=True, v_in_k=True, indexer=True)
+    keys: type[IndexKeys] = IndexKeys
+
+    class layer(PlainLayer):  # noqa: N801
+        def attend(self, q: torch.Tensor) -> torch.Tensor:
+            return TorchLayer.attend(self, q)
+
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        layer = super().make_layer(spec)
+        if isinstance(layer, PlainLayer) and spec.indexer is not None and spec.indexer.selects:
+            layer._index = self.keys(spec, self.dtype)
+        return layer
+
+
+@mutant(caught_by="attention.indexer")
+class SelectsOneTokenTooFew(_Indexed):
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        if spec.indexer is not None:
+            fewer = max(1, spec.indexer.top_k - 1)
+            spec = replace(spec, indexer=replace(spec.indexer, top_k=fewer))
+        return super().make_layer(spec)
+
+
+@mutant(caught_by="attention.indexer")
+class AttendsToAllWhereItDoesNotSelect(_Indexed):
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        if spec.indexer is not None and not spec.indexer.selects:
+            spec = replace(spec, indexer=None)
+        return super().make_layer(spec)
+
+
+@mutant(caught_by="attention.indexer")
+class SelectsTheLatestOfEquals(_Indexed):
+    class keys(IndexKeys):  # noqa: N801
+        def scores(
+            self, table: torch.Tensor, end: int, q: torch.Tensor, weights: torch.Tensor
+        ) -> torch.Tensor:
+            return super().scores(table, end, q, weights) + torch.arange(end) / 1e4
+
+
+@mutant(caught_by="attention.indexer", soon=True)
+class DoesNotSelectItself(_Indexed):
+    class keys(IndexKeys):  # noqa: N801
+        def scores(
+            self, table: torch.Tensor, end: int, q: torch.Tensor, weights: torch.Tensor
+        ) -> torch.Tensor:
+            scores = super().scores(table, end, q, weights)
+            itself = torch.ones_like(scores, dtype=torch.bool).triu(end - len(q))
+            return scores.masked_fill(itself, -torch.inf)
+
+
+@mutant(caught_by="attention.indexer_keys")
+class KeepsTheFirstKeysOfASlot(_Indexed):
+    """As if what a preempted request left there were the next one's."""
+
+    class keys(IndexKeys):  # noqa: N801
+        def write(self, keys: torch.Tensor, batch: AttentionBatch) -> None:
+            written = self.__dict__.setdefault("written", set())
+            [slots] = batch.slots[0].tolist()
+            fresh = torch.tensor([slot not in written for slot in slots])
+            written.update(slots)
+            kept = replace(batch, slots=(batch.slots[0][:, fresh],))
+            super().write(keys[fresh], kept)
+
+
+@mutant(caught_by="attention.indexer_reads")
+class ReadsWhatItDoesNotSelect(_Indexed):
+    """With a weight of 0."""
+
+    class layer(_Indexed.layer):  # noqa: N801
+        def attend(self, q: torch.Tensor) -> torch.Tensor:
+            out = super().attend(q)
+            for row, tokens, length in self.rows():
+                out[tokens] += 0.0 * self._k[self.slots(row, torch.arange(length))].sum()
+            return out
 
 
 @mutant(caught_by="attention.scale")

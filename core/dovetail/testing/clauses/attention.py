@@ -25,6 +25,11 @@ CLAUSES: Marks = {
     "AttentionCapabilities.sinks": held("sinks", "refusals"),
     "AttentionCapabilities.softcap": held("softcap", "refusals"),
     "AttentionCapabilities.v_in_k": held("v_in_k", "refusals"),
+    "AttentionCapabilities.indexer": held("indexer", "refusals"),
+    "Indexer": {
+        "Every rank has all": TOLD,
+        "*": held("indexer"),
+    },
     "AttentionCapabilities.causal": held("causal", "refusals"),
     "AttentionCapabilities.bidirectional": held("bidirectional", "refusals"),
     "AttentionCapabilities.both_ways": held(
@@ -39,6 +44,7 @@ CLAUSES: Marks = {
         "in the softmax's denominator": held("sinks"),
         "a scaled score s": held("softcap"),
         "attend in both directions": held("both_ways"),
+        "tokens that it selects": held("indexer"),
         "numbers of K": held("v_in_k", "v_in_k_memory"),
         "with `v_in_k`": held("v_in_k"),
         "an earlier layer whose cache": held("shares"),
@@ -107,11 +113,15 @@ CLAUSES: Marks = {
     "AttentionLayer.write": held(
         "v_in_k", "values", "block_table", "write_first", "cache_dtypes", "cache_saturates"
     ),
+    "AttentionLayer.write_index": held("indexer_keys", "indexer"),
+    "AttentionLayer.select": held("indexer"),
     "AttentionLayer.cache_for_fused_write": held("fused_write"),
     "AttentionLayer.attend": {
         "causal attention": held(
             "values", "causal", "write_first", "huge_scores", "dtypes", "again"
         ),
+        "selected tokens only": held("indexer"),
+        "K and V of others": held("indexer_reads"),
         "With `LayerSpec.causal` False": held("bidirectional"),
         "No other layer is written": TOLD,
         "values of padding tokens": held("values"),
@@ -120,7 +130,10 @@ CLAUSES: Marks = {
     "AttentionBackend": TOLD,
     "AttentionBackend.reasons_against": held("refusals", "head_sizes", "block_sizes"),
     "AttentionBackend.make_layer": held("layers"),
-    "AttentionBackend.tensor_bytes": held("memory", "cache_places", "v_in_k_memory"),
+    "AttentionBackend.tensor_bytes": {
+        "one tensor more": held("indexer", "indexer_keys"),
+        "*": held("memory", "cache_places", "v_in_k_memory"),
+    },
     "AttentionBackend.prepare": {"bound again": held("memory", "pages"), "*": held("limits")},
     "AttentionBackend.plan": {
         "Fill the buffers": held("replan", "again"),

@@ -14,11 +14,11 @@ from itertools import cycle
 import torch
 from hypothesis import given
 
-from dovetail.api.attention import AttentionContext, LayerSpec
+from dovetail.api.attention import AttentionContext, Indexer, LayerSpec
 from dovetail.api.graphs import GraphSupport
 from dovetail.testing.checks import Untried, check, require
 from dovetail.testing.suites.attention_bench import Bench, Case, cases
-from dovetail.testing.suites.attention_both_ways import AttentionBothWays
+from dovetail.testing.suites.attention_indexed import AttentionIndexed
 from dovetail.testing.suites.attention_judging import assert_as_defined, assert_close, assert_sees
 from dovetail.testing.suites.attention_small_cache import LONG
 from dovetail.testing.suites.repeatable import repeatable
@@ -27,7 +27,7 @@ LONGER = 4500  # tokens: more than a kernel processes in one part
 MANY_ROWS = 70
 
 
-class AttentionSuite(AttentionBothWays):
+class AttentionSuite(AttentionIndexed):
     """Suite of attention backends: computed values and declared capabilities."""
 
     @check("attention.values", since="1.0")
@@ -267,20 +267,19 @@ class AttentionSuite(AttentionBothWays):
         if claims.block_sizes is not None or claims.block_size_multiple > 1:
             size = next(n for n in range(1, 10_000) if not claims.supports_block_size(n))
             beyond.append((size, replace(fine, block_size=size), layer))
-        if not claims.window:
-            beyond.append(("window", fine, replace(layer, window=4)))
-        if not claims.sinks:
-            beyond.append(("sinks", fine, replace(layer, sinks=True)))
-        if not claims.softcap:
-            beyond.append(("softcap", fine, replace(layer, softcap=30.0)))
-        if not claims.groups and claims.window:
-            beyond.append(("groups", fine, replace(layer, window=4)))
-        if not claims.v_in_k:
-            beyond.append(("v_in_k", fine, replace(layer, v_in_k=True)))
-        if not claims.causal:
-            beyond.append(("causal", fine, replace(layer, causal=True)))
-        if not claims.bidirectional:
-            beyond.append(("later tokens", fine, replace(layer, causal=False)))
+        features = (
+            ("window", claims.window, {"window": 4}),
+            ("sinks", claims.sinks, {"sinks": True}),
+            ("softcap", claims.softcap, {"softcap": 30.0}),
+            ("groups", claims.groups or not claims.window, {"window": 4}),
+            ("v_in_k", claims.v_in_k, {"v_in_k": True}),
+            ("indexer", claims.indexer, {"v_in_k": True, "indexer": Indexer(4, 2, 8)}),
+            ("causal", claims.causal, {"causal": True}),
+            ("later tokens", claims.bidirectional, {"causal": False}),
+        )
+        for name, declared, fields in features:
+            if not declared:
+                beyond.append((name, fine, replace(layer, **fields)))
         return beyond
 
     def layer(self, head_size: int) -> LayerSpec:

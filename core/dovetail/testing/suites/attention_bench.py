@@ -17,6 +17,7 @@ from dovetail.api.attention import (
     AttentionBatch,
     AttentionContext,
     AttentionLayer,
+    Indexer,
     KVScales,
     LayerSpec,
 )
@@ -70,6 +71,7 @@ class Case:
     # has some is divided there. (): no row has any
     spans: tuple[tuple[tuple[int, int], ...], ...] = ()
     both_ways: tuple[bool, ...] = (False,)  # whether layers heed these; assigned to layers in turn
+    indexers: tuple[Indexer | None, ...] = (None,)  # assigned to layers in turn
 
     def whole(self, most: int) -> Case:
         """Return the case with rows of the same lengths, but at most `most` tokens, that are
@@ -97,6 +99,7 @@ class Case:
                 shares=self.shares[i % len(self.shares)],
                 causal=self.causal,
                 both_ways=self.both_ways[i % len(self.both_ways)],
+                indexer=self.indexers[i % len(self.indexers)],
             )
             for i, shape in enumerate(shapes)
         ]
@@ -211,6 +214,34 @@ def cases(
     )
 
 
+@dataclass
+class Index:
+    """What the indexer of a layer reads, by row: whole numbers, so that scores are exact in every
+    dtype, and many are equal."""
+
+    keys: list[torch.Tensor]  # [tokens, size] each
+    q: list[torch.Tensor]  # [queries, heads, size]
+    weights: list[torch.Tensor]  # [queries, heads] float32
+    top_k: int
+
+    @classmethod
+    def drawn(cls, indexer: Indexer, case: Case, generator: torch.Generator) -> Index:
+        def whole(*shape: int) -> torch.Tensor:
+            return torch.randint(-1, 2, shape, generator=generator).to(case.torch_dtype)
+
+        shape = indexer.heads, indexer.size
+        return cls(
+            [whole(n, indexer.size) for n in case.lens],
+            [whole(n, *shape) for n in case.queries],
+            [2 * whole(n, indexer.heads).float() + 1 for n in case.queries],
+            indexer.top_k,
+        )
+
+    def selected(self, row: int) -> torch.Tensor:
+        """Return which tokens the queries of a row attend to, [queries, tokens] bool."""
+        return oracle.selected(self.q[row], self.weights[row], self.keys[row], self.top_k)
+
+
 class Bench:
     """A backend with memory for a case, with NaN in every slot, and the true K, V and q of the
     case's rows.
@@ -273,6 +304,12 @@ class Bench:
             2 * torch.randn(spec.heads, generator=generator) + 1 if spec.sinks else None
             for spec in case.specs
         ]
+        # by layer: of those that select
+        self.index = {
+            spec.index: Index.drawn(spec.indexer, case, generator)
+            for spec in case.specs
+            if spec.indexer is not None and spec.indexer.selects
+        }
         # as the model's parameters, on the device
         self.bound_sinks = [None if one is None else one.to(case.device) for one in self.sinks]
         for layer, sinks in zip(self.layers, self.bound_sinks, strict=True):
@@ -455,6 +492,9 @@ class Bench:
         )
         layer = self.layers[index]
         layer.write(self.tensor(k, padding), None if layer.spec.v_in_k else self.tensor(v, padding))
+        if index in self.index:
+            keys = zip(self.index[index].keys, starts, ends, strict=True)
+            layer.write_index(self.tensor([row[start:end] for row, start, end in keys], padding))
 
     def tensor(self, rows: Sequence[torch.Tensor], padding: int = 0) -> torch.Tensor:
         """Return the rows' values [tokens, ...] on the device, with NaN for padding tokens."""
@@ -469,6 +509,10 @@ class Bench:
         for index, (layer, q) in enumerate(zip(self.layers, self.q, strict=True)):
             if not layer.spec.causal:
                 self._write(index, self.case.history, self.case.lens, padding)
+            if index in self.index:
+                of_index = self.index[index]
+                weights = self.tensor(of_index.weights, padding)
+                layer.select(self.tensor(of_index.q, padding), weights)
             results.append(layer.attend(self.tensor(q, padding)).clone())
         for spec, result in zip(self.case.specs, results, strict=True):
             expected = (sum(self.case.queries) + padding, spec.heads, spec.out_size)
@@ -522,7 +566,11 @@ class Bench:
         spec = self.case.specs[layer]
         spans = self.case.spans[row] if self.case.spans and spec.both_ways else ()
         sinks = self.sinks[layer]
-        return oracle.Rules(spec.scale, spec.window, spec.softcap, sinks, spec.causal, spans)
+        rules = oracle.Rules(spec.scale, spec.window, spec.softcap, sinks, spec.causal, spans)
+        if spec.indexer is None:
+            return rules
+        selecting = max(index for index in self.index if index <= layer)
+        return rules._replace(selected=self.index[selecting].selected(row))
 
     def _allowed(
         self, rules: oracle.Rules, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -26,6 +26,7 @@ class Rules(NamedTuple):
     sinks: torch.Tensor | None = None  # [heads]
     causal: bool = True
     spans: Sequence[tuple[int, int]] = ()  # [start, stop) of tokens that see each other, too
+    selected: torch.Tensor | None = None  # [queries, tokens] bool: the others aren't seen
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
@@ -40,6 +41,20 @@ def plain(
     """Do the same with scores, weights and output rounded to `dtype` and all sums in float32, as a
     simple implementation would. Returns float64."""
     return _attend(q.float(), k.float(), v.float(), rules, dtype).double()
+
+
+def selected(
+    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, top_k: int
+) -> torch.Tensor:
+    """Return which of a row's tokens an indexer selects for the last len(q) of them, [queries,
+    tokens] bool: see `dovetail.api.attention.Indexer`. q [queries, heads, size], weights [queries,
+    heads], keys [tokens, size]."""
+    products = torch.einsum("qhd,kd->qhk", q.double(), keys.double()).relu()
+    scores = torch.einsum("qh,qhk->qk", weights.double(), products)
+    later = torch.ones_like(scores, dtype=torch.bool).triu(len(keys) - len(q) + 1)
+    scores = scores.masked_fill(later, -torch.inf)
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    return torch.zeros_like(later).scatter_(1, best, value=True)
 
 
 def kept(values: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
@@ -71,6 +86,8 @@ def _attend(
         seen &= ahead > -rules.window
         if not rules.causal:
             seen &= ahead < rules.window
+    if rules.selected is not None:
+        seen &= rules.selected
     scores = scores.masked_fill(~seen, -torch.inf)
     if rules.sinks is not None:  # one key more, without a value
         scores = torch.cat(

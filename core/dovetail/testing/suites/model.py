@@ -41,7 +41,7 @@ FAR = 600  # a position that bfloat16 can't hold
 TOLERANCE = 1e-4
 
 # ends of the names of tensors that count in the choice of experts alone
-OF_CHOICES = ("correction_bias", "expert_bias")
+OF_CHOICES = ("correction_bias", "expert_bias", "indexer.weights_proj.weight")
 OF_KEYS = (".key.bias", ".k.bias", ".k_lin.bias")  # of encoders without rotary positions
 
 

@@ -25,7 +25,7 @@ from dovetail.nn.state.states import CheckedDrafts
 from dovetail.testing.checks import fail
 from dovetail.testing.memory import bind_states
 from dovetail.testing.suites import model_configs as configs
-from dovetail.testing.suites.attention_oracle import Rules, plain
+from dovetail.testing.suites.attention_oracle import Rules, plain, selected
 
 CPU = torch.device("cpu")
 RANK_LIMIT_S = 30  # for a rank to reach a collective
@@ -54,6 +54,8 @@ class Sequences:
     layers: list[KeptAttention] = field(default_factory=list)
     # of sequences, the [start, stop) of tokens that attend in both directions in layers that do so
     spans: dict[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    # by sequence, what the last layer that selects tokens selected, [queries, tokens] bool
+    selected: dict[str, torch.Tensor] = field(default_factory=dict)
     # result of the last `attend`, which the next one may overwrite
     latest: torch.Tensor | None = None
 
@@ -66,6 +68,8 @@ class Sequences:
         for layer in self.layers:  # those that share do so twice
             k, v = layer.kept[source]
             layer.kept[target] = (k[:tokens], v[:tokens])
+            if source in layer.index_keys:
+                layer.index_keys[target] = layer.index_keys[source][:tokens]
 
     def cut(self, name: str, tokens: int) -> None:
         """Drop K and V of all but the first tokens of a sequence."""
@@ -84,6 +88,8 @@ class KeptAttention(AttentionLayer):
         self.kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = (
             {} if shared is None else shared.kept
         )
+
+        self.index_keys: dict[str, torch.Tensor] = {}
 
     def bind(self, cache: LayerCache) -> None:
         raise NotImplementedError("K and V are kept by sequence")
@@ -105,6 +111,23 @@ class KeptAttention(AttentionLayer):
                 else (new_k.clone(), new_v.clone())
             )
 
+    def write_index(self, keys: torch.Tensor) -> None:
+        for (name, _), new in zip(self._sequences.step, self._by_row(keys), strict=True):
+            old = self.index_keys.get(name, new[:0])
+            self.index_keys[name] = torch.cat((old, new))
+
+    def select(self, q: torch.Tensor, weights: torch.Tensor) -> None:
+        if self.spec.indexer is None or not self.spec.indexer.selects:
+            raise ValueError("a layer whose spec has no indexer that selects can't select")
+        rows = zip(self._sequences.step, self._by_row(q), self._by_row(weights), strict=True)
+        for (name, _), own, of_heads in rows:
+            self._sequences.selected[name] = selected(
+                own, of_heads, self.index_keys[name], self.spec.indexer.top_k
+            )
+
+    def _by_row(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.split(values, [tokens for _, tokens in self._sequences.step])
+
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         rows = torch.split(q, [tokens for _, tokens in self._sequences.step])
         kept = [self.kept[name] for name, _ in self._sequences.step]
@@ -121,7 +144,10 @@ class KeptAttention(AttentionLayer):
     def _rules(self, sequence: str) -> Rules:
         spec = self.spec
         spans = self._sequences.spans.get(sequence, ()) if spec.both_ways else ()
-        return Rules(spec.scale, spec.window, spec.softcap, self.sinks, spec.causal, spans)
+        rules = Rules(spec.scale, spec.window, spec.softcap, self.sinks, spec.causal, spans)
+        if spec.indexer is None:
+            return rules
+        return rules._replace(selected=self._sequences.selected[sequence])
 
 
 class Bench:
@@ -288,6 +314,7 @@ class Bench:
         self._free_rows.append(self._rows.pop(sequence))
         for layer in self.sequences.layers:
             layer.kept.pop(sequence, None)
+            layer.index_keys.pop(sequence, None)
 
     def run(
         self,

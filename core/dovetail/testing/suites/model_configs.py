@@ -41,6 +41,10 @@ OF_LATENTS: dict[str, Any] = {  # besides, for architectures with latent attenti
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    # of an indexer, with so many heads that no two tokens have a score of 0
+    "index_topk": 7,
+    "index_n_heads": 16,
+    "index_head_dim": 8,
 }
 
 # besides, for architectures with embeddings for each layer, of which some share K and V
@@ -295,6 +299,8 @@ def variants(architecture: str, more: tuple[Mapping[str, Any], ...]) -> list[Any
         known -= {"tie_word_embeddings"}
     if "mamba_num_heads" in known:
         known -= {"sliding_window", "attention_bias"}  # which transformers' code doesn't read
+    if "index_topk" in known:
+        known -= {"mlp_bias"}  # likewise
     common = [
         {name: value for name, value in fields.items() if name in known} for fields in VARIANTS
     ]
