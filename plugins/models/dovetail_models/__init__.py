@@ -93,6 +93,20 @@ def dovetail_components() -> list[ComponentSpec]:
             "DeepSeek-V3, latent attention and experts",
             module="deepseek",
         ),
+        _model(
+            "deepseek_v32",
+            "DeepseekV32",
+            "DeepseekV32ForCausalLM",
+            "DeepSeek-V3.2, latent attention to tokens that an indexer selects, and experts",
+            module="deepseek",
+        ),
+        _model(
+            "glm_moe_dsa",
+            "GlmMoeDsa",
+            "GlmMoeDsaForCausalLM",
+            "GLM-5, latent attention to tokens that an indexer selects, and experts",
+            module="deepseek",
+        ),
         _model("glm4", "Glm4", "Glm4ForCausalLM", "GLM-4 of 2025 and GLM-Z1, dense"),
         _model("glm4_moe", "Glm4Moe", "Glm4MoeForCausalLM", "GLM-4.5, mixture of experts"),
         _model(

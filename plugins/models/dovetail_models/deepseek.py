@@ -4,9 +4,10 @@ grouped routed experts plus shared ones."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
-from dovetail.api.attention import LayerSpec
+from dovetail.api.attention import Indexer, LayerSpec
 from dovetail.api.model import BuildContext
 from dovetail.nn.decoder import Block, FeedForward
 from dovetail.nn.feed_forward import GatedFeedForward
@@ -18,6 +19,7 @@ from dovetail_models.grouped import (
     grouped_feed_forward,
     sigmoid_grouping,
 )
+from dovetail_models.indexer import IndexedLatentAttention
 from dovetail_models.latent import LatentAttention, LatentShape
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -137,13 +139,16 @@ class DeepseekV3(DecoderArch):
     def _block(
         self, config: Any, spec: LayerSpec, context: BuildContext, *, sparse: bool
     ) -> Block[LatentAttention]:
-        bias = config.attention_bias
         return Block(
             self.norm(config, context),
-            LatentAttention(config.hidden_size, spec, self.latent(config), context, bias=bias),
+            self.attention(config, spec, context),
             self.norm(config, context),
             self.experts(config, context) if sparse else self.dense(config, None, context),
         )
+
+    def attention(self, config: Any, spec: LayerSpec, context: BuildContext) -> LatentAttention:
+        bias = config.attention_bias
+        return LatentAttention(config.hidden_size, spec, self.latent(config), context, bias=bias)
 
     def dense(self, config: Any, inner: int | None, context: BuildContext) -> GatedFeedForward:
         """Return a feed-forward with the inner size `inner`; None: that of dense layers."""
@@ -235,6 +240,82 @@ class Glm4MoeLite(DeepseekV3):
         return frozenset(
             index for index, kind in enumerate(config.mlp_layer_types) if kind == "sparse"
         )
+
+
+class DeepseekV32(Glm4MoeLite):
+    """Serves `DeepseekV32ForCausalLM`."""
+
+    model_type = "deepseek_v32"
+    sizes = ("index_topk", "index_n_heads", "index_head_dim")
+    handled = Glm4MoeLite.handled | {*sizes, "layer_types", "indexer_rope_interleave"}
+    index_interleaves = False
+
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        reasons = [
+            f"{name} = {getattr(config, name)} must be at least 1"
+            for name in (*self.sizes, "q_lora_rank")
+            if (getattr(config, name) or 0) < 1
+        ]
+        if config.index_head_dim < config.qk_rope_head_dim:
+            reasons.append(
+                f"index_head_dim = {config.index_head_dim} is less than qk_rope_head_dim "
+                f"({config.qk_rope_head_dim}), the numbers of it that rotate"
+            )
+        for name, only in (
+            ("rope_interleave", True),
+            ("indexer_rope_interleave", self.index_interleaves),
+        ):
+            if getattr(config, name, only) != only:  # transformers reads neither
+                reasons.append(f"{name} = {not only} is not implemented (only {only})")
+        if set(config.layer_types) != {"indexed_attention"}:
+            reasons.append("layer_types: only indexed_attention is implemented")
+        return [*reasons, *super().reasons_against_fields(config)]
+
+    def _interleaves(self, config: Any) -> bool:
+        return True
+
+    def _selects(self, config: Any, index: int) -> bool:
+        return True
+
+    def spec(self, config: Any, index: int) -> LayerSpec:
+        selects = self._selects(config, index)
+        sizes = config.index_topk, config.index_n_heads, config.index_head_dim
+        return replace(super().spec(config, index), indexer=Indexer(*sizes, selects))
+
+    def attention(self, config: Any, spec: LayerSpec, context: BuildContext) -> LatentAttention:
+        return IndexedLatentAttention(
+            config.hidden_size,
+            spec,
+            self.latent(config),
+            context,
+            bias=config.attention_bias,
+            interleaved=self.index_interleaves,
+        )
+
+
+class GlmMoeDsa(DeepseekV32):
+    """Serves `GlmMoeDsaForCausalLM`, GLM-5."""
+
+    model_type = "glm_moe_dsa"
+    handled = DeepseekV32.handled | {
+        "indexer_types",
+        *("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),  # it says them
+    }
+    index_interleaves = True
+
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        kinds = config.indexer_types
+        if set(kinds) - {"full", "shared"} or len(kinds) != config.num_hidden_layers:
+            return [
+                f"indexer_types must have one of 'full' and 'shared' for each of "
+                f"{config.num_hidden_layers} layers"
+            ]
+        if kinds[0] != "full":
+            return ["indexer_types: the first layer is 'shared', with no layer before it"]
+        return super().reasons_against_fields(config)
+
+    def _selects(self, config: Any, index: int) -> bool:
+        return bool(config.indexer_types[index] == "full")
 
 
 def _scale(config: Any) -> float:

@@ -96,21 +96,34 @@ class LatentAttention(nn.Module):
 
     def store(self, residual: Residual, norm: Norm, rotation: Rotation) -> torch.Tensor:
         """Store the latents. Returns the queries [tokens, heads, kv_rank + rope]."""
+        return self.store_latents(*self.latents(residual, norm), rotation)
+
+    def latents(
+        self, x: torch.Tensor | Residual, norm: Norm | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the latents of queries [tokens, q_rank], or queries if they have none, those of K
+        and V [tokens, kv_rank], not normed yet, and K's rotary part [tokens, rope]."""
+        q, latent, k_rope = torch.split(self.down_proj(x, norm), self.widths, dim=1)
+        if self.q_norm is not None:
+            q = self.q_norm(q.contiguous())
+        return q, latent, k_rope
+
+    def store_latents(
+        self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, rotation: Rotation
+    ) -> torch.Tensor:
+        """Do what `store` does with what `latents` returned."""
         shape = self.shape
         rank = self.shape.kv_rank
-        q, latent, k_rope = torch.split(self.down_proj(residual, norm), self.widths, dim=1)
-        if self.q_norm is not None and self.q_up_proj is not None:
-            q = self.q_up_proj(self.q_norm(q.contiguous()))
+        if self.q_up_proj is not None:
+            q = self.q_up_proj(q)
         q_plain, q_rope = torch.split(
             q.view(len(q), self.heads, -1), [shape.plain, shape.rope], dim=2
         )
         query = q.new_empty(len(q), self.heads, rank + shape.rope)
         query[..., :rank] = self.kv_up(q_plain)
-        query[..., rank:] = self._rotated(q_rope, rotation)
-        k = torch.cat(
-            (self.kv_norm(latent.contiguous()), self._rotated(k_rope[:, None], rotation)[:, 0]),
-            dim=1,
-        )
+        query[..., rank:] = rotated(q_rope, rotation, interleaved=shape.interleaved)
+        k_rope = rotated(k_rope[:, None], rotation, interleaved=shape.interleaved)[:, 0]
+        k = torch.cat((self.kv_norm(latent.contiguous()), k_rope), dim=1)
         self.attn.write(k[:, None], None)
         return query
 
@@ -129,13 +142,6 @@ class LatentAttention(nn.Module):
         values = self.kv_up.values(out)  # [tokens, heads, value]
         self.o_proj.add_to(residual, values.flatten(1))
 
-    def _rotated(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """x [tokens, heads, rope]: the order of the results' numbers is the same for q and k, and
-        no other matters."""
-        if self.shape.interleaved:
-            x = x.reshape(*x.shape[:2], -1, 2).transpose(2, 3).flatten(2)
-        return apply_rotary(x, rotation)
-
     def weights(self, prefix: str) -> Iterator[WeightRule]:
         layers: dict[str, Layer | tuple[Layer, *tuple[str, ...]]] = {
             "kv_a_proj_with_mqa": (self.down_proj, "kv"),
@@ -150,3 +156,11 @@ class LatentAttention(nn.Module):
             layers["q_a_layernorm"] = self.q_norm
             layers["q_b_proj"] = self.q_up_proj
         yield from weight_rules(prefix, layers)
+
+
+def rotated(x: torch.Tensor, rotation: Rotation, *, interleaved: bool) -> torch.Tensor:
+    """Rotate x [tokens, heads, rope], whose pairs are neighbors if `interleaved`. The order of the
+    results' numbers is the same for q and k, and no other matters."""
+    if interleaved:
+        x = x.reshape(*x.shape[:2], -1, 2).transpose(2, 3).flatten(2)
+    return apply_rotary(x, rotation)
