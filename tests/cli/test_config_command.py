@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,32 @@ def test_show_prints_what_would_run_and_is_a_config_itself(engine_yaml: Path) ->
     again = engine_yaml.with_name("again.yaml")
     again.write_text(text)
     assert dovetail("show", str(again)).stdout == text
+
+
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        (
+            ("attention=auto",),
+            r"attention: auto  # the first without a .*: dovetail:\S+ \d.*, doveta",
+        ),
+        (("attention=torch",), r"attention: 'dovetail:torch'  # dovetail-llm \d\S*$"),
+        (("observers=[log, fair]",), r"observers: \[.*  # dovetail-llm \d\S*, dovetail-seen 2\.0$"),
+        (("speculation.drafter=ngram",), r"speculation: \{drafter.*  # dovetail-llm \d\S*$"),
+        (("observers=[]",), r"observers: \[\]$"),
+        (("tokenizer=null",), r"tokenizer: null$"),
+    ],
+)
+def test_show_says_whose_each_component_is(
+    settings: tuple[str, ...], note: str, site: Site
+) -> None:
+    site.install(
+        "dovetail-seen",
+        "2.0",
+        modules={"seen": components('kind="observer", name="fair", target="a:B"')},
+    )
+    text = dovetail("show", *(word for one in settings for word in ("--set", one))).stdout
+    assert re.search(f"(?m)^{note}", text), text
 
 
 def test_show_needs_no_file(site: Site) -> None:
