@@ -16,7 +16,9 @@ from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 from bench.soak import free_port
@@ -172,6 +174,29 @@ def test_a_router_that_hangs_is_killed_and_started_again(monkeypatch: pytest.Mon
         monkeypatch.setattr(smg_router, "HANGS_S", 1.0)
         os.kill(hung, signal.SIGSTOP)
         until(lambda: router.poll() is not None and router.pid != hung)
+
+
+def test_a_router_is_killed_only_once_it_has_not_answered_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Mock(poll=lambda: None)
+    answers = (200, '{"workers": []}')
+    now = 100.0
+    monkeypatch.setattr(smg_router, "find_spec", lambda name: name)
+    monkeypatch.setattr(smg_router, "start_bound", lambda *_, **__: process)
+    monkeypatch.setattr(smg_router, "ask", lambda *_, **__: answers)
+    monkeypatch.setattr(smg_router, "time", SimpleNamespace(monotonic=lambda: now))
+    router = SmgRouter(settings())
+    assert router.poll() is None  # starts it
+    now += smg_router.HANGS_S
+    assert router.poll() == {}
+    answers = (0, "")
+    now += smg_router.HANGS_S
+    assert router.poll() is None
+    process.kill.assert_not_called()
+    now += 0.5
+    assert router.poll() is None
+    process.kill.assert_called_once_with()
 
 
 @needs_smg
