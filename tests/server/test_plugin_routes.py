@@ -11,11 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.routing import Mount, Route
 from typer.testing import CliRunner
 
 from dovetail.cli.app import app
 from dovetail.errors import ConfigError, PluginError, RequestError
-from dovetail.registry.route_making import SERVER_PATHS
+from dovetail.registry.registry import Registry
+from dovetail.registry.route_making import SERVER_PATHS, check_paths
 from dovetail.registry.selection import PluginSelection
 from dovetail_server.app import create_app
 from dovetail_server.route_trial import try_routes
@@ -346,6 +348,19 @@ async def test_what_cannot_be_added_is_refused_by_name(
     with pytest.raises(error) as raised:
         create_app(fake(), offering(name))
     assert told in str(raised.value)
+
+
+@pytest.mark.usefixtures("haiku")
+def test_the_doctor_refuses_a_path_that_the_server_answers_itself() -> None:
+    offer = Registry.discover().routes_named("haiku")
+    free = Route("/haiku", print)
+    check_paths(offer, [free])
+    for route in (
+        Route("/v1/models", print, methods=["POST"]),
+        Mount("/v1", routes=[Route("/models", print)]),
+    ):
+        with pytest.raises(PluginError, match=r"^routes 'haiku' .* answers /v1/models itself: "):
+            check_paths(offer, [free, route])
 
 
 @pytest.mark.usefixtures("haiku")
