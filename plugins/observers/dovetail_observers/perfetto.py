@@ -382,7 +382,7 @@ class PerfettoObserver(Observer):
             for _ in ("its phase", "the request")
         ]
         self._attempt(lambda: file.close(_line([_instant(why, ENGINE, DEVICE, at_us), *ends])))
-        self._forget()
+        self._file = None
 
     def _attempt(self, write: Callable[[], None]) -> None:
         """Call `write`; if it fails, end the trace with a warning."""
@@ -396,12 +396,7 @@ class PerfettoObserver(Observer):
             )
             if self._file is not None:
                 self._file.abandon()
-            self._forget()
-
-    def _forget(self) -> None:
-        self._file = None
-        self._lives.clear()
-        self._prefilling.clear()
+            self._file = None
 
     def _no_file(self, why: str) -> ConfigError:
         return ConfigError(f"observer perfetto: path: {shown(self.options.path)} {why}")
