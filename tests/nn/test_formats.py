@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.errors import UnsupportedError
+from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.format import WeightFormat
 from dovetail.nn.format.awq import AwqInt4
 from dovetail.nn.format.compressed_tensors import PackedInt4
 from dovetail.nn.format.float8 import Float8
-from dovetail.nn.format.gptq import GptqInt4
+from dovetail.nn.format.gptq import GptqInt4, GptqInt8
 from dovetail.nn.format.packing import unpacked
 from dovetail.nn.format.stored import StoredFormat, StoredWeight
 from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -276,3 +276,13 @@ def test_a_stored_weight_counts_its_numbers() -> None:
     weight = PackedInt4(128, True).allocate(plain_weight((8,), 256, torch.float32, CPU), CPU)
     assert isinstance(weight, StoredWeight)
     assert weight.numbers == 8 * 256
+
+
+@pytest.mark.parametrize("form", [GptqInt4(64, False), GptqInt8(64, False), GptqInt4(None, False)])
+def test_groups_of_inputs_that_are_not_neighbours_are_refused(form: Any) -> None:
+    tensors = checkpoint_of(form, 16, 128)
+    form.unpack(tensors)
+    form.unpack({name: tensor for name, tensor in tensors.items() if name != "g_idx"})
+    other = tensors | {"g_idx": 1 - tensors["g_idx"]}
+    with pytest.raises(ModelLoadError, match=r"g_idx: .*non-contiguous inputs \(desc_act\)"):
+        form.unpack(other)
