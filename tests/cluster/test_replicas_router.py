@@ -199,6 +199,30 @@ def test_a_router_is_killed_only_once_it_has_not_answered_for_long(
     process.kill.assert_called_once_with()
 
 
+@pytest.mark.parametrize(
+    ("host", "reached"), [("0.0.0.0", "127.0.0.1"), ("127.0.0.2", "127.0.0.2")]
+)
+def test_a_router_is_asked_at_its_host_or_over_loopback_if_it_listens_on_all_addresses(
+    host: str, reached: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def answer(url: str, **_: Any) -> tuple[int, str]:
+        asked.append(url)
+        return 200, '{"workers": []}'
+
+    monkeypatch.setattr(smg_router, "find_spec", lambda name: name)
+    monkeypatch.setattr(smg_router, "start_bound", lambda *_, **__: Mock(poll=lambda: None))
+    monkeypatch.setattr(smg_router, "ask", answer)
+    port = free_port()
+    router = SmgRouter(
+        ClusterSettings.model_validate({"engine": "demo", "router": {"host": host, "port": port}})
+    )
+    assert router.poll() is None  # starts it
+    assert router.poll() == {}
+    assert asked[1:] == [f"http://{reached}:{port}/health"]
+
+
 @needs_smg
 @pytest.mark.slow("starts a server's processes")
 def test_a_router_may_listen_on_a_name() -> None:
