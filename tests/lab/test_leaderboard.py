@@ -13,7 +13,7 @@ from dovetail.errors import ConfigError
 from dovetail_lab.leaderboard import board
 from dovetail_lab.leaderboard.board import BoardRun, Figures, entries, fingerprint, in_time, score
 from dovetail_lab.leaderboard.results import Results
-from dovetail_lab.leaderboard.standings import MOST_SEEDS, groups, have_parted, seeds_needed
+from dovetail_lab.leaderboard.standings import groups, leads
 from dovetail_lab.traces import TraceRequest
 from tests.lab.commands import lab
 from tests.lab.made_runs import record, rejected
@@ -51,9 +51,9 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> list[BoardRun]:
         )
 
     monkeypatch.setattr(BoardRun, "run", run)
-    monkeypatch.setattr(board, "fingerprint", lambda name, seed: "x")
+    monkeypatch.setattr(board, "fingerprint", lambda *of: "x")
     for module in ("leaderboard.results", "report.leaderboard_page"):
-        monkeypatch.setattr(f"dovetail_lab.{module}.fingerprint", lambda name, seed: "x")
+        monkeypatch.setattr(f"dovetail_lab.{module}.fingerprint", lambda *of: "x")
     # figures take most of the time
     monkeypatch.setattr("dovetail_lab.report.html.lay_out", lambda figure: None)
     monkeypatch.setattr("dovetail_lab.report.html.png", lambda figure: b"")
@@ -128,7 +128,6 @@ def test_schedulers_are_tied_with_the_best_of_their_group_unless_measurably_wors
     assert found == {"best": 1, "tied": 1, "worse": 2, "as bad": 2, "last": 3}
 
 
-@pytest.mark.slow("simulates many requests")
 def noisy(deviation: float, seeds: int, mean: float = 0.5) -> dict[str, list[Figures]]:
     """Runs on one trace, with this standard deviation over seeds."""
     signs = np.array([(-1) ** seed for seed in range(seeds)], dtype=float)
@@ -136,28 +135,27 @@ def noisy(deviation: float, seeds: int, mean: float = 0.5) -> dict[str, list[Fig
     return {"chat": [figures(float(value)) for value in values]}
 
 
-def test_the_seeds_that_tell_schedulers_apart_grow_with_the_noise() -> None:
+def test_a_lead_is_apart_or_within_some_points_or_open() -> None:
     one, other, third = list(entries(["fcfs", "sjf", "slo"]))
-    still = {one: noisy(0.0, 4), other: noisy(0.0, 4)}
-    assert seeds_needed(still, 0.18) == 2
-    # an interval of 3 seeds is 2.48 deviations wide to each side, of 4 seeds 1.59
-    assert seeds_needed({one: noisy(0.07, 4), other: noisy(0.0, 4)}, 0.18) == 3
-    assert seeds_needed({one: noisy(0.11, 4), other: noisy(0.0, 4)}, 0.18) == 4
-    assert seeds_needed({one: noisy(0.9, 4), other: noisy(0.0, 4)}, 0.001) == MOST_SEEDS
-    assert seeds_needed({third: noisy(0.5, 4)}, 0.18) == 2
+    first, second = leads(
+        {one: noisy(0.0, 10, 0.5), other: noisy(0.05, 10, 0.7), third: noisy(0.0, 10, 0.49)}
+    )
+    assert (first.name, first.next, second.name, second.next) == ("sjf", "fcfs", "fcfs", "slo")
+    assert first.apart
+    assert not first.within(0.2)
+    assert (second.apart, second.within(0.0101), second.within(0.0099)) == (True, True, False)
+    [open_] = leads({one: noisy(0.05, 10, 0.50), other: noisy(0.0, 10, 0.51)})
+    assert not open_.apart
+    assert not open_.within(0.03)
+    # (1.960 + 0.842)^2 (0.05 / 0.01)^2 + 1.960^2 / 2
+    assert open_.seeds == pytest.approx(198.1, abs=0.1)
+    assert leads({one: noisy(0.1, 10)}) == []
 
 
-def test_groups_have_parted_when_ties_are_close_and_others_are_apart() -> None:
-    one, other = list(entries(["fcfs", "sjf"]))
-    assert have_parted({one: noisy(0.0, 4, 0.5), other: noisy(0.01, 4, 0.5)})
-    assert have_parted({one: noisy(0.0, 4, 0.9), other: noisy(0.01, 4, 0.5)})
-    assert not have_parted({one: noisy(0.0, 4, 0.5), other: noisy(0.1, 4, 0.5)})
-    assert have_parted({})
-
-
-@pytest.mark.parametrize(("noise", "seeds"), [(0.0, 3), (0.2, 6)])
-def test_a_leaderboard_adds_seeds_until_groups_part_or_the_bound_is_reached(
+@pytest.mark.parametrize(("noise", "budget", "seeds"), [(0.0, 60, 4), (0.2, 1e-9, 3)])
+def test_a_leaderboard_adds_seeds_until_neighbours_are_apart_or_the_time_is_up(
     noise: float,
+    budget: float,
     seeds: int,
     tmp_path: Path,
     made_up: list[BoardRun],
@@ -165,14 +163,16 @@ def test_a_leaderboard_adds_seeds_until_groups_part_or_the_bound_is_reached(
 ) -> None:
     def run(self: BoardRun, progress: object = None) -> Figures:
         made_up.append(self)
-        return figures(0.5 + noise * (-1) ** self.seed * (self.scheduler == "sjf"))
+        better = 0.1 + noise * (-1) ** self.seed
+        return figures(0.5 + better * (self.scheduler == "sjf"))
 
     monkeypatch.setattr(BoardRun, "run", run)
-    options = ("--traces", "chat", "--only", "fcfs,sjf", "--seeds", 3, "--until-apart", 6)
-    said = lab("leaderboard", "--out", tmp_path, "--jobs", 1, *options)
-    assert len(made_up) == 2 * seeds
+    options = ("--traces", "chat", "--only", "fcfs,sjf", "--seeds", 3, "--until", 3)
+    said = lab("leaderboard", "--out", tmp_path, "--jobs", 1, *options, "--budget", budget)
+    made = len(made_up) // 2
+    assert made == seeds, "of three seeds no interval holds that may be looked at again"
     assert f"intervals over {seeds} seeds" in said
-    assert "seeds tell 18 points apart" in said
+    assert ("by 10.0 ±0.0: apart" in said, "open; " in said) == (noise == 0, noise > 0)
 
 
 def test_a_run_gives_its_figures_and_one_that_fails_its_reason() -> None:
@@ -296,7 +296,10 @@ def test_runs_with_other_figures_are_made_again(tmp_path: Path, made_up: list[Bo
     ("options", "message"),
     [
         (("--seeds", "1"), "--seeds: intervals need 2 or more, got 1"),
-        (("--until-apart", "3"), "--until-apart: expected --seeds (5) or more, got 3"),
+        (("--until", "0"), "--until: expected points between 0 and 100, got 0"),
+        (("--until", "nan"), "--until: expected points between 0 and 100, got nan"),
+        (("--budget", "-1"), "--budget: expected seconds above 0, got -1"),
+        (("--requests", "0"), "--requests: expected 1 or more, got 0"),
         (
             ("--traces", "chats"),
             "--traces: there is no trace 'chats'; there are chat, code, agents, overload",

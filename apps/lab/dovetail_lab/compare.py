@@ -18,11 +18,12 @@ import numpy as np
 from dovetail.errors import ConfigError
 from dovetail_lab.block_length import BlockLength, block_length
 from dovetail_lab.digits import MISSING, evenly
-from dovetail_lab.draws import MIN_SEEDS, BlockDraws, Draws, SeedDraws
+from dovetail_lab.draws import MIN_SEEDS, BlockDraws, Draws, SeedDraws, log_ratio, per_run
 from dovetail_lab.metrics import itl_by_request, measure, per_request
-from dovetail_lab.pairs import MEAN, P50, P90, P99, Pairs
+from dovetail_lab.pairs import MEAN, P50, P90, P99, Floats, Pairs, Statistic
+from dovetail_lab.power import units_needed
 from dovetail_lab.records import RequestRecord, RunResult
-from dovetail_lab.statistics import Change, changes, scalar_change
+from dovetail_lab.statistics import Change, changes, half_of, scalar_change
 
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
 # latencies with one value a request; inter-token latencies are a pool of all
@@ -47,6 +48,7 @@ class Method:
     confidence: float
     says: str  # the method in words
     warnings: tuple[str, ...] = ()
+    new_traffic: bool = False  # True if further seeds would bring traffic of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class Line:
     change: Change
     # False: the interval is known to be too narrow, so excluding zero proves nothing
     holds: bool = True
+    # times as many units of the method as there are that a change of this size needs; NaN: unknown
+    needs: float = math.nan
 
     @property
     def measurable(self) -> bool:
@@ -78,6 +82,15 @@ class Line:
         if self.change.measurable and not self.holds:
             return "runs too short to tell"
         return {True: "better", False: "worse", None: "no measurable difference"}[self.better]
+
+    def would_tell(self, method: Method, seeds: int) -> str:
+        """What would probably show a change of this size, in words: "34 seeds"; "" if the runs show
+        it, or nothing would."""
+        if self.measurable or not math.isfinite(self.needs):
+            return ""
+        if method.new_traffic:
+            return f"{math.ceil(self.needs * seeds):,} seeds"
+        return f"{self.needs:.1f} times as long a trace"
 
     @property
     def size(self) -> float:
@@ -281,6 +294,19 @@ def compare(
     return Comparison(tuple(runs), tuple(run.seed for run in base_runs), method, tuple(versus))
 
 
+def log_changes(
+    base: Sequence[RunResult], other: Sequence[RunResult], metric: str, statistic: Statistic
+) -> Floats:
+    """Return [runs]: the logarithm of the change of a figure from `base` to `other`, run by run;
+    not finite if one of them lacks it. `statistic` is ignored for one of `RATES`."""
+    if metric in RATES:
+        sides = [
+            np.array([getattr(measure(run), metric) for run in runs]) for runs in (base, other)
+        ]
+        return log_ratio(*sides)
+    return log_ratio(*per_run(_paired(base, other, metric), statistic))
+
+
 def check_settings(confidence: float, resamples: int) -> None:
     """Raise `ConfigError` for an invalid confidence, or for too few resamples to find
     percentiles."""
@@ -368,6 +394,7 @@ def _method(
             SeedDraws(len(runs), resamples, seed),
             confidence,
             f"{level}the {len(runs)} seeds' runs, each with traffic of its own",
+            new_traffic=True,
         )
     length = max(length.requests for length in lengths)
     requests = min(len(run) for run in runs)
@@ -396,7 +423,11 @@ def _method(
         and all(_alike(run, of_policy[0]) for of_policy in policies for run in of_policy),
     }
     return Method(
-        draws, confidence, says, tuple(warning for warning, applies in warnings.items() if applies)
+        draws,
+        confidence,
+        says,
+        tuple(warning for warning, applies in warnings.items() if applies),
+        new_traffic,
     )
 
 
@@ -417,13 +448,14 @@ def _versus(
     for metric, metric_pairs in pairs.items():
         found = changes(metric_pairs, STATISTICS, method.draws, method.confidence)
         lines += [
-            Line(metric, statistic.name, change, metric not in too_narrow)
+            Line(metric, statistic.name, change, metric not in too_narrow, _needs(change, method))
             for statistic, change in zip(STATISTICS, found, strict=True)
         ]
     measured = [[measure(run) for run in runs] for runs in (base_runs, other_runs)]
     for rate in RATES:
         a, b = (np.array([getattr(metrics, rate) for metrics in side]) for side in measured)
-        lines.append(Line(rate, "", scalar_change(a, b, method.draws, method.confidence)))
+        change = scalar_change(a, b, method.draws, method.confidence)
+        lines.append(Line(rate, "", change, needs=_needs(change, method)))
     return Versus(
         base,
         other,
@@ -437,6 +469,18 @@ def _versus(
         faster={metric: _sides(pairs[metric]) for metric in PER_REQUEST},
         identical=all(_alike(a, b) for a, b in zip(base_runs, other_runs, strict=True)),
     )
+
+
+def _needs(change: Change, method: Method) -> float:
+    """Return how many times the units there are, runs or blocks, would show a change of the
+    observed size: the interval says how much the paired differences of single units vary. NaN
+    without an interval."""
+    units = method.draws.units
+    if not -1 < change.relative < math.inf or math.isnan(change.low) or change.low <= -1:
+        return math.nan
+    half = (math.log1p(change.high) - math.log1p(change.low)) / 2
+    deviation = half / half_of(1.0, units, method.confidence)
+    return units_needed(math.log1p(change.relative), deviation, method.confidence) / units
 
 
 def _alike(a: RunResult, b: RunResult) -> bool:

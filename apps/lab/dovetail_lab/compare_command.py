@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,9 +22,11 @@ from dovetail_lab.command_options import (
     open_engines,
 )
 from dovetail_lab.experiment_options import (
+    Budget,
     Jobs,
     Out,
     Seeds,
+    TimeBudget,
     cores,
     need,
     seeds_from,
@@ -33,10 +37,13 @@ from dovetail_lab.workload_options import WorkloadOptions
 from dovetail_lab.writing import make_folder, write_whole
 
 if TYPE_CHECKING:
+    from dovetail import EngineConfig
     from dovetail_lab.compare import Comparison
     from dovetail_lab.planned_runs import PlannedRun
     from dovetail_lab.records import RunResult
+    from dovetail_lab.routers import Routing
     from dovetail_lab.step_error import Repeated
+    from dovetail_lab.until import Until
 
 
 def compare(
@@ -50,6 +57,15 @@ def compare(
     options: WorkloadOptions,
     routed: ReplicaOptions,
     seeds: Seeds = 1,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            "--until",
+            metavar="[FIGURE=]SHARE",
+            help="Add seeds until the interval of a figure is this narrow: 5%, or ttft_p99=5%.",
+        ),
+    ] = None,
+    budget: Budget = 600.0,
     out: Out = None,
     confidence: Annotated[
         float, typer.Option("--confidence", help="Confidence level of each interval.")
@@ -83,7 +99,6 @@ def compare(
     """Compare policies on the same requests, with confidence intervals and a verdict."""
     need("scipy", *(("matplotlib", "jinja2") if out is not None else ()))
     from dovetail_lab import compare as comparing
-    from dovetail_lab.planned_runs import PlannedRun, run_all, unchanged
     from dovetail_lab.step_error import Repeated, StepErrors
 
     if len(engines) < 2:
@@ -102,41 +117,105 @@ def compare(
     scenarios = [configs]
     if errors:
         scenarios += [errors.scaled(configs, longer=longer) for longer in (False, True)]
-    todo = [
-        PlannedRun(config, trace, replace(options, seed=one), name, routing[name])
-        for engines_then in scenarios
-        for name, config in engines_then.items()
-        for one in seeds_from(options.seed, seeds)
-    ]
-    nominal = len(configs) * seeds  # runs with the step times as they are
+    study = _Study(scenarios, trace, options, routing, cores(jobs), out if decisions else None)
+    goal = study.goal(until, confidence)
+    rest = TimeBudget(budget)
     if out is not None:
         make_folder(out)
-        todo[:nominal] = [_with_log(job, out) if decisions else job for job in todo[:nominal]]
-    for job in todo[:nominal]:
-        job.check()
-    done = list(run_all(todo, unchanged, cores(jobs), "compare"))
-    if decisions:
-        done[:nominal] = map(_without_log, done[:nominal])
-    by_scenario = [
-        _by_engine(done[start : start + nominal], list(configs))
-        for start in range(0, len(done), nominal)
-    ]
+    study.add(seeds)
+    study.add_until(goal, rest)
     found, *others = (
         comparing.compare(runs, resamples=resamples, confidence=confidence, seed=options.seed)
-        for runs in by_scenario
+        for runs in study.runs
     )
     repeated = Repeated(errors, found, *others) if others else None
     print_comparison(found, repeated)
+    study.print_looks(goal)
     if out is not None:
-        for run in done[:nominal] if keep_runs else ():
+        for run in chain.from_iterable(study.runs[0].values()) if keep_runs else ():
             run.save(out / file_name(run.name, run.seed))
-        write_comparison(found, by_scenario[0], out, repeated)
+        write_comparison(found, study.runs[0], out, repeated)
 
 
-def _by_engine(runs: list[RunResult], names: list[str]) -> dict[str, list[RunResult]]:
-    """Return the runs of each engine; those of one follow each other."""
-    seeds = len(runs) // len(names)
-    return {name: runs[index * seeds : (index + 1) * seeds] for index, name in enumerate(names)}
+@dataclass(slots=True)
+class _Study:
+    """The runs of all engines with consecutive seeds; of several scenarios of the same engines, of
+    which the first has the step times as they are."""
+
+    scenarios: Sequence[Mapping[str, EngineConfig]]
+    trace: str
+    options: WorkloadOptions
+    routing: Mapping[str, Routing | None]
+    processes: int
+    decisions: Path | None  # folder for logs of decisions of the first scenario
+    runs: list[dict[str, list[RunResult]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.runs = [{name: [] for name in configs} for configs in self.scenarios]
+
+    def goal(self, text: str | None, confidence: float) -> Until | None:
+        """Return what `--until` asks for, if it is given. Raises `ConfigError`, also if seeds
+        replay the same requests."""
+        from dovetail_lab.planned_runs import cached_workload
+        from dovetail_lab.until import Until
+
+        if text is None:
+            return None
+        until = Until.parse(text, confidence)
+        if not cached_workload(self.trace, self.options).seeded:
+            raise ConfigError(
+                "--until: every seed replays the same requests of this trace, so more seeds prove "
+                "nothing: use a synthetic workload, or --arrivals"
+            )
+        return until
+
+    @property
+    def seeds(self) -> int:
+        return len(next(iter(self.runs[0].values())))
+
+    def add(self, count: int) -> None:
+        """Run all engines with `count` more seeds."""
+        from dovetail_lab.planned_runs import PlannedRun, run_all, unchanged
+
+        seeds = seeds_from(self.options.seed + self.seeds, count)
+        todo = [
+            (
+                runs[name],
+                PlannedRun(
+                    config, self.trace, replace(self.options, seed=seed), name, self.routing[name]
+                ),
+            )
+            for configs, runs in zip(self.scenarios, self.runs, strict=True)
+            for name, config in configs.items()
+            for seed in seeds
+        ]
+        nominal = len(self.scenarios[0]) * count
+        if self.decisions is not None:
+            todo[:nominal] = [
+                (runs, _with_log(job, self.decisions)) for runs, job in todo[:nominal]
+            ]
+        for _, job in todo[:nominal]:
+            job.check()
+        done = run_all([job for _, job in todo], unchanged, self.processes, "compare")
+        for index, ((runs, _), run) in enumerate(zip(todo, done, strict=True)):
+            has_log = self.decisions is not None and index < nominal
+            runs.append(_without_log(run) if has_log else run)
+
+    def add_until(self, goal: Until | None, rest: TimeBudget) -> None:
+        """Add seeds until the intervals of all engines are narrow, or the time is up; none without
+        a goal."""
+        while goal is not None:
+            needed = [look.more for look in goal.look(self.runs[0])]
+            if not max(needed) > 0 or any(map(math.isnan, needed)):
+                return
+            more = rest.allows(min(int(max(needed)), self.seeds), self.seeds)
+            if not more:
+                return
+            self.add(more)
+
+    def print_looks(self, goal: Until | None) -> None:
+        for look in [] if goal is None else goal.look(self.runs[0]):
+            typer.echo(f"--until: {look.says}")
 
 
 def file_name(name: str, seed: int, what: str = "") -> str:
@@ -212,9 +291,9 @@ def print_comparison(found: Comparison, repeated: Repeated | None) -> None:
                 if repeated is None or repeated.survives(index, line)
                 else ", depends on step times"
             )
-            table.add_row(
-                line.label, *cells, short.get(line.outcome, line.outcome) + unsure, *others
-            )
+            needs = line.would_tell(found.method, len(found.seeds))
+            outcome = short.get(line.outcome, line.outcome) + (needs and f" {needs}")
+            table.add_row(line.label, *cells, outcome + unsure, *others)
         console.print()
         console.print(table)
         sides = (
@@ -231,7 +310,10 @@ def print_comparison(found: Comparison, repeated: Repeated | None) -> None:
         if any(not line.holds for versus in found.versus for line in versus.lines)
         else ""
     )
-    console.print(f"~ no measurable difference.{unsure} {found.method.says}.")
+    console.print(
+        f"~ no measurable difference, and what would probably show one of this size.{unsure} "
+        f"{found.method.says}."
+    )
     for warning in found.method.warnings:
         console.print(f"warning: {warning}.")
     if repeated is None:

@@ -3,9 +3,11 @@ results."""
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,6 +39,13 @@ Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Where to write the results.")
 ]
 
+Budget = Annotated[
+    float,
+    typer.Option(
+        "--budget", metavar="SECONDS", help="Time after which --until adds no more seeds."
+    ),
+]
+
 _OF_NO_CONSEQUENCE = ("--out", "--jobs")  # options that don't affect results
 
 
@@ -60,6 +69,23 @@ def cores(jobs: int | None) -> int:
     if jobs is not None and jobs < 1:
         raise ConfigError(f"--jobs: expected 1 or more, got {jobs}")
     return jobs or os.cpu_count() or 1
+
+
+class TimeBudget:
+    """Wall time for a study that goes on until something is known."""
+
+    def __init__(self, seconds: float) -> None:
+        """Start the time. Raises `ConfigError` unless `seconds` is positive and finite."""
+        if not 0 < seconds < math.inf:
+            raise ConfigError(f"--budget: expected seconds above 0, got {seconds:g}")
+        self._seconds = seconds
+        self._begun = time.monotonic()
+
+    def allows(self, more: int, done: int) -> int:
+        """Return how many of `more` further units fit, if they take as long as each of `done`
+        did."""
+        used = time.monotonic() - self._begun
+        return int(min(more, max(0.0, self._seconds - used) * done / max(used, 1e-9)))
 
 
 def wide_console() -> Console:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,15 +11,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dovetail.errors import ConfigError
-from dovetail_lab.experiment_options import Jobs, cores, need, shown_command, wide_console
+from dovetail_lab.experiment_options import (
+    Budget,
+    Jobs,
+    TimeBudget,
+    cores,
+    need,
+    shown_command,
+    wide_console,
+)
 from dovetail_lab.writing import make_folder
 
 if TYPE_CHECKING:
     from dovetail_lab.leaderboard.board import Entry, Figures
     from dovetail_lab.leaderboard.results import Results
-    from dovetail_lab.leaderboard.standings import Standing
-
-TOLD_APART = 0.18  # share of requests in time: differences of which the output gives the seeds
+    from dovetail_lab.leaderboard.standings import Lead, Standing
 
 
 def leaderboard(
@@ -50,13 +57,19 @@ def leaderboard(
             "--seeds", metavar="N", help="Number of runs on each trace, with seeds from 0."
         ),
     ] = 5,
-    until_apart: Annotated[
+    until: Annotated[
+        float | None,
+        typer.Option(
+            "--until",
+            metavar="POINTS",
+            help="Add seeds until neighbours are told apart, or proven to be within these points.",
+        ),
+    ] = None,
+    budget: Budget = 600.0,
+    requests: Annotated[
         int | None,
         typer.Option(
-            "--until-apart",
-            metavar="N",
-            help="Add seeds, up to N in all, until schedulers of a group are within 2 points.",
-            show_default=False,
+            "--requests", metavar="N", help="Only the first N of each trace.  [default: all]"
         ),
     ] = None,
     jobs: Jobs = None,
@@ -65,13 +78,16 @@ def leaderboard(
     need("scipy", "matplotlib", "jinja2")
     from dovetail_lab.leaderboard import board
     from dovetail_lab.leaderboard.results import Results
-    from dovetail_lab.leaderboard.standings import have_parted, rank, seeds_needed
+    from dovetail_lab.leaderboard.standings import leads, rank
     from dovetail_lab.report.leaderboard_page import Board, write_leaderboard
 
     if seeds < 2:
         raise ConfigError(f"--seeds: intervals need 2 or more, got {seeds}")
-    if until_apart is not None and until_apart < seeds:
-        raise ConfigError(f"--until-apart: expected --seeds ({seeds}) or more, got {until_apart}")
+    if requests is not None and requests < 1:
+        raise ConfigError(f"--requests: expected 1 or more, got {requests}")
+    if until is not None and not 0 < until < 100:
+        raise ConfigError(f"--until: expected points between 0 and 100, got {until:g}")
+    rest = TimeBudget(budget)
     chosen = board.TRACES if traces is None else _names(traces)
     for name in chosen:
         if name not in board.TRACES:
@@ -80,24 +96,40 @@ def leaderboard(
             )
     entries = board.entries(() if only is None else _names(only))
     make_folder(out)
-    runs = _Runs(entries, chosen, Results(out), cores(jobs))
+    runs = _Runs(entries, chosen, Results(out), cores(jobs), requests)
     done, planned = runs.make(range(seeds))
     if done:
         typer.echo(f"{done} of {planned} runs are in {out} already")
-    while until_apart is not None and seeds < until_apart and not have_parted(runs.found(seeds)):
+    while until is not None and _is_open(runs.found(seeds), until) and rest.allows(1, seeds):
         runs.make(range(seeds, seeds + 1))
         seeds += 1
     found = runs.found(seeds)
     standings = rank(found)
     print_standings(standings, chosen, seeds, runs.failures)
-    if len(found) > 1:
-        points = 100 * TOLD_APART
-        typer.echo(
-            f"in a single trace, {seeds_needed(found, TOLD_APART)} seeds tell {points:g} points "
-            f"apart"
-        )
-    page = Board(standings, tuple(chosen), seeds, runs.failures, shown_command())
+    print_leads(leads(found), until)
+    page = Board(standings, tuple(chosen), seeds, runs.failures, shown_command(), requests)
     typer.echo(f"written: {write_leaderboard(page, out)[0]}")
+
+
+def _is_open(found: Mapping[Entry, Mapping[str, Sequence[Figures]]], points: float) -> bool:
+    """Return True if neighbours are neither apart nor within `points`."""
+    from dovetail_lab.leaderboard.standings import leads
+
+    return any(not (lead.apart or lead.within(points / 100)) for lead in leads(found))
+
+
+def print_leads(leads: Sequence[Lead], points: float | None) -> None:
+    """Print by how much each scheduler leads the next, and what is still open."""
+    for lead in leads:
+        said = f"{lead.name} leads {lead.next} by {100 * lead.mean:.1f} ±{100 * lead.half:.1f}"
+        if lead.apart:
+            typer.echo(f"{said}: apart")
+        elif points is not None and lead.within(points / 100):
+            typer.echo(f"{said}: within {points:g} points")
+        elif math.isfinite(lead.seeds):
+            typer.echo(f"{said}: open; {math.ceil(lead.seeds):,} seeds would probably tell")
+        else:
+            typer.echo(f"{said}: open")
 
 
 @dataclass(slots=True)
@@ -108,6 +140,7 @@ class _Runs:
     traces: Sequence[str]
     results: Results
     jobs: int
+    requests: int | None  # the first of each trace; None: all
     failures: dict[str, str] = field(default_factory=dict)  # scheduler -> the reason
 
     def make(self, seeds: range) -> tuple[int, int]:
@@ -116,7 +149,7 @@ class _Runs:
         from dovetail_lab.planned_runs import run_all, unchanged
 
         planned = [
-            (entry, BoardRun(entry.name, trace, seed))
+            (entry, BoardRun(entry.name, trace, seed, self.requests))
             for seed in seeds
             for trace in self.traces
             for entry in self.entries
@@ -141,7 +174,10 @@ class _Runs:
     def _of_trace(self, entry: Entry, trace: str, seeds: int) -> list[Figures]:
         from dovetail_lab.leaderboard.board import BoardRun
 
-        runs = (self.results.of(entry, BoardRun(entry.name, trace, seed)) for seed in range(seeds))
+        runs = (
+            self.results.of(entry, BoardRun(entry.name, trace, seed, self.requests))
+            for seed in range(seeds)
+        )
         return [run for run in runs if run is not None]
 
 

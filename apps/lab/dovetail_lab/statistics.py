@@ -53,6 +53,13 @@ def scalar_change(a: Floats, b: Floats, draws: Draws, confidence: float = 0.95) 
     return _change(a, b, logs, draws.units, confidence)
 
 
+def half_of(deviation: float, count: int, confidence: float) -> float:
+    """Return half the width of Student's interval of the mean of `count` values with this sample
+    standard deviation."""
+    quantile = special.stdtrit(count - 1, (1 + confidence) / 2)
+    return float(quantile) * deviation / math.sqrt(count)
+
+
 def _change(
     a_of_runs: Floats, b_of_runs: Floats, logs: Floats, units: int, confidence: float
 ) -> Change:

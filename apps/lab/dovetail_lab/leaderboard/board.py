@@ -72,16 +72,17 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class BoardRun:
-    """One scheduler on one trace with one seed."""
+    """One scheduler on one trace with one seed, or on its first `requests`."""
 
     scheduler: str
     trace: str
     seed: int
+    requests: int | None = None
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> Figures | str:
         """Return the figures, or the reason why the run failed: one policy's failure mustn't end
         other runs."""
-        trace = trace_of(self.trace, self.seed)
+        trace = trace_of(self.trace, self.seed, self.requests)
         try:
             result = replay(engine_of(self.scheduler), trace, seed=self.seed, progress=progress)
         except Exception as error:  # a policy's code may raise any
@@ -98,18 +99,21 @@ def engine_of(scheduler: str) -> EngineConfig:
     return EngineConfig.load_with(folder() / "engine.yaml", {"scheduler": scheduler})
 
 
-def trace_of(name: str, seed: int) -> Trace:
+def trace_of(name: str, seed: int, requests: int | None = None) -> Trace:
+    """Return a trace of the board, or its first `requests`."""
+    part = None if requests is None else f"0:{requests}"
     return cached_workload(
         str(folder() / f"{name}.yaml"),
-        WorkloadOptions(seed=seed, max_tokens=MAX_TOKENS, predictor=PREDICTOR),
+        WorkloadOptions(slice=part, seed=seed, max_tokens=MAX_TOKENS, predictor=PREDICTOR),
     )
 
 
 @cache
-def fingerprint(name: str, seed: int) -> str:
-    """Return a hash of all requests of a trace: results for other requests aren't comparable, e.g.
+def fingerprint(name: str, seed: int, requests: int | None = None) -> str:
+    """Return a hash of all requests of a trace, or of its first `requests`: results for other requests aren't comparable, e.g.
     if random numbers are drawn differently."""
-    rows = [tuple(getattr(request, field) for field in _FIELDS) for request in trace_of(name, seed)]
+    trace = trace_of(name, seed, requests)
+    rows = [tuple(getattr(request, field) for field in _FIELDS) for request in trace]
     return xxhash.xxh64_hexdigest(repr(rows).encode())
 
 

@@ -85,7 +85,8 @@ def _key(entry: Entry, run: BoardRun) -> str:
 
 def _values(entry: Entry, run: BoardRun) -> tuple[str | int, ...]:
     """Return the values of `KEYS`."""
-    return entry.name, entry.digest, run.trace, run.seed, fingerprint(run.trace, run.seed)
+    requests = fingerprint(run.trace, run.seed, run.requests)
+    return entry.name, entry.digest, run.trace, run.seed, requests
 
 
 def _plain(figures: Figures) -> Iterator[tuple[str, Any]]:

@@ -6,18 +6,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special  # type: ignore[import-untyped]
 
 from dovetail_lab.leaderboard.board import Entry, Figures
+from dovetail_lab.power import anytime_half, units_needed
+from dovetail_lab.statistics import half_of
 
 CONFIDENCE = 0.95
 ALL = "all"  # the mean over the traces
-MOST_SEEDS = 1_000  # that `seeds_needed` returns
-TIED_WITHIN = 0.02  # half the width of an interval below which a tie is one
+_ROUNDING = 1e-12  # a smaller difference is a rounding error
 
 Floats = NDArray[np.float64]
 
@@ -86,11 +86,10 @@ def groups(scores: Mapping[str, Floats]) -> dict[str, int]:
     """Return each name's group. `scores[name]` is [seeds]. From the best mean down, a name is in
     the group of the best one that has none yet, unless it is measurably worse: the interval of the
     paired differences over seeds excludes zero. The first such name begins the next group."""
-    order = sorted(scores, key=lambda name: (-float(scores[name].mean()), name))
     found: dict[str, int] = {}
     group = 0
     best = ""
-    for name in order:
+    for name in _ordered(scores):
         if not best or _worse(scores[best] - scores[name]):
             group += 1
             best = name
@@ -98,36 +97,52 @@ def groups(scores: Mapping[str, Floats]) -> dict[str, int]:
     return found
 
 
-def seeds_needed(runs: Mapping[Entry, Mapping[str, Sequence[Figures]]], share: float) -> int:
-    """Return how many seeds tell two schedulers apart that differ by `share` of a trace's requests:
-    the interval of their differences is no wider than that, for nine of ten pairs of schedulers
-    and traces. `MOST_SEEDS` at most; 2 without pairs. Estimated from the seeds of these runs."""
-    deviations = [
-        float((_in_time(one[trace]) - _in_time(other[trace])).std(ddof=1))
-        for one, other in combinations(runs.values(), 2)
-        for trace in one
-    ]
-    if not deviations:
-        return 2
-    deviation = float(np.quantile(deviations, 0.9))
-    return next(
-        (count for count in range(2, MOST_SEEDS) if _half_of(deviation, count) <= share), MOST_SEEDS
-    )
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """By how much a scheduler's mean over the traces exceeds that of the next one. The interval
+    holds however often one looks."""
+
+    name: str
+    next: str
+    mean: float
+    half: float
+    seeds: float  # that would probably show a lead of this size
+
+    @property
+    def apart(self) -> bool:
+        """True if the one is measurably better than the next."""
+        return self.mean - self.half > _ROUNDING
+
+    def within(self, share: float) -> bool:
+        """Return True if the two measurably differ by no more than `share`."""
+        return self.mean + self.half <= share
 
 
-def have_parted(runs: Mapping[Entry, Mapping[str, Sequence[Figures]]]) -> bool:
-    """Tell whether more seeds would change no group of the mean over traces: each scheduler that is
-    tied with the best of its group differs from it by `TIED_WITHIN` at most, or is that one."""
+def leads(runs: Mapping[Entry, Mapping[str, Sequence[Figures]]]) -> list[Lead]:
+    """Return the lead of each scheduler but the last, the best first. `runs`: as of `rank`."""
     means = {
         entry.name: np.mean([_in_time(own) for own in of_trace.values()], axis=0)
         for entry, of_trace in runs.items()
     }
-    best: dict[int, str] = {}
-    for name, group in groups(means).items():
-        differences = means[best.setdefault(group, name)] - means[name]
-        if float(differences.mean()) + _half(differences) > TIED_WITHIN and best[group] != name:
-            return False
-    return True
+    return [
+        _lead(one, next_, means[one] - means[next_]) for one, next_ in pairwise(_ordered(means))
+    ]
+
+
+def _lead(name: str, next_: str, differences: Floats) -> Lead:
+    mean = float(differences.mean())
+    deviation = float(differences.std(ddof=1))
+    return Lead(
+        name,
+        next_,
+        mean,
+        anytime_half(deviation, len(differences), CONFIDENCE),
+        units_needed(mean, deviation, CONFIDENCE),
+    )
+
+
+def _ordered(scores: Mapping[str, Floats]) -> list[str]:
+    return sorted(scores, key=lambda name: (-float(scores[name].mean()), name))
 
 
 def _in_time(runs: Sequence[Figures]) -> Floats:
@@ -135,16 +150,12 @@ def _in_time(runs: Sequence[Figures]) -> Floats:
 
 
 def _worse(differences: Floats) -> bool:
-    return float(differences.mean()) - _half(differences) > 1e-12  # a smaller one is rounding
+    return float(differences.mean()) - _half(differences) > _ROUNDING
 
 
 def _half(values: Floats) -> float:
     """Return half the width of the mean's interval."""
-    return _half_of(float(values.std(ddof=1)), len(values))
-
-
-def _half_of(deviation: float, count: int) -> float:
-    return float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2) * deviation / math.sqrt(count))
+    return half_of(float(values.std(ddof=1)), len(values), CONFIDENCE)
 
 
 def _means(runs: Sequence[Figures]) -> dict[str, float]:

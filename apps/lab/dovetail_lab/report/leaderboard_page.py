@@ -29,6 +29,7 @@ class Board:
     seeds: int
     failures: Mapping[str, str]
     command: str
+    requests: int | None = None  # the first of each trace; None: all
 
 
 def score_text(score: Score) -> str:
@@ -131,7 +132,7 @@ def as_json(board: Board) -> dict[str, Any]:
         "confidence": CONFIDENCE,
         "seeds": board.seeds,
         "traces": {
-            trace: [fingerprint(trace, seed) for seed in range(board.seeds)]
+            trace: [fingerprint(trace, seed, board.requests) for seed in range(board.seeds)]
             for trace in board.traces
         },
         "standings": [

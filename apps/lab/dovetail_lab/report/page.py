@@ -271,6 +271,7 @@ def as_json(found: Comparison, repeated: Repeated | None = None) -> dict[str, An
                         },
                         "measurable": line.measurable,
                         "outcome": line.outcome,
+                        "would_tell": line.would_tell(found.method, len(found.seeds)),
                         **elsewhere(index, line),
                     }
                     for line in versus.lines
