@@ -76,7 +76,11 @@ NEEDS_A_COLLECTOR = {
 NEEDED: Mapping[str, Mapping[str, Any]] = {
     "dovetail_drafters.model:NamedModel": {"model": "demo"},
     "dovetail_drafters.heads:Eagle3Drafter": {"model": "head"},
+    "dovetail_kv_tiers.disk:DiskTier": {"path": "frames", "size": "1GiB"},
 }  # target -> options that have no default
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "dovetail_kv_tiers.disk:DiskTier": {"small": {"path": "small", "size": "1MiB"}},
+}  # target -> settings of its suite
 # tried beside the defaults in the full profile
 OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "priority": ({"aging_s": 5.0},),
@@ -96,7 +100,12 @@ def suite_of(component: ResolvedComponent, options: Mapping[str, Any]) -> type[S
     name = "_".join(
         ["Test", spec.kind, spec.name, *(f"{key}_{value}" for key, value in options.items())]
     )
-    body = {"component": component.qualified_name, "options": options, "__module__": __name__}
+    body: dict[str, Any] = {
+        "component": component.qualified_name,
+        "options": options,
+        "__module__": __name__,
+        **SETTINGS.get(spec.target, {}),
+    }
     if spec.name in NEEDS_A_GPU:
         body["time_limit_s"] = COMPILES_S
     return type("".join(c if c.isalnum() else "_" for c in name), (suite_for(spec.kind),), body)

@@ -178,8 +178,12 @@ class FrameFolder:
 
     def _remove_oldest(self) -> bool:
         """Remove the file that wasn't used for the longest time. Returns False if there is none."""
-        if not self._oldest:
-            self._scan()
+        if self._remove_listed():
+            return True
+        self._scan()  # finds those that were stored or used since the last one
+        return self._remove_listed()
+
+    def _remove_listed(self) -> bool:
         while self._oldest:
             modified, size, path = self._oldest.pop()
             with suppress(FileNotFoundError):
