@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from dovetail.api.executor import Executor
 from dovetail.api.kv_cache import HOLE
 from dovetail.api.kv_layout import CachedLayer, CachedState, plan_layout
 from dovetail.api.kv_transfers import Transfer, frame_checksum
+from dovetail.testing.suites.executor_bench import Bench
+from dovetail.testing.suites.executor_transfers import Frames
+from dovetail_executors.local import LocalExecutor
+from dovetail_executors.options import LocalOptions, TensorOptions
+from dovetail_executors.rank_transfers import PLACES, SharedSlabs, from_words, to_words
 from dovetail_executors.runtime import transfers
 from dovetail_executors.runtime.kv_pool import KVPool
 from dovetail_executors.runtime.transfers import LocalTransfers, PageCopies
+from dovetail_executors.tensor import TensorExecutor
+from tests.e2e.reference import checkpoint
+from tests.executors.rank_threads import ranks_as_threads
+from tests.models import hybrids
+from tests.models.tiny_configs import tiny
+from tests.runtime.demo import context
 
 CPU = torch.device("cpu")
 PAGES = 12
@@ -38,18 +56,18 @@ def pool_of(name: str) -> KVPool:
 
 def filled(pool: KVPool, pages: list[int], seed: int) -> torch.Tensor:
     """Write random bytes to `pages`, and return them."""
-    data = torch.from_numpy(
-        np.random.default_rng(seed).integers(0, 256, (len(pages), pool.page_bytes), np.uint8)
-    )
+    rng = np.random.default_rng(seed)
+    data = torch.from_numpy(rng.integers(0, 256, (len(pages), pool.page_bytes), np.uint8))
     pool.scatter(torch.tensor(pages), data)
     return data
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "PIECE_BYTES", 200)
 
 
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_pages_come_back_to_other_pages_and_no_others_change(name: str) -> None:
     pool = pool_of(name)
@@ -76,21 +94,102 @@ def test_pages_come_back_to_other_pages_and_no_others_change(name: str) -> None:
     assert torch.equal(after, before)
 
 
-def test_a_flipped_bit_changes_the_checksum_of_what_is_restored() -> None:
-    own = LocalTransfers(PageCopies(pool_of("plain")), "test")
-    slab = own.allocate(4 * own.page_bytes)
-    pages = (0, 1, 2, 3)
-    rng = np.random.default_rng(0)
-    slab.data[:] = rng.integers(0, 256, len(slab.data), np.uint8).tobytes()
+def test_a_transfer_of_several_ranks_survives_its_message() -> None:
+    transfer = Transfer(0, 3, (1 << 40) + 8, (7, HOLE, 2), SEED)
+    assert from_words(to_words((1 << 33) + 1, transfer)) == ((1 << 33) + 1, transfer)
 
-    def checksum() -> int:
-        own.restore(Transfer(0, slab.number, 0, pages, SEED))
-        (done,) = own.finished()
-        return done.checksum
 
-    right = checksum()
-    for bit in rng.integers(0, 8 * len(slab.data), 50).tolist():
-        slab.data[bit // 8] ^= 1 << bit % 8
-        assert checksum() != right
-        slab.data[bit // 8] ^= 1 << bit % 8
-    assert checksum() == right
+def test_results_count_once_every_rank_has_written_its_own_whole() -> None:
+    fd = SharedSlabs.make(3)
+    try:
+        ours, theirs = (SharedSlabs(fd, 3) for _ in range(2))
+        number = PLACES + 5
+        theirs.report(1, number, 1 << 63)
+        theirs.report(2, 5, 7)
+        assert ours.checksum(number) is None, "the result of an earlier one is in the same place"
+        theirs.report(2, number, (1 << 63) + 9)
+        assert ours.checksum(number) == 9, "modulo 2^64"
+        theirs.results[0, 5, 1] ^= np.uint64(1)
+        assert ours.checksum(number) is None
+    finally:
+        os.close(fd)
+
+
+def local(**changes: Any) -> LocalExecutor:
+    options = LocalOptions(device="cpu", num_pages=200)
+    return LocalExecutor(options, context(**{"dtype": "float32", **changes}))
+
+
+def on_blocks(bench: Bench, prompt: list[int], blocks: list[int]) -> tuple[list[int], list[Any]]:
+    """Tokens and log-probabilities of a prompt whose first tokens were computed in `blocks`."""
+    shared = len(blocks) * bench.block_size
+    bench.add("a", prompt, computed=shared, blocks=[*blocks, *bench.take_blocks(2)], logprobs=3)
+    results = [bench.run({"a": count}) for count in (len(prompt) - shared, 1, 1)]
+    bench.remove("a")
+    values = [each.logprobs.logprobs.tolist() for each in results if each.logprobs is not None]
+    return bench.tokens.pop("a"), values
+
+
+def assert_equal_on_restored_blocks(executor: Executor, count: int = 3) -> None:
+    """Save, overwrite and restore elsewhere `count` blocks: what is computed on them is equal to
+    the last bit."""
+    try:
+        bench = Bench(executor, executor.start())
+        frames = Frames(bench)
+        shared = count * bench.block_size
+        prompt = bench.prompt(shared + 3)
+        blocks, elsewhere = bench.take_blocks(count), bench.take_blocks(count)
+        bench.add("first", prompt[:shared], blocks=blocks)
+        bench.prefill("first")
+        frames.save([*chain.from_iterable(bench.pages(blocks))])
+        saved = bytes(frames.slab.data)
+        expected = on_blocks(bench, prompt, [*blocks])
+        bench.add("other", bench.prompt(shared, variant=1), blocks=blocks)
+        bench.prefill("other")
+        assert on_blocks(bench, prompt, [*elsewhere]) != expected, "they hold something else"
+        frames.slab.data[:] = saved
+        frames.restore([*chain.from_iterable(bench.pages(elsewhere))])
+        assert on_blocks(bench, prompt, [*elsewhere]) == expected
+    finally:
+        executor.stop()
+
+
+@pytest.mark.slow("makes a checkpoint")
+@pytest.mark.parametrize(
+    "config",
+    [partial(tiny, "gemma3_text"), hybrids.granite, hybrids.qwen3_next],
+    ids=["windows", "mamba", "delta net"],
+)
+def test_what_models_compute_on_restored_pages_is_equal(config: Callable[[], Any]) -> None:
+    with checkpoint(config()) as (directory, _):
+        executor = local(model=str(directory), max_model_len=96, block_size=8)
+        assert_equal_on_restored_blocks(executor)
+
+
+def test_fp8_is_restored_with_the_scales_that_its_name_has() -> None:
+    assert_equal_on_restored_blocks(local(kv_cache_dtype="float8_e4m3fn"), count=2)
+
+
+@pytest.mark.slow("starts six executors")
+def test_names_are_equal_where_bytes_mean_the_same() -> None:
+    def name(**changes: Any) -> str:
+        executor = local(**changes)
+        executor.start()
+        own = executor.transfers()
+        executor.stop()
+        assert own is not None
+        return own.name
+
+    fp8 = {"kv_cache_dtype": "float8_e4m3fn"}
+    calibrated = {**fp8, "kv_cache_scales": "calibrate"}
+    assert name() == name()
+    settings: list[dict[str, Any]] = [{}, fp8, calibrated, calibrated]
+    assert len({name(**each) for each in settings}) == len(settings)
+
+
+@pytest.mark.slow("ranks that spin for each other while few processors are free")
+def test_what_two_ranks_compute_on_restored_pages_is_equal() -> None:
+    with ranks_as_threads():
+        options = TensorOptions(size=2, device="cpu", num_pages=30)
+        executor = TensorExecutor(options, context(dtype="float32"))
+        assert_equal_on_restored_blocks(executor, count=2)

@@ -47,7 +47,6 @@ class LocalExecutor(Executor):
     def __init__(self, options: LocalOptions, context: ExecutorContext) -> None:
         super().__init__(options, context)
         self.worker = Worker(context, SINGLE, "local")
-        self._transfers: LocalTransfers | None = None
 
     @classmethod
     def forecast(cls, context: ExecutorContext) -> str:
@@ -82,9 +81,7 @@ class LocalExecutor(Executor):
 
     def transfers(self) -> LocalTransfers | None:
         copies = self.worker.page_copies()
-        if copies is not None:
-            self._transfers = LocalTransfers(copies, self.worker.name_of_bytes())
-        return self._transfers
+        return None if copies is None else LocalTransfers(copies, self.worker.name_of_bytes())
 
     def check(self) -> None:
         self.worker.check()
@@ -93,7 +90,4 @@ class LocalExecutor(Executor):
         return self.worker.finish_start()
 
     def stop(self) -> None:
-        if self._transfers is not None:
-            self._transfers.close()
-            self._transfers = None
         self.worker.stop()

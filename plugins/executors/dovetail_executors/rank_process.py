@@ -51,6 +51,7 @@ class RankJob:
     readers: int = 0  # of the ring
     reader: int = 0  # among them
     waker_fd: int = -1
+    slabs_fd: int = -1  # see `SharedSlabs`; -1: ranks of several hosts
 
     def pickled(self) -> bytes:
         """Return the message; its job can be unpickled once `path` is in use."""
@@ -68,8 +69,9 @@ def main() -> int:
     job: RankJob = pickle.loads(first["job"])
     orders: SimpleQueue[Message] = SimpleQueue()
     threading.Thread(target=_heed, args=(control, orders), daemon=True).start()
-    for fd in (control.fileno(), job.ring_fd, job.waker_fd):
-        os.set_inheritable(fd, False)
+    for fd in (control.fileno(), job.ring_fd, job.waker_fd, job.slabs_fd):
+        if fd >= 0:
+            os.set_inheritable(fd, False)
 
     from dovetail.errors import describe
     from dovetail_executors.rank import Rank
@@ -125,6 +127,7 @@ def run(
 ) -> None:
     """Load, allocate as many blocks as all ranks can, and compute the ring's batches. Raises
     `WriterGone` at the end."""
+    from dovetail_executors.rank_transfers import RankTransfers, SharedSlabs
     from dovetail_executors.ring import Kind, Ring, RingReader
     from dovetail_executors.runtime.batch_words import from_words, masks_from_words
     from dovetail_executors.runtime.step import Step
@@ -132,6 +135,12 @@ def run(
     capacity = rank.load()
     control.send({"loaded": (capacity.num_pages, dict(capacity.details))})
     rank.worker.allocate(orders.get()["allocate"])
+    transfers: RankTransfers | None = None
+    if job.slabs_fd >= 0:
+        slabs = SharedSlabs(job.slabs_fd, job.settings.size)
+        transfers = RankTransfers(job.rank, slabs, rank.worker.page_copies)
+        serving = (orders, control.send)
+        threading.Thread(target=transfers.serve, args=serving, daemon=True).start()
     control.send({"allocated": True})
 
     ring = Ring(job.ring_fd, job.readers, job.ring_words)
@@ -140,6 +149,11 @@ def run(
     most = job.max_in_flight or capacity.max_in_flight
     while True:
         kind, words = reader.next()
+        if kind in (Kind.SAVE, Kind.RESTORE):
+            assert transfers is not None
+            transfers.start(kind, words)
+            reader.done()
+            continue
         batch = from_words(words) if kind is Kind.STEP else None
         # the engine has collected all others before it sent this
         kept = most - 1 if batch is not None else 1

@@ -44,6 +44,8 @@ class Kind(IntEnum):
 
     STEP = 1  # a batch to submit: `dovetail_executors.runtime.batch_words`
     SAMPLE = 2  # the masks of the late batch before it, to sample by
+    SAVE = 3  # pages to copy to host memory: `dovetail_executors.rank_transfers`
+    RESTORE = 4  # pages to copy from there
 
 
 class WriterGone(Exception):

@@ -46,6 +46,7 @@ from dovetail_executors.all_ranks import AllRanks
 from dovetail_executors.options import TensorOptions
 from dovetail_executors.rank import Rank, RankSettings
 from dovetail_executors.rank_process import RankJob
+from dovetail_executors.rank_transfers import RankedTransfers, SharedSlabs
 from dovetail_executors.ranks import Ranks
 from dovetail_executors.ring import Kind
 from dovetail_executors.runtime.batch_words import masks_to_words, to_words
@@ -82,6 +83,7 @@ class TensorExecutor(Executor):
         self._rank: Rank | None = None
         self._loaded = False
         self._fds: list[int] = []
+        self._slabs: SharedSlabs | None = None  # None: ranks of several hosts
         self._in_flight: deque[Step] = deque()
         self._failure: DovetailError | None = None
         self._finalizer: Any = None  # ends the ranks if `stop` isn't called
@@ -127,6 +129,20 @@ class TensorExecutor(Executor):
         self._limit(self._in_flight[0].number if self._in_flight else None)
         return result
 
+    def transfers(self) -> RankedTransfers | None:
+        """None over several hosts, too: a page's bytes would be on all of them."""
+        ranks, rank = self._running()
+        copies = rank.worker.page_copies() if self._slabs is not None else None
+        if copies is None or self._slabs is None:
+            return None
+
+        def share(what: str, message: dict[str, Any]) -> Sequence[str]:
+            ranks.tell(**message)
+            return ranks.heard(what)
+
+        name = rank.worker.name_of_bytes()
+        return RankedTransfers(copies, name, self.options.size, self._slabs, ranks.send, share)
+
     def check(self) -> None:
         if self._ranks is not None:
             self._ranks.check()
@@ -149,6 +165,9 @@ class TensorExecutor(Executor):
         self._in_flight.clear()
         if rank is not None:
             rank.close()
+        if self._slabs is not None:
+            self._slabs.close()
+            self._slabs = None
         # last: torch's threads look into the store, and wait for a file that isn't there
         _close(self._fds)
         _let_go(self._failure)
@@ -168,9 +187,13 @@ class TensorExecutor(Executor):
         hosts = options.hosts or (LOOPBACK,)
         store, at = self._store() if options.hosts is None else self._listening(hosts[0])
         settings = self._settings(devices, at)
+        if options.hosts is None:
+            slabs_fd = SharedSlabs.make(options.size)
+            self._fds.append(slabs_fd)
+            self._slabs = SharedSlabs(slabs_fd, options.size)
         jobs = [self._job(rank, settings, devices, hosts) for rank in range(options.size)]
         each = options.size // len(hosts)
-        here = Ranks(jobs[1:each], (store,) if options.hosts is None else ())
+        here = Ranks(jobs[1:each], () if self._slabs is None else (store, self._slabs.fd))
         others = [(host, jobs[n * each : (n + 1) * each]) for n, host in enumerate(hosts)][1:]
         ranks = self._ranks = AllRanks(here, others, (hosts[0], options.port))
         self._ends_with(ranks.stop)
@@ -313,6 +336,7 @@ class TensorExecutor(Executor):
             },
             max_in_flight=self.options.max_in_flight,
             address=address,
+            slabs_fd=-1 if self._slabs is None else self._slabs.fd,
         )
 
     # Steps

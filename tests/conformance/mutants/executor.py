@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -32,11 +32,15 @@ from dovetail.api.executor import (
     PromptLogprobs,
     Result,
 )
+from dovetail.api.kv_cache import HOLE
+from dovetail.api.kv_transfers import Slab, Transfer, Transferred, frame_checksum
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError, ModelLoadError
 from dovetail.nn.linear import RowParallelLinear
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_executor import _Row, prefix_ids
+from dovetail.testing.fake_pages import FakePages
+from dovetail.testing.timed_transfers import TimedTransfers
 from dovetail_executors.local import LocalExecutor
 from dovetail_executors.options import LocalOptions
 from dovetail_executors.runtime.pooler import Pooler
@@ -1388,3 +1392,125 @@ def without_processors(row: NewRow) -> NewRow:
     if row.sampling is None:
         return row
     return replace(row, sampling=replace(row.sampling, logits_processors={}))
+
+
+# Transfers
+
+
+Broken = TypeVar("Broken", bound="type[TimedTransfers]")
+
+
+def transfers_of(check: str) -> Callable[[Broken], Broken]:
+    """Register a fake executor with these broken transfers."""
+
+    def register(kind: Broken) -> Broken:
+        def transfers(self: FakeExecutor) -> TimedTransfers:
+            own = FakeExecutor.transfers(self)
+            own.__class__ = kind
+            own.executor = self  # type: ignore[attr-defined]
+            return own
+
+        name = kind.__name__.removeprefix("_")
+        mutant(caught_by=f"executor.{check}")(type(name, (FakeExecutor,), {"transfers": transfers}))
+        return kind
+
+    return register
+
+
+class _Transfers(TimedTransfers):
+    executor: FakeExecutor
+    _content: FakePages
+
+
+@transfers_of("transfers")
+class _RestoresInAscendingOrder(_Transfers):
+    def restore(self, transfer: Transfer) -> None:
+        super().restore(replace(transfer, pages=tuple(sorted(transfer.pages))))
+
+
+@transfers_of("transfers")
+class _LeavesOutTheLastPage(_Transfers):
+    def restore(self, transfer: Transfer) -> None:
+        super().restore(replace(transfer, pages=(*transfer.pages[:-1], HOLE)))
+
+
+@transfers_of("transfers_order")
+class _ReadsPagesWhenTheCopyEnds(_Transfers):
+    def finished(self) -> Sequence[Transferred]:
+        self._copies = [
+            copy
+            if copy.saved is None
+            else replace(copy, saved=self._content.read(copy.transfer.pages))
+            for copy in self._copies
+        ]
+        return super().finished()
+
+
+@transfers_of("transfers_order")
+class _StepsInFlightWriteAfterARestore(_Transfers):
+    def restore(self, transfer: Transfer) -> None:
+        if self.executor._pending:
+            transfer = replace(transfer, pages=(HOLE,) * len(transfer.pages))
+        super().restore(transfer)
+
+
+@transfers_of("transfers_bytes")
+class _ForgetsTheSeed(_Transfers):
+    def save(self, transfer: Transfer) -> None:
+        super().save(replace(transfer, seed=0))
+
+
+@transfers_of("transfers_bytes")
+class _SumsTheFirstPage(_Transfers):
+    def _end(self, copy: Any) -> int:
+        super()._end(copy)
+        data = self._slabs[copy.transfer.slab][copy.transfer.offset :]
+        return frame_checksum(data[: self.page_bytes], copy.transfer.seed)
+
+
+@transfers_of("transfers_bytes")
+class _RepeatsTheChecksumThatWasSaved(_Transfers):
+    def _end(self, copy: Any) -> int:
+        checksum = super()._end(copy)
+        if copy.saved is not None:
+            self.executor.batches = checksum
+        return self.executor.batches
+
+
+@transfers_of("transfers_bytes")
+class _WritesAWordTooMuch(_Transfers):
+    def _end(self, copy: Any) -> int:
+        transfer = copy.transfer
+        end = transfer.offset + len(transfer.pages) * self.page_bytes
+        self._slabs[transfer.slab][end : end + 8] = bytes(8)
+        return super()._end(copy)
+
+
+@transfers_of("transfers_pages")
+class _WritesWhatIsLeftOutToTheLastPage(_Transfers):
+    def restore(self, transfer: Transfer) -> None:
+        last = self.executor.options.num_pages - 1
+        pages = (last if page == HOLE else page for page in transfer.pages)
+        super().restore(replace(transfer, pages=tuple(pages)))
+
+
+@transfers_of("transfers_pages")
+class _WritesTheNextPageToo(_Transfers):
+    def _end(self, copy: Any) -> int:
+        checksum = super()._end(copy)
+        if copy.saved is None:
+            page = copy.transfer.pages[0]
+            self._content.copy(page, page + 1)
+        return checksum
+
+
+@transfers_of("transfers_slabs")
+class _NumbersAllSlabsAlike(_Transfers):
+    def allocate(self, size: int) -> Slab:
+        return replace(super().allocate(size), number=0)
+
+
+@transfers_of("transfers_slabs")
+class _SavesToTheFirstSlab(_Transfers):
+    def save(self, transfer: Transfer) -> None:
+        super().save(replace(transfer, slab=0))

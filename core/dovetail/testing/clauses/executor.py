@@ -203,6 +203,16 @@ CLAUSES: Marks = {
         ),
         "*": held("late", "late_overlap", "masks"),
     },
+    "Executor.transfers": {
+        "Return the interface": held(
+            "transfers",
+            "transfers_order",
+            "transfers_bytes",
+            "transfers_pages",
+            "transfers_slabs",
+        ),
+        "*": TOLD,
+    },
     "Executor.collect": held("order", "results"),
     "Executor.check": promised(
         "executors/test_hosts.py::test_a_host_that_is_lost_while_nothing_is_asked_is_found_by_check",

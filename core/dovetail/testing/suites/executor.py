@@ -39,6 +39,7 @@ from dovetail.testing.suites.executor_subject import (
     require_same,
     stop,
 )
+from dovetail.testing.suites.executor_transfers import ExecutorTransfers
 from dovetail.testing.suites.footprint import (
     Footprint,
     child_processes,
@@ -66,6 +67,7 @@ class ExecutorSuite(
     ExecutorProcessors,
     ExecutorDraftModel,
     ExecutorSettings,
+    ExecutorTransfers,
 ):
     """Suite of executors: start and stop, and the tokens of a request, which depend on nothing
     else."""

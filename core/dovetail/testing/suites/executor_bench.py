@@ -25,6 +25,7 @@ from dovetail.api.executor import (
     RowPooling,
 )
 from dovetail.api.kv_cache import PageCopy
+from dovetail.api.kv_transfers import KVTransfers
 from dovetail.api.sampler import RowSampling
 from dovetail.testing.checks import fail, require
 
@@ -70,8 +71,11 @@ class Bench:
     requests: dict[str, BenchRequest] = field(default_factory=dict)
     sent: deque[Sent] = field(default_factory=deque)
     step: int = -1
+    next_transfer: int = 0  # its id
+    frames: Any = None  # of the checks of transfers
 
     def __post_init__(self) -> None:
+        self._transfers: list[KVTransfers | None] = []  # one, once asked for
         self._free_blocks = list(range(self.num_blocks))
         self._added: list[BenchRequest] = []
         self._removed: list[int] = []
@@ -91,6 +95,19 @@ class Bench:
         self.requests = {}
         self.tokens = {}
         self._free_blocks = list(range(self.num_blocks))
+
+    def transfers(self) -> KVTransfers:
+        """Return the executor's transfers. Fails if it has none."""
+        found = self.own_transfers()
+        if found is None:
+            fail("transfers() returned None, and it hadn't for another executor")
+        return found
+
+    def own_transfers(self) -> KVTransfers | None:
+        """Return the executor's transfers, which are asked for once; None if it has none."""
+        if not self._transfers:
+            self._transfers.append(self.executor.transfers())
+        return self._transfers[0]
 
     # What a check asks for
 
@@ -341,13 +358,17 @@ class Bench:
         return self.capacity.num_pages // self.capacity.layout.pages(self.block_size)
 
     def pages(self, blocks: Sequence[int]) -> tuple[list[int], ...]:
-        """Return the pages of `blocks`, by group."""
-        layout = self.capacity.layout
-        counts = [group.blocks(self.block_size) * group.pages_per_block for group in layout.groups]
+        """Return the pages of `blocks`, by group; of a recurrent one, those of the first block."""
+        groups = self.capacity.layout.groups
+        counts = [group.blocks(self.block_size) * group.pages_per_block for group in groups]
         starts = [sum(counts[:index]) for index in range(len(counts))]
         return tuple(
-            [block * sum(counts) + start + page for block in blocks for page in range(count)]
-            for start, count in zip(starts, counts, strict=True)
+            [
+                block * sum(counts) + start + page
+                for block in (blocks[:1] if group.recurrent else blocks)
+                for page in range(count)
+            ]
+            for group, start, count in zip(groups, starts, counts, strict=True)
         )
 
     def copies(self, source: int, target: int) -> list[PageCopy]:

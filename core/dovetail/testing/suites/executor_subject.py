@@ -47,12 +47,12 @@ class ExecutorSubject(Suite):
     model: ClassVar[str] = "demo"
 
     def declares(self, capability: str) -> bool:
-        """Five are observed instead of declared: "workers"
-        (`start` starts processes), and of `Capacity` "shared_prefix", "drafts", "pooling" and
-        "adapters"."""
+        """Six are observed instead of declared: "workers"
+        (`start` starts processes), "transfers", and of `Capacity` "shared_prefix", "drafts",
+        "pooling" and "adapters"."""
         if capability == "adapters":
             return _adapts(type(self))  # type: ignore[arg-type]  # a class is hashable
-        if capability in ("workers", "shared_prefix", "drafts", "pooling"):
+        if capability in ("workers", "shared_prefix", "drafts", "pooling", "transfers"):
             return capability in _seen(type(self))  # type: ignore[arg-type]  # a class is hashable
         return super().declares(capability)
 
@@ -171,14 +171,17 @@ def _seen(suite: type[ExecutorSubject]) -> frozenset[str]:
         config: dict[str, Any] = {"max_drafts": max_drafts}
         executor = suite()._make(**config)
         try:
-            capacity = executor.start()
+            bench = Bench(executor, executor.start())
+            transfers = bench.own_transfers()
         except UnsupportedError:
             executor.stop()
             continue
         except BaseException:
             executor.stop()
             raise
+        capacity = bench.capacity
         has = {
+            "transfers": transfers is not None,
             "workers": bool(set(child_processes()) - before),
             "shared_prefix": capacity.shared_prefix,
             "drafts": capacity.max_lines > 0,
@@ -186,7 +189,7 @@ def _seen(suite: type[ExecutorSubject]) -> frozenset[str]:
         }
         # starting it took long, if it has processes: checks go on with it
         _shared.make_room(suite, MOST_STARTED if has["workers"] else 1)
-        _shared.keep(suite, _key(config), Bench(executor, capacity))
+        _shared.keep(suite, _key(config), bench)
         return frozenset(name for name, there in has.items() if there)
     return frozenset()
 

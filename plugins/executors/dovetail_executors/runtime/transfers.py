@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
-from itertools import compress
+from itertools import compress, count
 from typing import Any
 
 import numpy as np
@@ -273,14 +273,39 @@ def _version(distribution: str) -> str:
         return ""
 
 
+class PartOfTransfers:
+    """The part of one rank in transfers: in each, its bytes of all pages lie together, after those
+    of the ranks before it. `add` may be called by another thread than `start`."""
+
+    def __init__(self, copies: PageCopies, rank: int = 0) -> None:
+        self.copies = copies
+        self._rank = rank
+        self._slabs: dict[int, torch.Tensor] = {}  # [bytes] uint8
+
+    def add(self, number: int, memory: mmap.mmap) -> None:
+        """Use `memory` as a slab. Raises `DovetailError` if the device can't."""
+        slab = torch.frombuffer(memory, dtype=torch.uint8)
+        self.copies.register(slab)
+        self._slabs[number] = slab
+
+    def start(self, transfer: Transfer, *, saves: bool) -> Copying:
+        """Enqueue this rank's part of a save or restore."""
+        size = len(transfer.pages) * self.copies.page_bytes
+        before = self._rank * size
+        start = transfer.offset + before
+        memory = self._slabs[transfer.slab][start : start + size]
+        act = self.copies.save if saves else self.copies.restore
+        return act(transfer.pages, memory, before // WORD, transfer.seed)
+
+
 class LocalTransfers(KVTransfers):
     """The transfers of one device."""
 
     def __init__(self, copies: PageCopies, name: str) -> None:
         self.name = name
         self.page_bytes = copies.page_bytes
-        self._copies = copies
-        self._slabs: list[torch.Tensor] = []  # [bytes] uint8
+        self._own = PartOfTransfers(copies)
+        self._numbers = count()
         self._pending: list[tuple[int, Copying]] = []
 
     def allocate(self, size: int) -> Slab:
@@ -288,18 +313,15 @@ class LocalTransfers(KVTransfers):
             memory = mmap.mmap(-1, size)
         except (OSError, ValueError, OverflowError) as error:
             raise DovetailError(f"{size} bytes of host memory can't be had: {error}") from error
-        slab = torch.frombuffer(memory, dtype=torch.uint8)
-        self._copies.register(slab)
-        self._slabs.append(slab)
-        return Slab(len(self._slabs) - 1, memoryview(memory))
+        slab = Slab(next(self._numbers), memoryview(memory))
+        self._own.add(slab.number, memory)
+        return slab
 
     def save(self, transfer: Transfer) -> None:
-        copying = self._copies.save(transfer.pages, self._memory(transfer), 0, transfer.seed)
-        self._pending.append((transfer.id, copying))
+        self._pending.append((transfer.id, self._own.start(transfer, saves=True)))
 
     def restore(self, transfer: Transfer) -> None:
-        copying = self._copies.restore(transfer.pages, self._memory(transfer), 0, transfer.seed)
-        self._pending.append((transfer.id, copying))
+        self._pending.append((transfer.id, self._own.start(transfer, saves=False)))
 
     def finished(self) -> Sequence[Transferred]:
         ended = [copying.done for _, copying in self._pending]
@@ -308,15 +330,4 @@ class LocalTransfers(KVTransfers):
         return [Transferred(id, copying.checksum) for id, copying in done]
 
     def save_capacity(self) -> int:
-        return self._copies.save_capacity()
-
-    def close(self) -> None:
-        """Release the memory, once what was enqueued is done."""
-        self._copies.close()
-        self._pending.clear()
-        self._slabs.clear()
-
-    def _memory(self, transfer: Transfer) -> torch.Tensor:
-        """Return the part of a slab that a transfer is of."""
-        size = len(transfer.pages) * self.page_bytes
-        return self._slabs[transfer.slab][transfer.offset : transfer.offset + size]
+        return self._own.copies.save_capacity()

@@ -74,6 +74,7 @@ class Worker:
         self._graphs: Graphs | None = None  # the runner's, once captured
         self._scales: CacheScales | None = None  # of a cache of a smaller dtype
         self._attention = ""  # name of the backend, once chosen
+        self._copies: PageCopies | None = None
         self._failure: DovetailError | None = None
         self._generates = True
         # see `Capacity`; measured by `allocate`
@@ -331,10 +332,12 @@ class Worker:
         return self._graphs is not None and self._graphs.record_next()
 
     def page_copies(self) -> PageCopies | None:
-        """Return the copies of the pool's pages to host memory, after `allocate`; None if its pages
+        """Make the copies of the pool's pages to host memory, after `allocate`; None if its pages
         have no bytes, or not a whole number of words."""
         pool = self._running().pool
-        return PageCopies(pool) if pool.page_bytes and pool.page_bytes % WORD == 0 else None
+        if pool.page_bytes and pool.page_bytes % WORD == 0:
+            self._copies = PageCopies(pool)
+        return self._copies
 
     def name_of_bytes(self) -> str:
         """Return the name of what decides the meaning of a page's bytes: `KVTransfers.name`."""
@@ -347,6 +350,9 @@ class Worker:
 
         Idempotent; may be called before, or after a failed, `load` or `allocate`.
         """
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
         had_cuda = self.runner is not None and self.runner.device.type == "cuda"
         self.runner = self._graphs = self._scales = None
         if had_cuda:
