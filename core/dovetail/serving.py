@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dovetail.engine.finish import Finish, TokenWatcher
     from dovetail.engine.flight import Delivery
     from dovetail.engine.live_request import LiveRequest
+    from dovetail.engine.tiers.stats import TierStats
     from dovetail.front.adapters import RequestedAdapter
     from dovetail.front.admission import Admission, CheckedRequest
     from dovetail.front.assembly import Assembly, assemble
@@ -117,6 +118,7 @@ _HOMES = {
     "Settings": "cli.settings",
     "IMAGES": "front.vllm_groups",
     "IMAGES_AT_ONCE": "front.media.facts",
+    "TierStats": "engine.tiers.stats",
     "TokenWatcher": "engine.finish",
     "TokenizedText": "front.tokenizer",
     "Tokenizer": "front.tokenizer",
@@ -212,6 +214,7 @@ __all__ = [
     "Settings",
     "IMAGES",
     "IMAGES_AT_ONCE",
+    "TierStats",
     "TokenWatcher",
     "TokenizedText",
     "Tokenizer",

@@ -21,6 +21,7 @@ from dovetail.serving import (
     PoolingIntake,
     Prompt,
     PromptSource,
+    TierStats,
     Tokenizer,
 )
 
@@ -57,6 +58,7 @@ class Load:
     draft_tokens: int = 0  # drafts that they checked
     accepted_drafts: tuple[int, ...] = ()  # accepted ones by position
     drafting_s: float = 0.0  # time that steps waited for the drafter
+    tiers: TierStats | None = None  # of K and V beyond the device; None: there are none
 
 
 @dataclass(frozen=True, slots=True)

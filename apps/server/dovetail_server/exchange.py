@@ -158,7 +158,11 @@ class OutputListener:
     @property
     def counts(self) -> TokenCounts:
         return TokenCounts(
-            self.prompt_tokens, self.completion_tokens, self.cached_tokens, self.reasoning_tokens
+            self.prompt_tokens,
+            self.completion_tokens,
+            self.cached_tokens,
+            self.reasoning_tokens,
+            0 if self.times is None else self.times.restored_tokens,
         )
 
     def take(self, output: RequestOutput) -> None:

@@ -200,6 +200,7 @@ class First(msgspec.Struct, array_like=True, gc=False):
     cached_tokens: int
     scheduled: float | None  # seconds on the engine's clock
     token: float | None
+    restored_tokens: int = 0
 
 
 class Finished(msgspec.Struct, array_like=True, gc=False):

@@ -113,7 +113,7 @@ class FrontEndSamples:
         for sample in self._new.intersection([*delivery.requests, *pooled]):
             front_end, number = self._places[sample]
             times = sample.first_scheduled_time, sample.first_token_time
-            first = First(number, sample.cached_tokens, *times)
+            first = First(number, sample.cached_tokens, *times, sample.restored_tokens)
             shares[front_end].first.append(first)
             self._new.discard(sample)
 

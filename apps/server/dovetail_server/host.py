@@ -310,6 +310,7 @@ class EngineHost:
             pages.cached,
             pages.held_by_group,
             *drafts,
+            stats.tiers,
         )
 
     def _tell_load(self) -> None:

@@ -27,6 +27,7 @@ from dovetail.end_reason import FinishReason
 from dovetail.request.lora import LoRARequest
 from dovetail.request.outputs import RequestMetrics, RequestOutput
 from dovetail.request.pooling import PoolingRequestOutput
+from dovetail.serving import TierStats
 from dovetail_server.engine import ServedEngine
 
 MAX_CLIENTS = 100  # clients with separate figures; later ones are counted together
@@ -292,6 +293,8 @@ class ServerMetrics(Collector):
         yield from self._load()
         yield from self._counts()
         yield from self._drafts()
+        if self._engine.load.tiers is not None:
+            yield from tier_metrics(self._engine.load.tiers, self._labels)
         yield from self._histograms()
         yield from self._by_client()
 
@@ -655,6 +658,35 @@ class RequestMeter:
                 self._adapter,
             )
         )
+
+
+def tier_metrics(stats: TierStats, labels: Mapping[str, str]) -> Iterator[Metric]:
+    """Yield the figures of K and V beyond the device, which all front ends have in common."""
+    held = {"limit": stats.host_limit, "used": stats.host_bytes}
+    of_what = "dovetail_kv_host_bytes", "Bytes of the host pool of K and V"
+    yield family(GaugeMetricFamily, *of_what, labels, held, "what")
+    for name, documentation, value, by in (
+        ("saved_frames", "Frames copied to the host pool", stats.saved_frames, None),
+        ("saved_bytes", "Bytes of these", stats.saved_bytes, None),
+        ("restored_frames", "Frames restored to the device", stats.restored_frames, None),
+        ("restored_bytes", "Bytes of these", stats.restored_bytes, None),
+        ("restored_tokens", "Prompt tokens restored and used", stats.restored_tokens, None),
+        ("restore_seconds", "Seconds that requests waited for these", stats.restore_s, None),
+        ("missed_restores", "Prefixes not restored, or in part", stats.missed, "reason"),
+        ("dropped_frames", "Frames not saved or not stored", stats.dropped_frames, "reason"),
+        ("damaged_frames", "Frames with other bytes than saved", stats.damaged_frames, "source"),
+        ("tier_stored_frames", "Frames that a tier stored", stats.stored_frames, "tier"),
+        ("tier_stored_bytes", "Bytes of these", stats.stored_bytes, "tier"),
+        ("tier_loaded_frames", "Frames that a tier loaded", stats.loaded_frames, "tier"),
+        ("tier_loaded_bytes", "Bytes of these", stats.loaded_bytes, "tier"),
+        ("tier_load_seconds", "Seconds of loads, by tier", stats.load_s, "tier"),
+        ("tier_off", "Times that a failing tier was switched off", stats.off, "tier"),
+    ):
+        kind = CounterMetricFamily
+        numbers = (
+            dict(value) if isinstance(value, dict) else value
+        )  # the engine's thread may add to it
+        yield family(kind, f"dovetail_kv_{name}", documentation, labels, numbers, by)
 
 
 def family(

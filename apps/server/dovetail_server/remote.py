@@ -100,6 +100,7 @@ class Sample:
         "output",
         "pauses",
         "preemptions",
+        "restored_tokens",
         "text",
         "watcher",
     )
@@ -116,6 +117,7 @@ class Sample:
         self.preemptions = 0
         self.pauses: Sequence[float] = ()
         self.cached_tokens = 0
+        self.restored_tokens = 0
         self.entry: _Open | None = None
 
 
@@ -517,6 +519,7 @@ class RemoteEngine:
         for first in first_results:
             if (sample := self._samples.get(first.number)) is not None:
                 sample.cached_tokens = first.cached_tokens
+                sample.restored_tokens = first.restored_tokens
                 sample.first_scheduled_time = first.scheduled
                 sample.first_token_time = first.token
 

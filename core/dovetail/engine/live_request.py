@@ -153,7 +153,7 @@ class LiveRequest(Request):
         # pairs
         self.pauses: Sequence[float] = ()
         self.cached_tokens: int = 0
-        self.restored_tokens = 0  # of these, the tokens that came from host memory or a tier
+        self.restored_tokens: int = 0  # of these, the tokens that came from host memory or a tier
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from dovetail.api.kv_cache import PageCounts
 from dovetail.api.observer import EngineStarted, EngineStopped, Observer
 from dovetail.engine.flight import InFlightStep
+from dovetail.engine.tiers.stats import TierStats
 from dovetail.errors import ConfigError
 
 logger = logging.getLogger("dovetail")
@@ -43,6 +44,7 @@ class EngineStats:
     # accepted ones by position: the first of a row, the second, …
     accepted_drafts: list[int] = field(default_factory=list)
     drafting_s: float = 0.0  # time that steps waited for the drafter
+    tiers: TierStats | None = None  # of K and V beyond the device; None: there are none
     stalls: int = 0  # steps that the engine planned itself, as the policy would have waited forever
 
     def count(self, flight: InFlightStep, generated_tokens: int) -> None:

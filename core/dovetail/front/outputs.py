@@ -52,6 +52,9 @@ class SampleState(Protocol):
     @property
     def cached_tokens(self) -> int: ...
 
+    @property
+    def restored_tokens(self) -> int: ...
+
 
 # Tokens of an answer that is delivered at its end: one by one they take several times as long
 READ_TOGETHER = 32
@@ -141,6 +144,7 @@ class RequestGroup(Generic[S]):
         metrics.first_scheduled_time = min(scheduled, default=None)
         metrics.first_token_time = min(began, default=None)
         metrics.preemptions = sum([s.preemptions for s in samples])
+        metrics.restored_tokens = samples[0].restored_tokens
         if pauses := samples[0].pauses:
             metrics.pauses = tuple(zip_longest(pauses[::2], pauses[1::2]))
 
@@ -369,6 +373,7 @@ class OutputBuilder:
         if metrics.first_token_time is None:
             metrics.first_token_time = request.first_token_time
             metrics.first_scheduled_time = request.first_scheduled_time
+            metrics.restored_tokens = request.restored_tokens
         text = "" if sample.text is None else sample.text.take_delta()
         completion = CompletionOutput(0, text, self._as_ids(tokens))
         return RequestOutput(

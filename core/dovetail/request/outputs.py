@@ -39,6 +39,9 @@ class RequestMetrics:
     preemptions: int = 0
     # of its first sample: from each preemption to the next admission, the first 100
     pauses: Sequence[tuple[float, float | None]] = ()
+    # of `RequestOutput.num_cached_tokens`, those that were restored for it from host memory or a
+    # KV tier
+    restored_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -294,6 +294,11 @@ class Request:
         return 0
 
     @property
+    def restored_tokens(self) -> int:
+        """Number of the `cached_tokens` that were restored from host memory or a KV tier."""
+        return 0
+
+    @property
     def first_scheduled_time(self) -> float | None:
         return None
 

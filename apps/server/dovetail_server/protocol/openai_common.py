@@ -190,6 +190,7 @@ class TokenCounts(NamedTuple):
     completion: int
     cached: int  # prompt tokens found in the prefix cache
     reasoning: int | None = None  # None: unknown
+    restored: int = 0  # of the cached ones, those from host memory or a KV tier
 
     def openai_usage(self) -> dict[str, Any]:
         """Return OpenAI's `usage`."""
@@ -198,11 +199,12 @@ class TokenCounts(NamedTuple):
             if self.reasoning is None
             else {"completion_tokens_details": {"reasoning_tokens": self.reasoning}}
         )
+        restored = {"restored_tokens": self.restored} if self.restored else {}
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens_details": {"cached_tokens": self.cached, **restored},
             **details,
         }
 

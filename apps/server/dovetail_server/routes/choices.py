@@ -117,4 +117,5 @@ def usage_of(listeners: Sequence[OutputListener]) -> dict[str, Any]:
     """Return OpenAI's usage, summed over the prompts of a request."""
     counts = [listener.counts for listener in listeners]
     prompt, completion, cached = (sum(one[field] or 0 for one in counts) for field in range(3))
-    return TokenCounts(prompt, completion, cached, counts[0].reasoning).openai_usage()
+    restored = sum(one.restored for one in counts)
+    return TokenCounts(prompt, completion, cached, counts[0].reasoning, restored).openai_usage()

@@ -31,7 +31,7 @@ from dovetail.engine.tiers.keys import FrameChain, FrameLayout, FrameName
 from dovetail.engine.tiers.prospect import Pace, Prospect, prospect
 from dovetail.engine.tiers.restores import Piece, Restoration, Restores
 from dovetail.engine.tiers.saves import Saves
-from dovetail.engine.tiers.stats import TierStats
+from dovetail.engine.tiers.stats import TierStats, add
 from dovetail.engine.tiers.tier_jobs import JOB_FRAMES, TierJobs
 
 logger = logging.getLogger("dovetail")
@@ -82,7 +82,7 @@ class TierFeature(EngineFeature):
         self._saves = Saves(
             frames, kv, pool, transfers, ids, self.stats, self._saved, self._is_kept
         )
-        self._restores = Restores(layout, frames, kv, pool, transfers, ids)
+        self._restores = Restores(layout, frames, kv, pool, transfers, ids, self.stats)
         self._visits: dict[LiveRequest, _Visit] = {}
         self._hidden: set[LiveRequest] = set()
         # Requests whose prefix is restored and that aren't admitted: what of it, and until when its
@@ -184,9 +184,11 @@ class TierFeature(EngineFeature):
     def _poll(self, now: float) -> None:
         """Take what has ended since the last call."""
         self._now = now
+        self.stats.host_bytes = self._pool.bytes
+        self.stats.host_frames = self._pool.frames
         for transfer in self._transfers.finished():
             if not self._saves.finished(transfer):
-                self._restored(self._restores.finished(transfer))
+                self._restores.finished(transfer)
         for tier in self._tiers:
             if not tier.namespaces and self._namespaces is not None:
                 tier.namespaces = self._namespaces
@@ -258,7 +260,7 @@ class TierFeature(EngineFeature):
             return False
         computing_s = self.pace.computing_s(best.tokens - best.cached, best.tokens)
         if self.pace.loading_s(best.pieces) >= computing_s:
-            self.stats.missed["slower"] += 1
+            add(self.stats.missed, "slower")
             self.pace.too_slow(best.pieces)
             self._forget(visit)
             return False
@@ -363,22 +365,15 @@ class TierFeature(EngineFeature):
 
     # What has been restored
 
-    def _restored(self, sound: bool | None) -> None:
-        if sound is False:
-            self.stats.damaged_frames["restored"] += 1
-        elif sound:
-            self.stats.restored_frames += 1
-
     def _end(self, restoration: Restoration) -> None:
         """Release the pages of a restoration, so that its request finds them."""
         self._copies += self._restores.end(restoration)
         if restoration.cut is not None:
-            self.stats.missed[restoration.cut] += 1
+            add(self.stats.missed, restoration.cut)
         seconds = self._now - restoration.begun
         self.stats.restore_s += seconds
         if restoration.cut is None:
             self.pace.restored(restoration, self._now)
-        self.stats.restored_bytes += restoration.restored_bytes
         visit = self._visits.get(restoration.request)
         if visit is not None and visit.restoration is restoration:
             del self._visits[restoration.request]

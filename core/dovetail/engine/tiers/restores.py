@@ -22,6 +22,7 @@ from dovetail.api.kv_transfers import KVTransfers, Transfer, Transferred
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.tiers.host_pool import HostFrame, HostPool
 from dovetail.engine.tiers.keys import FrameLayout, FrameName, GroupFrames
+from dovetail.engine.tiers.stats import TierStats, add
 from dovetail.engine.tiers.tier_jobs import TierJobs
 from dovetail.request import Request
 from dovetail.request.media import MediaSpan
@@ -94,7 +95,9 @@ class Restores:
         pool: HostPool,
         transfers: KVTransfers,
         ids: count[int],
+        stats: TierStats,
     ) -> None:
+        self._stats = stats
         self._layout = layout
         self._frames = frames
         self._kv = kv
@@ -230,12 +233,12 @@ class Restores:
             restoration.copying += 1
             self._transfers.restore(transfer)
 
-    def finished(self, transfer: Transferred) -> bool | None:
-        """Note the end of a transfer, and commit what is whole then. Returns whether it has arrived
-        undamaged; None if it isn't of a restoration."""
+    def finished(self, transfer: Transferred) -> None:
+        """Note the end of a transfer, unless it isn't of a restoration, and commit what is whole
+        then."""
         restoration, piece = self._copying.pop(transfer.id, (None, None))
         if restoration is None or piece is None:
-            return None
+            return
         frame = piece.frame
         assert frame is not None
         restoration.restored_bytes += frame.bytes
@@ -249,11 +252,16 @@ class Restores:
         self._pool.release(frame)
         piece.frame = None
         if not sound:
+            add(self._stats.damaged_frames, "host" if piece.tier is None else piece.tier.name)
+            if piece.tier is not None:
+                piece.tier.lost(piece.name)
             self.cut(restoration, piece.index, "damaged")
-        elif not piece.dropped:
+            return
+        self._stats.restored_frames += 1
+        self._stats.restored_bytes += frame.bytes
+        if not piece.dropped:
             restoration.missing[piece.index] -= 1
             self._commit(restoration)
-        return sound
 
     def _commit(self, restoration: Restoration) -> None:
         """Commit the tokens of the frames that are whole, from the first on."""

@@ -21,7 +21,7 @@ from dovetail.engine.flight import InFlightStep
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.tiers.host_pool import HostFrame, HostPool
 from dovetail.engine.tiers.keys import FrameChain, FrameLayout, FrameName, GroupFrames
-from dovetail.engine.tiers.stats import TierStats
+from dovetail.engine.tiers.stats import TierStats, add
 
 
 class _Progress:
@@ -101,7 +101,7 @@ class Saves:
             whole = request.num_computed // self._frames.tokens
             left = sum(max(0, whole - index) for index in progress.next)
             if left:
-                self._stats.dropped_frames["busy"] += left
+                add(self._stats.dropped_frames, "busy", left)
 
     # A step
 
@@ -182,7 +182,7 @@ class Saves:
         other frame's place, since it would do so at each of its uses."""
         frame = self._pool.take(group.bytes, evicts=is_new)
         if frame is None:
-            self._stats.dropped_frames["full"] += 1
+            add(self._stats.dropped_frames, "full")
             return
         self._capacity -= group.bytes
         self._planned.append(_Save(request, chain, group.number, index, frame, pages, name))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class TierStats:
-    """Counts of frames, bytes, tokens and seconds. Of `Counter`s, the keys are names of tiers,
-    "host" for the host pool, or reasons."""
+    """Counts of frames, bytes, tokens and seconds. Those in dicts are by reason, or by a tier's
+    name."""
 
     host_limit: int = 0  # bytes
     host_bytes: int = 0  # of frames that can be found there
@@ -17,17 +16,22 @@ class TierStats:
     saved_frames: int = 0  # copied from the device to the host pool
     saved_bytes: int = 0
     # not saved, or not stored in a tier, by reason: see `saves` and `tier_jobs`
-    dropped_frames: Counter[str] = field(default_factory=Counter)
-    stored_frames: Counter[str] = field(default_factory=Counter)  # by tier
-    stored_bytes: Counter[str] = field(default_factory=Counter)
-    loaded_frames: Counter[str] = field(default_factory=Counter)  # by tier, undamaged
-    loaded_bytes: Counter[str] = field(default_factory=Counter)
+    dropped_frames: dict[str, int] = field(default_factory=dict)
+    stored_frames: dict[str, int] = field(default_factory=dict)  # by tier
+    stored_bytes: dict[str, int] = field(default_factory=dict)
+    loaded_frames: dict[str, int] = field(default_factory=dict)  # by tier, undamaged
+    loaded_bytes: dict[str, int] = field(default_factory=dict)
     load_s: dict[str, float] = field(default_factory=dict)  # time of jobs, by tier
     restored_frames: int = 0  # copied from the host pool to the device, and found undamaged
     restored_bytes: int = 0
     restored_tokens: int = 0
     restore_s: float = 0.0  # that requests were held back for them
     # by reason: requests whose prefix was there, but wasn't restored, or not to its end
-    missed: Counter[str] = field(default_factory=Counter)
-    damaged_frames: Counter[str] = field(default_factory=Counter)  # by where they came from
-    off: Counter[str] = field(default_factory=Counter)  # how often each tier was switched off
+    missed: dict[str, int] = field(default_factory=dict)
+    damaged_frames: dict[str, int] = field(default_factory=dict)  # by where they came from
+    off: dict[str, int] = field(default_factory=dict)  # how often each tier was switched off
+
+
+def add(counts: dict[str, int], key: str, number: int = 1) -> None:
+    """Add to one of several counts."""
+    counts[key] = counts.get(key, 0) + number

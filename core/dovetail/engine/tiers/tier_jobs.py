@@ -19,7 +19,7 @@ from dovetail.api.clock import Clock
 from dovetail.api.kv_tier import Done, Frame, FrameKey, Job, KVTier
 from dovetail.engine.tiers.host_pool import HostFrame, HostPool
 from dovetail.engine.tiers.keys import FrameName, header, read_header
-from dovetail.engine.tiers.stats import TierStats
+from dovetail.engine.tiers.stats import TierStats, add
 
 logger = logging.getLogger("dovetail")
 
@@ -84,6 +84,10 @@ class TierJobs:
         """Return True if the tier is known to have that frame."""
         return name in self._kept
 
+    def lost(self, name: FrameName) -> None:
+        """Note that a loaded frame has other bytes than were stored: it is worth storing again."""
+        self._kept.pop(name, None)
+
     def is_used(self, now: float) -> bool:
         return bool(self.namespaces) and now >= self._off_until
 
@@ -94,9 +98,9 @@ class TierJobs:
         if frame.name is None or frame.name in self._kept:
             return
         if not self.is_used(now):
-            self._stats.dropped_frames["unavailable"] += 1
+            add(self._stats.dropped_frames, "unavailable")
         elif self._queued_bytes + frame.bytes > QUEUE_SHARE * self._pool.limit:
-            self._stats.dropped_frames["slow"] += 1
+            add(self._stats.dropped_frames, "slow")
         else:
             self._pool.hold(frame)
             self._queue.append(frame)
@@ -194,10 +198,10 @@ class TierJobs:
         for frame, stored in zip(job.frames, ok, strict=True):
             self._queued_bytes -= frame.bytes
             if stored:
-                self._stats.stored_frames[self.name] += 1
-                self._stats.stored_bytes[self.name] += frame.bytes
+                add(self._stats.stored_frames, self.name)
+                add(self._stats.stored_bytes, self.name, frame.bytes)
             else:
-                self._stats.dropped_frames["refused"] += 1
+                add(self._stats.dropped_frames, "refused")
             self._pool.release(frame)
 
     def _loaded(self, job: _Job, ok: Sequence[bool], now: float) -> list[bool]:
@@ -207,15 +211,15 @@ class TierJobs:
         for name, frame, loaded in zip(job.names, job.frames, ok, strict=True):
             found = read_header(frame.data, self._key(name)) if loaded else None
             if loaded and found is None:
-                self._stats.damaged_frames[self.name] += 1
+                add(self._stats.damaged_frames, self.name)
             if found is None:
                 self._pool.release(frame)
             else:
                 frame.seed, frame.checksum = found
                 loaded_bytes += frame.bytes
-                self._stats.loaded_frames[self.name] += 1
+                add(self._stats.loaded_frames, self.name)
             sound.append(found is not None)
-        self._stats.loaded_bytes[self.name] += loaded_bytes
+        add(self._stats.loaded_bytes, self.name, loaded_bytes)
         seconds = now - job.begun
         self._stats.load_s[self.name] = self._stats.load_s.get(self.name, 0.0) + seconds
         if loaded_bytes and seconds > 0:
@@ -246,7 +250,7 @@ class TierJobs:
                 why,
             )
             self._off_s = min(2 * self._off_s, LONGEST_OFF_S)
-            self._stats.off[self.name] += 1
+            add(self._stats.off, self.name)
 
     def _store(self, now: float) -> bool:
         """Begin the next store. Returns False if it has to wait."""
@@ -269,7 +273,7 @@ class TierJobs:
         if len(self._jobs) >= self.tier.capabilities.max_jobs:
             self._queue.extendleft(reversed(frames))
             return False
-        self._stats.dropped_frames["refused"] += len(frames)
+        add(self._stats.dropped_frames, "refused", len(frames))
         for frame in frames:
             self._unqueue(frame)
         return True
@@ -279,7 +283,7 @@ class TierJobs:
         self._pool.release(frame)
 
     def _drop_queue(self) -> None:
-        self._stats.dropped_frames["unavailable"] += len(self._queue)
+        add(self._stats.dropped_frames, "unavailable", len(self._queue))
         while self._queue:
             self._unqueue(self._queue.popleft())
 
