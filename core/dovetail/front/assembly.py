@@ -54,6 +54,7 @@ from dovetail.front.media.facts import MediaFacts
 from dovetail.front.media.layouts import check_options
 from dovetail.front.media.processes import check_pillow
 from dovetail.front.pooling import PoolingFacts
+from dovetail.front.tiers import make_tier_feature
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
 
@@ -457,12 +458,19 @@ def _make_core(
         parts.scheduler.qualified_name,
         config.prefill_limit,
     )
+    tiers = make_tier_feature(config, parts, executor, capacity, kv, clock)
     features = features_of(
-        capacity, 0.0 if config.adapters is None else config.adapters.slot_wait_s
+        capacity,
+        0.0 if config.adapters is None else config.adapters.slot_wait_s,
+        [] if tiers is None else [tiers],
     )
-    return EngineCore(
+    core = EngineCore(
         scheduler, kv, executor, capacity, clock, settings, observers, features, timing
     )
+    if tiers is not None:
+        tiers.measure(core.books.fit)
+        core.stats.tiers = tiers.stats
+    return core
 
 
 def _make_adapters(config: EngineConfig, capacity: Capacity, parts: Parts) -> AdapterStore | None:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
 
 from dovetail.api.clock import Clock
-from dovetail.api.executor import Executor
+from dovetail.api.executor import Capacity, Executor, ExecutorConfig
 from dovetail.api.kv_cache import KVCacheManager, KVLayout
 from dovetail.api.kv_tier import KVTier, TierContext
-from dovetail.engine.tiers.feature import TierFeature
+from dovetail.config.engine import EngineConfig
+from dovetail.config.parts import Parts
+from dovetail.engine.tiers.feature import CLOSE_S, TierFeature
 from dovetail.engine.tiers.host_pool import HostPool
 from dovetail.engine.tiers.keys import HEADER_BYTES, FrameLayout, namespaces
-from dovetail.errors import UnsupportedError
+from dovetail.errors import DISTRIBUTION, UnsupportedError
 
 logger = logging.getLogger("dovetail")
+
+_WEIGHTS = {".safetensors", ".gguf", ".bin", ".pt", ".pth"}
+# of the engine, which change K and V without a change of their layout
+_SETTINGS = ("load_format", "quantization", "kv_cache_dtype", "kv_cache_scales", "state_dtype")
 
 
 def check_manager(kv: KVCacheManager, layout: KVLayout, name: str) -> None:
@@ -38,35 +47,84 @@ def check_manager(kv: KVCacheManager, layout: KVLayout, name: str) -> None:
         )
 
 
-def tier_feature(
+def make_tier_feature(
+    config: EngineConfig,
+    parts: Parts,
     executor: Executor,
-    executor_name: str,
-    layout: KVLayout,
+    capacity: Capacity,
     kv: KVCacheManager,
-    kv_name: str,
     clock: Clock,
-    host_bytes: int,
-    make_tiers: Callable[[TierContext], Sequence[tuple[str, KVTier]]] = lambda context: (),
-    model: Callable[[], bytes] = bytes,
-) -> TierFeature:
-    """Return the feature of an engine that has `host_bytes` of host memory for K and V.
+) -> TierFeature | None:
+    """Return the feature of an engine that keeps K and V beyond the device; None: it keeps none.
 
-    `make_tiers`: makes them, with their names. `model`: returns a digest of all that decides K and
-    V besides the layout and the tokens; it may take long. Raises `UnsupportedError` if the executor
-    or the manager can't, and `ConfigError` if the memory is too small.
+    Raises `UnsupportedError` if the executor or the manager can't, and `ConfigError` if the memory
+    is too small or a tier's options can't be served.
     """
-    check_manager(kv, layout, kv_name)
+    if not config.host_pool_bytes:
+        return None
+    layout = capacity.layout
+    check_manager(kv, layout, parts.kv_cache.qualified_name)
     transfers = executor.transfers()
     if transfers is None:
         raise UnsupportedError(
-            f"kv_host_memory: executor {executor_name} can't copy K and V to host memory here: "
-            "leave kv_host_memory and kv_tiers out"
+            f"kv_host_memory: executor {parts.executor.qualified_name} can't copy K and V to the "
+            "host's memory here: leave kv_host_memory and kv_tiers out"
         )
     frames = FrameLayout(layout, transfers.page_bytes)
     sizes = sorted({group.bytes for group in frames.groups})
-    pool = HostPool(transfers.allocate, host_bytes, sizes)
+    pool = HostPool(transfers.allocate, config.host_pool_bytes, sizes)
     feature = TierFeature(layout, kv, transfers, pool, frames, clock)
     context = TierContext(clock, feature.woken.set, tuple(HEADER_BYTES + size for size in sizes))
+    made: list[tuple[str, KVTier]] = []
+    try:
+        for part in parts.kv_tiers:
+            made.append((part.qualified_name, part.make(context)))
+    except BaseException:
+        for _, tier in made:
+            tier.close(CLOSE_S)
+        pool.close()
+        raise
     name = transfers.name
-    feature.use(make_tiers(context), lambda: namespaces(model(), layout, name))
+    own = executor.context.config
+    dtype = capacity.details.get("dtype", "")
+    feature.use(made, lambda: namespaces(model_digest(own, dtype), layout, name))
+    _log(pool, frames, made)
     return feature
+
+
+def _log(pool: HostPool, frames: FrameLayout, made: Sequence[tuple[str, KVTier]]) -> None:
+    """Log where K and V are kept, and who can change answers."""
+    logger.info(
+        "K and V beyond the device: %s of host memory, in frames of %d tokens%s",
+        _size(pool.limit),
+        frames.tokens,
+        "".join(f"; tier {name}" for name, _ in made),
+    )
+    for name, tier in made:
+        if tier.capabilities.shared:
+            logger.info(
+                "KV tier %s is shared: whoever can write to it can change this engine's answers",
+                name,
+            )
+
+
+def _size(number: int) -> str:
+    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
+
+
+def model_digest(config: ExecutorConfig, dtype: str) -> bytes:
+    """Return a digest of what decides K and V besides their layout and the tokens: the settings,
+    and the content of the models' config and weights, of which all is read. `dtype`: of
+    activations."""
+    settings = [dtype, *(str(getattr(config, name)) for name in _SETTINGS)]
+    is_dummy = config.load_format == "dummy"
+    if is_dummy:
+        settings.append(str(config.seed))
+    total = hashlib.sha256(repr((metadata.version(DISTRIBUTION), settings)).encode())
+    for directory in filter(None, (config.model, config.draft_model)):
+        for file in sorted(Path(directory).iterdir()):
+            if file.name == "config.json" or (file.suffix in _WEIGHTS and not is_dummy):
+                with file.open("rb") as opened:
+                    digest = hashlib.file_digest(opened, "sha256").digest()
+                total.update(repr((file.name, digest)).encode())
+    return total.digest()
