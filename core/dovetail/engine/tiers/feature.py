@@ -37,6 +37,7 @@ from dovetail.engine.tiers.tier_jobs import JOB_FRAMES, TierJobs
 logger = logging.getLogger("dovetail")
 
 LOOK_S = 0.001  # how often an idle engine looks whether a copy has ended
+IDLE_S = 0.01  # how long it waits for tiers at a time, while there is no request
 RESTORATIONS = 2  # the most at a time
 JOBS = 2  # loads of one restoration at a time
 CLOSE_S = 5.0  # for what waits to be saved and stored when the engine ends
@@ -116,6 +117,20 @@ class TierFeature(EngineFeature):
         except Exception:
             logger.exception("the KV tiers stay unused: the model's content has no name")
 
+    def _open(self, tier: TierJobs) -> None:
+        """Use a tier from now on; store what is in the host pool already."""
+        assert self._namespaces is not None
+        tier.namespaces = self._namespaces
+        for name in self._pool.names:
+            frame = self._pool.find(name)
+            assert frame is not None
+            tier.store(frame, self._now)
+
+    def wait_until_open(self) -> None:
+        """Wait until the tiers can be used. For tests."""
+        if self._thread is not None:
+            self._thread.join()
+
     def measure(self, fit: StepTimeFit) -> None:
         """Compare restoring with computing by this fit of step times."""
         self.pace.fit = fit
@@ -191,7 +206,7 @@ class TierFeature(EngineFeature):
                 self._restores.finished(transfer)
         for tier in self._tiers:
             if not tier.namespaces and self._namespaces is not None:
-                tier.namespaces = self._namespaces
+                self._open(tier)
             tier.poll(now)
         for restoration in [one for one in self._restores.active if one.ended]:
             self._end(restoration)
@@ -281,7 +296,7 @@ class TierFeature(EngineFeature):
         if self._kv.lookup(shadow) != best.cached:
             self._kv.free(shadow)
             return False
-        needed = self._restores.pages_needed(shadow, best.cached, best.frames)
+        needed = self._restores.pages_needed(shadow, best.frames)
         left = sum(
             self._layout.visible_pages(one.restored + 1) for one, _ in self._awaited.values()
         )
@@ -383,7 +398,8 @@ class TierFeature(EngineFeature):
 
     def _saved(self, frame: HostFrame) -> None:
         for tier in self._tiers:
-            tier.store(frame, self._now)
+            if tier.namespaces:
+                tier.store(frame, self._now)
 
     def _is_kept(self, name: FrameName) -> bool:
         return any(tier.has(name) for tier in self._tiers)
@@ -392,19 +408,12 @@ class TierFeature(EngineFeature):
 
     def idle(self) -> bool:
         self._poll(self._clock.now())
-        if not self._is_busy:
+        copies = self._saves.pending or bool(self._restores.active)
+        if not copies and not any(tier.pending for tier in self._tiers):
             return False
-        self.woken.wait(LOOK_S)
+        self.woken.wait(LOOK_S if copies else IDLE_S)  # tiers end the wait
         self.woken.clear()
         return True
-
-    @property
-    def _is_busy(self) -> bool:
-        return (
-            self._saves.pending
-            or bool(self._restores.active)
-            or any(tier.pending for tier in self._tiers)
-        )
 
     def reset(self) -> None:
         self._saves.drop()

@@ -209,6 +209,11 @@ class HostPool:
             self.drop(name)
 
     @property
+    def names(self) -> tuple[FrameName, ...]:
+        """The names of all frames that are found."""
+        return tuple(self._named)
+
+    @property
     def frames(self) -> int:
         """Number of frames that are found."""
         return len(self._named)

@@ -25,7 +25,6 @@ from dovetail.engine.tiers.keys import FrameLayout, FrameName, GroupFrames
 from dovetail.engine.tiers.stats import TierStats, add
 from dovetail.engine.tiers.tier_jobs import TierJobs
 from dovetail.request import Request
-from dovetail.request.media import MediaSpan
 from dovetail.request.sampling_params import SamplingParams
 
 Tokens = NDArray[np.int32]
@@ -57,7 +56,6 @@ class Restoration:
     cached: int
     frames: int
     pieces: list[Piece]
-    scratch: list[Request] = field(default_factory=list)
     restored: int = 0  # tokens that are committed
     begun: float = 0.0
     deadline: float = 0.0  # for the tiers
@@ -113,36 +111,22 @@ class Restores:
         """Return a request whose longest cacheable prefix is the first `tokens` tokens of
         `request`."""
         known = tokens + 1 + self._frames.after
-        return self._own(
-            known_tokens(request, min(known, request.num_tokens)),
-            request.cache_keys,
-            tuple(span for span in request.media if span.start < known),
-        )
-
-    def _own(
-        self, tokens: Tokens, cache_keys: tuple[str, ...], media: tuple[MediaSpan, ...] = ()
-    ) -> Request:
         return Request(
             f"restoring {next(self._ids)} {token_hex(8)}",  # no user can guess it
-            tokens,
+            known_tokens(request, min(known, request.num_tokens)),
             SamplingParams(),
             max_tokens=1,
-            cache_keys=cache_keys,
-            media=media,
+            cache_keys=request.cache_keys,
+            media=tuple(span for span in request.media if span.start < known),
         )
 
     # Its begin
 
-    def pages_needed(self, shadow: Request, cached: int, frames: int) -> int:
+    def pages_needed(self, shadow: Request, frames: int) -> int:
         """Return the number of available pages that restoring takes at a time, at most."""
         tokens = frames * self._frames.tokens
         chunk = CHUNK_FRAMES * self._frames.tokens
-        needed = min(self._kv.pages_needed(shadow, tokens), self._layout.most_pages(tokens, chunk))
-        partly = sum(  # pieces that need scratch
-            (cached % self._frames.tokens > 0) + (group.spec.window is not None)
-            for group in self._frames.groups
-        )
-        return needed + partly * self._layout.pages(self._frames.tokens)
+        return min(self._kv.pages_needed(shadow, tokens), self._layout.most_pages(tokens, chunk))
 
     def begin(self, restoration: Restoration) -> bool:
         """Give it pages, or change nothing and return False. Its pieces that have a frame hold
@@ -152,11 +136,7 @@ class Restores:
             return False
         tables = self._kv.tables(shadow)
         for piece in restoration.pieces:
-            pages = self._place(restoration, piece, tables)
-            if pages is None:
-                self._free(restoration)
-                return False
-            piece.pages = pages
+            piece.pages = self._place(piece, tables, restoration.cached)
         for piece in restoration.pieces:
             restoration.missing[piece.index] = restoration.missing.get(piece.index, 0) + 1
             self.names[piece.name] = restoration
@@ -178,39 +158,17 @@ class Restores:
                 self._kv.trim(shadow, tokens)
         return True
 
-    def _place(
-        self, restoration: Restoration, piece: Piece, tables: Sequence[Pages]
-    ) -> Pages | None:
-        """Return where the pages of a frame go. Those of blocks that the cache has, or that nobody
-        will see, go to blocks which are thrown away, since a checksum is of the whole frame. None:
-        there are none."""
+    def _place(self, piece: Piece, tables: Sequence[Pages], cached: int) -> Pages:
+        """Return where the pages of a frame go; `HOLE` for those of blocks that the cache has, or
+        that no later token sees."""
         group = piece.group
         table = tables[group.number]
         if group.spec.recurrent:
             return table
-        pages = list(group.pages(piece.index, table))
-        width = group.spec.pages_per_block
-        found = restoration.cached // group.spec.block_tokens - group.blocks(piece.index).start
-        held = [page != HOLE and at >= found * width for at, page in enumerate(pages)]
-        if all(held):
-            return tuple(pages)
-        waste = self._scratch(restoration)
-        if waste is None:
-            return None
-        thrown = waste[group.number]
-        return tuple(page if held[at] else thrown[at] for at, page in enumerate(pages))
-
-    def _scratch(self, restoration: Restoration) -> Sequence[Pages] | None:
-        """Return block tables of one frame that nobody will ever find; None: there is no room."""
-        tokens = self._frames.tokens
-        request = self._own(
-            np.zeros(tokens + 1 + self._frames.after, np.int32), ("scratch", token_hex(16))
-        )
-        if self._kv.allocate(request, tokens) is None:
-            self._kv.free(request)
-            return None
-        restoration.scratch.append(request)
-        return self._kv.tables(request)
+        pages = group.pages(piece.index, table)
+        found = cached // group.spec.block_tokens - group.blocks(piece.index).start
+        held = max(0, found) * group.spec.pages_per_block
+        return (HOLE,) * min(held, len(pages)) + pages[held:]
 
     # Its progress
 
@@ -298,10 +256,5 @@ class Restores:
         self.active.remove(restoration)
         for piece in restoration.pieces:
             self.names.pop(piece.name, None)
-        self._free(restoration)
+        self._kv.free(restoration.shadow)
         return restoration.copies
-
-    def _free(self, restoration: Restoration) -> None:
-        for request in (*restoration.scratch, restoration.shadow):
-            self._kv.free(request)
-        restoration.scratch.clear()

@@ -71,14 +71,17 @@ class TierJobs:
         self._queued_bytes = 0  # of these, and of those in jobs
         self._jobs: dict[int, _Job] = {}
         self._kept: OrderedDict[FrameName, None] = OrderedDict()
-        self._failures = 0  # in a row
+        # in a row, of stores and of all else: a tier may be able to do one of them only
+        self._failures = {True: 0, False: 0}
         self._off_until = 0.0
         self._off_s = OFF_S
 
     @property
     def pending(self) -> bool:
-        """True while frames are being stored, or wait for it."""
-        return bool(self._queue) or any(job.kind == "store" for job in self._jobs.values())
+        """True while frames are being stored in time, or wait for it."""
+        return bool(self._queue) or any(
+            job.kind == "store" and not job.late for job in self._jobs.values()
+        )
 
     def has(self, name: FrameName) -> bool:
         """Return True if the tier is known to have that frame."""
@@ -90,6 +93,13 @@ class TierJobs:
 
     def is_used(self, now: float) -> bool:
         return bool(self.namespaces) and now >= self._off_until
+
+    @property
+    def _hangs(self) -> bool:
+        """True if all jobs that the tier may have are late."""
+        return len(self._jobs) >= self.tier.capabilities.max_jobs and all(
+            job.late for job in self._jobs.values()
+        )
 
     # Jobs
 
@@ -162,7 +172,8 @@ class TierJobs:
             for job in [*self._jobs.values()]:
                 if not job.late and now >= job.deadline:
                     job.late = True
-                    self._failed(now, f"a {job.kind} took more than {job.deadline - job.begun:g} s")
+                    why = f"a {job.kind} took more than {job.deadline - job.begun:g} s"
+                    self._failed(now, why, stores=job.kind == "store")
                     if job.then is not None:
                         job.then([False] * len(job.names))
         while self._queue and self._store(now):
@@ -173,7 +184,8 @@ class TierJobs:
         try:
             return method()
         except Exception as error:
-            self._failed(now, f"it raised {type(error).__name__}: {error}")
+            why = f"it raised {type(error).__name__}: {error}"
+            self._failed(now, why, stores=False)
             return None
 
     def _ended(self, job: _Job, done: Done, now: float) -> None:
@@ -181,9 +193,9 @@ class TierJobs:
         if job.late:
             ok = [False] * len(job.names)
         elif done.why == "unavailable" or len(done.ok) != len(job.names):
-            self._failed(now, "it reports that it is unavailable")
+            self._failed(now, "it reports that it is unavailable", stores=job.kind == "store")
         else:
-            self._failures = 0
+            self._failures[job.kind == "store"] = 0
             self._off_s = OFF_S
         if job.kind == "store":
             self._stored(job, ok)
@@ -236,12 +248,12 @@ class TierJobs:
         if len(self._kept) > KEPT_NAMES:
             self._kept.popitem(last=False)
 
-    def _failed(self, now: float, why: str) -> None:
+    def _failed(self, now: float, why: str, *, stores: bool) -> None:
         if now < self._off_until:
             return
-        self._failures += 1
-        if self._failures >= FAILURES:
-            self._failures = 0
+        self._failures[stores] += 1
+        if self._failures[stores] >= FAILURES:
+            self._failures[stores] = 0
             self._off_until = now + self._off_s
             logger.warning(
                 "KV tier %s is off for %g s, since %s: K and V are computed meanwhile",
@@ -254,7 +266,7 @@ class TierJobs:
 
     def _store(self, now: float) -> bool:
         """Begin the next store. Returns False if it has to wait."""
-        if not self.is_used(now):
+        if not self.is_used(now) or self._hangs:
             self._drop_queue()
             return False
         frames: list[HostFrame] = []

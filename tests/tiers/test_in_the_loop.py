@@ -1,0 +1,376 @@
+"""Prefixes restored in the loop: what is found, what is refused, and what goes wrong.
+
+The fake executor fails if a step reads a page that doesn't hold its request's tokens, or one that
+is still being restored; a world checks all tokens against its oracle.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dovetail.api.executor import Result
+from dovetail.api.kv_tier import Done, FrameKey, Job, KVTier
+from dovetail.engine.tiers import tier_jobs
+from dovetail.engine.tiers.prospect import Pace
+from tests.engine.policies import FCFS
+from tests.engine.world import RecordingExecutor, Shape, Spec, World
+from tests.tiers.tiered import FRAME, Tiered, ToyTier
+
+PROMPT = tuple(range(1, 42))  # five frames and a token
+OTHER = tuple(range(50, 91))
+SHAPE = Shape(num_pages=32, strict=True)
+
+
+@pytest.fixture(autouse=True)
+def restores_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use short frames, and restore even what is computed sooner."""
+    monkeypatch.setattr("dovetail.engine.tiers.keys.FRAME_TOKENS", FRAME)
+    monkeypatch.setattr(Pace, "loading_s", lambda *_: 0.0)
+    monkeypatch.setattr(tier_jobs, "STORE_S", 0.5)
+
+
+def answer(tiered: Tiered, *specs: Spec) -> list[tuple[int, int]]:
+    """Run requests to their end; return the tokens that each found and, of these, were restored."""
+    for spec in specs:
+        tiered.world.add(spec)
+    tiered.world.drain()
+    tiered.settle()
+    tiered.check()
+    requests = [tiered.world.requests[spec.id] for spec in specs]
+    return [(request.cached_tokens, request.restored_tokens) for request in requests]
+
+
+def with_prefix(tiered: Tiered, prompt: tuple[int, ...] = PROMPT) -> Tiered:
+    """Return `tiered`, whose host pool and tiers, but not the device, have the prompt's K and V."""
+    answer(tiered, Spec("first", prompt, max_tokens=2))
+    tiered.forget_device()
+    return tiered
+
+
+def test_a_prefix_that_the_device_has_forgotten_is_restored() -> None:
+    tiered = with_prefix(Tiered.of(SHAPE))
+    assert answer(tiered, Spec("again", PROMPT)) == [(40, 40)]
+    assert tiered.feature.stats.restored_tokens == 40
+
+
+def test_a_prefix_that_the_device_has_is_not_restored() -> None:
+    tiered = Tiered.of(SHAPE)
+    answer(tiered, Spec("first", PROMPT))
+    assert answer(tiered, Spec("again", PROMPT)) == [(40, 0)]
+    assert tiered.feature.stats.restored_frames == 0
+
+
+def test_what_is_generated_is_restored_in_the_next_turn() -> None:
+    tiered = Tiered.of(SHAPE)
+    answer(tiered, Spec("first", PROMPT, max_tokens=17))
+    tiered.forget_device()
+    said = tuple(tiered.world.tokens["first"])
+    assert answer(tiered, Spec("next", (*PROMPT, *said, 3, 4))) == [(56, 56)]
+
+
+def test_a_prefix_goes_on_where_the_device_has_its_beginning() -> None:
+    tiered = with_prefix(Tiered.of(SHAPE))
+    answer(tiered, Spec("short", PROMPT[:13], max_tokens=1))  # 12 tokens: in the second frame
+    assert answer(tiered, Spec("again", PROMPT)) == [(40, 28)]
+
+
+def test_others_with_the_same_beginning_wait_for_one_restoration() -> None:
+    tiered = with_prefix(Tiered.of(SHAPE))
+    found = answer(tiered, Spec("one", (*PROMPT, 7)), Spec("two", (*PROMPT, 8)))
+    assert found == [(40, 40), (40, 0)]
+    assert tiered.feature.stats.restored_frames == 5
+
+
+@pytest.mark.parametrize(
+    "keys", [("salt",), ("adapter:other",)], ids=["another salt", "another adapter"]
+)
+def test_nothing_is_restored_for_another_salt_or_adapter(keys: tuple[str, ...]) -> None:
+    tiered = with_prefix(Tiered.of(SHAPE))
+    assert answer(tiered, Spec("again", PROMPT, cache_keys=keys)) == [(0, 0)]
+
+
+def test_nothing_is_saved_or_restored_of_a_prompt_that_is_computed_whole() -> None:
+    tiered = Tiered.of(SHAPE)
+    answer(tiered, Spec("whole", PROMPT, indivisible=True))
+    assert tiered.feature.stats.saved_frames == 0
+
+
+def test_log_probabilities_of_a_prompt_need_all_of_it() -> None:
+    tiered = with_prefix(Tiered.of(SHAPE))
+    assert answer(tiered, Spec("again", PROMPT, prompt_logprobs=1)) == [(0, 0)]
+
+
+def test_a_request_aborted_while_it_is_restored_leaves_no_page_held() -> None:
+    tiered = with_prefix(Tiered.of(SHAPE, tiers=lambda clock: [ToyTier(clock)]))
+    tiered.pool.clear()
+    world = tiered.world
+    world.add(Spec("again", PROMPT))
+    seen = 0
+    while world.core.has_unfinished():
+        world.step()
+        seen += world.kv.counts.held > 0
+        if seen == 2:
+            world.abort("again")
+    tiered.settle()
+    assert seen >= 2
+    tiered.check()
+    assert answer(tiered, Spec("third", PROMPT))[0][0] == 40
+
+
+def test_damaged_memory_costs_time_and_no_token() -> None:
+    tiered = with_prefix(Tiered.of(SHAPE))
+    chance = random.Random(0)
+    for number in range(20):
+        name = chance.choice(tiered.pool.names)
+        frame = tiered.pool.find(name)
+        assert frame is not None
+        byte = chance.randrange(64, len(frame.data))
+        frame.data[byte] ^= 1 << chance.randrange(8)
+        damaged = tiered.feature.stats.damaged_frames.get("host", 0)
+        cached, restored = answer(tiered, Spec(f"again {number}", PROMPT, max_tokens=2))[0]
+        assert tiered.feature.stats.damaged_frames.get("host", 0) == damaged + 1
+        assert restored == cached < 40
+        tiered.forget_device()
+
+
+def test_what_a_failed_row_computed_is_not_kept() -> None:
+    class Failing(RecordingExecutor):
+        """Fails the only row of each step."""
+
+        def collect(self, handle: Any) -> Result:
+            return replace(super().collect(handle), failed={0: "a test"})
+
+    world = World(FCFS, SHAPE, executor=Failing)
+    tiered = Tiered.of(world=world)
+    world.add(Spec("bad", PROMPT))
+    while world.core.has_unfinished():
+        world.step()
+    tiered.settle()
+    assert world.finished["bad"].reason == "error"
+    assert tiered.feature.stats.saved_frames == 0
+    assert tiered.pool.frames == 0
+    tiered.pool.check_integrity()
+    world.kv.check_integrity()
+
+
+def test_a_reset_forgets_what_was_kept_and_what_is_being_saved() -> None:
+    tiered = Tiered.of(SHAPE, tiers=lambda clock: [ToyTier(clock)])
+    world = tiered.world
+    answer(tiered, Spec("first", PROMPT))
+    world.add(Spec("running", OTHER))
+    while not world.core.is_computing:
+        world.step()
+    world.core.reset_cache()
+    world.drain()
+    tiered.settle()
+    assert answer(tiered, Spec("again", PROMPT)) == [(0, 0)]
+    tiered.forget_device()
+    assert answer(tiered, Spec("other", OTHER)) == [(0, 0)]
+
+
+# Tiers
+
+
+def tier_of(tiered: Tiered) -> ToyTier:
+    return tiered.tiers[0]  # type: ignore[return-value]
+
+
+def with_tier(kind: type[ToyTier] = ToyTier, **fields: Any) -> Tiered:
+    """Return an engine of which only a tier has the prompt's K and V."""
+
+    def make(clock: Any) -> Sequence[KVTier]:
+        return [kind(clock, **fields)]
+
+    tiered = with_prefix(Tiered.of(SHAPE, tiers=make))
+    tiered.pool.clear()
+    return tiered
+
+
+def test_what_the_host_pool_has_lost_comes_from_a_tier() -> None:
+    tiered = with_tier()
+    assert answer(tiered, Spec("again", PROMPT)) == [(40, 40)]
+    assert tiered.feature.stats.loaded_frames == {"tier 0": 5}
+    tiered.forget_device()
+    assert answer(tiered, Spec("third", PROMPT)) == [(40, 40)]  # now the host pool has it
+    assert tier_of(tiered).counts["load"] == 1
+
+
+def test_tiers_are_asked_in_their_order_each_for_what_the_others_lack() -> None:
+    tiered = with_prefix(Tiered.of(SHAPE, tiers=lambda clock: [ToyTier(clock), ToyTier(clock)]))
+    tiered.pool.clear()
+    one, two = (tier for tier in tiered.tiers if isinstance(tier, ToyTier))
+    assert len(one.kept) == len(two.kept) == 5
+    keys = [*one.kept]
+    for tier, lost in ((one, (1, 4)), (two, (0, 4))):
+        for number in lost:
+            del tier.kept[keys[number]]
+    assert answer(tiered, Spec("again", PROMPT)) == [(32, 32)]
+    assert tiered.feature.stats.loaded_frames == {"tier 0": 3, "tier 1": 1}
+
+
+class Hanging(ToyTier):
+    """Stores, and never ends another job once it hangs."""
+
+    hangs = False
+
+    def done(self) -> Sequence[Done]:
+        return [] if self.hangs else super().done()
+
+
+class HangingLoads(Hanging):
+    def done(self) -> Sequence[Done]:
+        loads = [(at, job) for at, job in self.jobs if job.kind == "load" and self.hangs]
+        self.jobs = [one for one in self.jobs if one not in loads]
+        ended = ToyTier.done(self)
+        self.jobs += loads
+        return ended
+
+
+class Lying(ToyTier):
+    """Says that it has all frames, and loads nothing."""
+
+    def load(self, key: FrameKey, data: memoryview) -> bool:
+        return True
+
+
+class Exchanging(ToyTier):
+    """Returns another frame, with its right header."""
+
+    def load(self, key: FrameKey, data: memoryview) -> bool:
+        data[:] = next(bytes_ for other, bytes_ in self.kept.items() if other != key)
+        return True
+
+
+class Mixing(ToyTier):
+    """Returns the right header with another frame's pages."""
+
+    def load(self, key: FrameKey, data: memoryview) -> bool:
+        other = next(bytes_ for one, bytes_ in self.kept.items() if one != key)
+        data[:] = self.kept[key][:64] + other[64:]
+        return True
+
+
+class Flipping(ToyTier):
+    """Flips a bit of each frame."""
+
+    def load(self, key: FrameKey, data: memoryview) -> bool:
+        data[:] = self.kept[key]
+        data[int.from_bytes(key.chain[:4], "big") % len(data)] ^= 4
+        return True
+
+
+class Raising(ToyTier):
+    def do(self, job: Job) -> list[bool]:
+        if job.kind == "store":
+            return super().do(job)
+        raise RuntimeError("a test")
+
+
+class Short(ToyTier):
+    """Reports fewer results than the job has keys."""
+
+    def do(self, job: Job) -> list[bool]:
+        return super().do(job) if job.kind == "store" else []
+
+
+class Busy(ToyTier):
+    def submit(self, job: Job) -> bool:
+        return job.kind == "store" and super().submit(job)
+
+
+class Moody(ToyTier):
+    """Fails at random, and reports jobs that nobody gave it."""
+
+    def __init__(self, clock: Any) -> None:
+        super().__init__(clock)
+        self.chance = random.Random(1)
+
+    def done(self) -> Sequence[Done]:
+        return [Done(999_999, (True,)), *super().done()]
+
+    def load(self, key: FrameKey, data: memoryview) -> bool:
+        return self.chance.random() < 0.5 and super().load(key, data)
+
+
+WRONG = [Lying, Exchanging, Mixing, Flipping, Raising, Short, Busy, Moody, Hanging, HangingLoads]
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_tier_that_goes_wrong_costs_no_token_and_no_page(kind: type[ToyTier]) -> None:
+    tiered = with_tier(kind)
+    tier = tier_of(tiered)
+    if isinstance(tier, Hanging):
+        tier.hangs = True
+    for number in range(4):
+        begun = tiered.world.clock.now()
+        answer(tiered, Spec(f"again {number}", PROMPT), Spec(f"other {number}", OTHER))
+        first = tiered.world.requests[f"again {number}"].first_token_time
+        assert first is not None
+        # computing takes less than 0.2 s; for finding, and for loading, a request waits as stated
+        assert first - begun < 0.2 + tier_jobs.FIND_S + 1.0
+        tiered.forget_device()
+        tiered.pool.clear()
+    if kind not in (Moody, Busy):
+        assert tiered.feature.stats.restored_tokens == 0
+
+
+def test_a_tier_that_fails_three_times_is_off_for_a_while() -> None:
+    tiered = with_tier(Raising)
+    tier = tier_of(tiered)
+    for number in range(9):
+        answer(tiered, Spec(f"again {number}", (*PROMPT, number)))
+        tiered.forget_device()
+        tiered.pool.clear()
+    assert tiered.feature.stats.off == {"tier 0": 1}
+    asked = tier.counts["find"]
+    answer(tiered, Spec("then", PROMPT))
+    assert tier.counts["find"] == asked
+    tiered.world.clock.wait_until(tiered.world.clock.now() + tier_jobs.OFF_S)
+    tiered.forget_device()
+    tiered.pool.clear()
+    answer(tiered, Spec("later", PROMPT))
+    assert tier.counts["find"] > asked
+
+
+def test_frames_of_a_tier_that_hangs_are_lent_until_it_reports_them() -> None:
+    tiered = with_tier(HangingLoads)
+    tier = tier_of(tiered)
+    tier.hangs = True  # type: ignore[attr-defined]
+    answer(tiered, Spec("again", PROMPT))
+    lent = [frame.data for _, job in tier.jobs for frame in job.frames]
+    assert lent
+    for number in range(30):  # much is saved, but never there
+        answer(tiered, Spec(f"other {number}", tuple(range(number, number + 41))))
+        tiered.forget_device()
+    for data in lent:
+        data[:] = b"\xff" * len(data)
+    for number in range(30):
+        answer(tiered, Spec(f"checked {number}", tuple(range(number, number + 41))))
+        tiered.forget_device()
+    assert not tiered.feature.stats.damaged_frames
+    tier.hangs = False  # type: ignore[attr-defined]
+    tiered.settle()
+    answer(tiered, Spec("last", PROMPT))
+    tiered.pool.check_integrity()
+
+
+def test_a_damaged_frame_is_stored_again_once_it_is_computed() -> None:
+    tiered = with_tier()
+    tier = tier_of(tiered)
+    key = next(iter(tier.kept))
+    sound = tier.kept[key]
+    tier.kept[key] = sound[:-1] + bytes([sound[-1] ^ 1])
+    answer(tiered, Spec("again", PROMPT))
+    assert tiered.feature.stats.damaged_frames == {"tier 0": 1}
+    assert tier.kept[key][64:] == sound[64:]
+
+
+def test_the_end_of_an_engine_ends_its_tiers() -> None:
+    tiered = with_tier()
+    tiered.world.core.stop()
+    assert tier_of(tiered).closed

@@ -1,0 +1,165 @@
+"""Engines of random configs with tiers answer as a plain engine, whatever is restored in between.
+
+Each engine gets several rounds of prompts with common beginnings, more than its device's cache
+holds: some are aborted, preempted, sampled several times, or come while others are being restored.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail import LLMEngine, RequestOutput
+from dovetail.engine.tiers.feature import TierFeature
+from dovetail.engine.tiers.prospect import Pace
+from tests.e2e.test_random_engines import POLICIES, REJECTING, Answer, Case, Plain
+
+# Of the 200 random cases of a full run; the suite tries a few
+SEEDS = [int(seed) for seed in os.environ.get("DOVETAIL_TIER_SEEDS", "1,2,3").split(",")]
+FAMILIES = ("dense", "windows", "mixture")
+VOCAB = 1024
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Plain]]:
+    made = {name: Plain(name, tmp_path_factory.mktemp(name)) for name in FAMILIES}
+    yield made
+    for one in made.values():
+        one.engine.close()
+
+
+@pytest.fixture(autouse=True)
+def restores_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore in frames of 16 tokens, even what is computed sooner, as in a tiny model."""
+    monkeypatch.setattr("dovetail.engine.tiers.keys.FRAME_TOKENS", 16)
+    monkeypatch.setattr(Pace, "loading_s", lambda *_: 0.0)
+    monkeypatch.setattr(Pace, "patience_s", lambda *_: 5.0)
+
+
+def tier_feature(engine: LLMEngine) -> TierFeature:
+    return next(one for one in engine.core.features if isinstance(one, TierFeature))
+
+
+def random_config(chance: random.Random, one: Plain, folder: Path) -> dict[str, Any]:
+    block_size = chance.choice([4, 8, 16])
+    max_tokens = chance.choice([7, 16, 64, 512])
+    config: dict[str, Any] = {
+        "block_size": block_size,
+        "max_num_batched_tokens": max_tokens,
+        "max_num_seqs": chance.choice([1, 2, min(4, max_tokens), min(7, max_tokens)]),
+        "overlap": chance.random() < 0.6,
+        "scheduler": chance.choice([name for name in POLICIES if name not in REJECTING]),
+        "kv_host_memory": chance.choice([1 << 16, 1 << 18, 1 << 22]),
+        "executor": {
+            "name": "local",
+            "num_pages": one.layout(block_size).most_pages(96, max_tokens)
+            + chance.choice([0, 1, 3, 10, 30]),
+        },
+    }
+    if chance.random() < 0.5:
+        config["kv_tiers"] = [{"name": "disk", "path": str(folder), "size": "64MiB"}]
+    if chance.random() < 0.3:
+        drafter = chance.choice(["ngram", "suffix", *one.heads])
+        config["speculation"] = {"drafter": drafter, "max_drafts": chance.choice([1, 3])}
+    return config
+
+
+def random_cases(chance: random.Random) -> list[Case]:
+    """Return prompts of which many begin as others do."""
+    beginnings = [
+        tuple(chance.randrange(1, VOCAB) for _ in range(chance.choice([16, 33, 48, 64])))
+        for _ in range(3)
+    ]
+    cases = []
+    for _ in range(chance.randint(6, 10)):
+        begun = chance.choice(beginnings)
+        rest = tuple(chance.randrange(1, VOCAB) for _ in range(chance.randint(0, 76 - len(begun))))
+        fields: dict[str, Any] = {"max_tokens": chance.randint(1, 20), "ignore_eos": True}
+        fields["temperature"] = 0.0
+        if chance.random() < 0.3:
+            fields |= {"temperature": 0.8, "seed": chance.randrange(9)}
+            fields["n"] = chance.choice([1, 2, 3])
+        if chance.random() < 0.1:
+            fields["prompt_logprobs"] = 1
+        cases.append(Case((*begun, *rest)[:76], fields))
+    return cases
+
+
+def answers(
+    engine: LLMEngine, cases: Sequence[Case], chance: random.Random, names: str
+) -> dict[int, Answer]:
+    """Return the answers of the requests that aren't aborted; some come late, some at once."""
+    outputs: dict[str, RequestOutput] = {}
+    waiting = [*range(len(cases))]
+    aborted: set[int] = set()
+    steps = 0
+    while waiting or engine.has_unfinished_requests():
+        if waiting and (chance.random() < 0.4 or not engine.has_unfinished_requests()):
+            index = waiting.pop(0)
+            case = cases[index]
+            salt = "salt" if case.fields["max_tokens"] % 5 == 0 else None
+            engine.add_request(f"{names}{index}", [*case.prompt], case.params, cache_salt=salt)
+        if chance.random() < 0.02 and len(waiting) < len(cases):
+            index = chance.randrange(len(cases) - len(waiting))
+            if f"{names}{index}" not in outputs:
+                engine.abort_request(f"{names}{index}")
+                aborted.add(index)
+        outputs |= {output.request_id: output for output in engine.step()}
+        steps += 1
+        assert steps < 100_000, "some request doesn't end"
+        if chance.random() < 0.05:
+            engine.core.kv.check_integrity()
+    assert engine.core.dead is None, engine.core.dead
+    while engine.core.finish_start():
+        pass
+    engine.core.kv.check_integrity()
+    assert engine.core.kv.counts.held == 0
+    return {
+        index: [([*one.token_ids], one.finish_reason) for one in outputs[f"{names}{index}"].outputs]
+        for index in range(len(cases))
+        if index not in aborted
+    }
+
+
+def tried(seed: int, plain: dict[str, Plain], folder: Path) -> Counter[str]:
+    """Try an engine; return what its tiers have done."""
+    chance = random.Random(seed)
+    one = plain[chance.choice(FAMILIES)]
+    config = random_config(chance, one, folder)
+    cases = random_cases(chance)
+    told = f"seed {seed}, {one.name}: {config}"
+    done = Counter[str]()
+    for _ in range(chance.choice([1, 2]) if "kv_tiers" in config else 1):
+        with one.start(**config) as engine:
+            for number in range(3):
+                chosen = chance.sample(cases, len(cases))
+                found = answers(engine, chosen, chance, f"{number}:")
+                for index, answer in found.items():
+                    assert answer == one.answer(chosen[index]), f"{told}: {chosen[index]}"
+            stats = tier_feature(engine).stats
+            assert not stats.damaged_frames, told
+            done["restored"] += stats.restored_tokens
+            done["loaded"] += sum(stats.loaded_frames.values())
+            done["engines"] += 1
+            done[one.name] += stats.restored_tokens
+            done["drafts"] += engine.core.stats.draft_tokens and stats.restored_tokens
+            done["preempted"] += engine.core.stats.preemptions and stats.restored_tokens
+            done.update({f"missed {why}": count for why, count in stats.missed.items()})
+    return done
+
+
+@pytest.mark.slow("makes several engines")
+def test_answers_are_those_of_an_engine_without_tiers(
+    plain: dict[str, Plain], tmp_path: Path
+) -> None:
+    done = Counter[str]()
+    for seed in SEEDS:
+        done += tried(seed, plain, tmp_path / str(seed))
+    print(done)
+    assert done["restored"] > 0
