@@ -27,7 +27,7 @@ from typing import Any
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.front.assembly import assemble
-from dovetail_server.front_end import FrontEnd, log_to_stderr
+from dovetail_server.front_end import EngineEnd, FrontEnd, log_to_stderr
 from dovetail_server.one_process import HostThread
 from dovetail_server.settings import ServerSettings
 from dovetail_server.sockets import bind
@@ -94,7 +94,9 @@ def calls_of_completion() -> list[Call]:
 
     async def serve() -> None:
         loops.append(asyncio.get_running_loop())
-        front_ends.append(FrontEnd(host.line, "", ServerSettings(), sockets[0], ready.set))
+        front_ends.append(
+            FrontEnd([EngineEnd(host.line)], "", ServerSettings(), sockets[0], ready.set)
+        )
         await front_ends[0].run()
 
     serving = threading.Thread(target=asyncio.run, args=(serve(),))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dovetail.base.where import Where, explain, unknown_key
     from dovetail.base.yaml_source import parse_yaml, read_settings
     from dovetail.cli.prompts import FIELD_KEYS, PARAMS_KEYS, fields_of, make_params, parse_json
-    from dovetail.cli.settings import RequiredSource, Settings, load_config
+    from dovetail.cli.settings import RequiredSource, RequiredSources, Settings, load_config
     from dovetail.cli.streams import OutputError, discard, read_text
     from dovetail.config.limits import Limits
     from dovetail.engine.constraint import Constraint
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from dovetail.front.vllm_args import ARGUMENTS, is_given, translated
     from dovetail.front.vllm_groups import IMAGES, Group
     from dovetail.front.vllm_structured import structured_of_vllm
+    from dovetail.registry.models import weights_bytes
     from dovetail.registry.registry import AUTO, Registry
     from dovetail.registry.resolved import ResolvedComponent
     from dovetail.registry.route_making import NotServing, make_routes, paths_of
@@ -114,6 +115,7 @@ _HOMES = {
     "RequestGroup": "front.outputs",
     "RequestedAdapter": "front.adapters",
     "RequiredSource": "cli.settings",
+    "RequiredSources": "cli.settings",
     "ResolvedComponent": "registry.resolved",
     "Settings": "cli.settings",
     "IMAGES": "front.vllm_groups",
@@ -165,6 +167,7 @@ _HOMES = {
     "unicode_error": "base.checks",
     "unknown_key": "base.where",
     "unwritten": "front.token_texts",
+    "weights_bytes": "registry.models",
 }
 
 __all__ = [
@@ -210,6 +213,7 @@ __all__ = [
     "RequestGroup",
     "RequestedAdapter",
     "RequiredSource",
+    "RequiredSources",
     "ResolvedComponent",
     "Settings",
     "IMAGES",
@@ -261,6 +265,7 @@ __all__ = [
     "unicode_error",
     "unknown_key",
     "unwritten",
+    "weights_bytes",
 ]
 
 __getattr__ = lazy_names("dovetail.serving", _HOMES, "dovetail")

@@ -36,6 +36,7 @@ max_num_seqs: 256
 max_num_batched_tokens: 8192
 prefill_limit: 2.0
 gpu_memory_utilization: 0.9
+cpu_memory_utilization: 0.25
 kv_cache_memory: null
 kv_host_memory: null
 kv_cache_dtype: auto
@@ -352,6 +353,7 @@ def test_every_setting_of_an_executor_is_that_of_the_config(tmp_path: Path) -> N
         "max_num_seqs": 7,
         "max_num_batched_tokens": 99,
         "gpu_memory_utilization": 0.5,
+        "cpu_memory_utilization": 0.1,
         "kv_cache_memory": 1 << 20,
         "block_size": 32,
         "cuda_graphs": False,

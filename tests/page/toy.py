@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,6 +25,7 @@ from dovetail.request.outputs import CompletionOutput, RequestOutput
 from dovetail_server.engine import DecidedStep, Decisions, EngineInfo, Load, ServedEngine
 from dovetail_server.live_page import page_routes
 from dovetail_server.metrics import ServerMetrics
+from dovetail_server.models import Model, Models
 
 INFO = EngineInfo(
     model="a-model",
@@ -45,9 +46,10 @@ WORDS = ["It", " was", " the", " nightingale,", " and", " not", " the", " lark."
 
 class ToyServer:
     """Endless words: an answer ends after `max_tokens`. With `key`, answers are for those who have
-    it."""
+    it. `others`: names of further models."""
 
-    def __init__(self, *, chat: bool, key: str | None = None) -> None:
+    def __init__(self, *, chat: bool, key: str | None = None, others: Sequence[str] = ()) -> None:
+        self.others = others
         self.engine = SimpleNamespace(
             info=INFO, load=Load(0, 0, 0, 90, 10), tokenizer=SimpleNamespace(has_chats=chat)
         )
@@ -59,6 +61,11 @@ class ToyServer:
         self.running = 0
         self.url = ""
 
+    def model(self, name: str) -> Model:
+        engine = cast(ServedEngine, self.engine)
+        nothing = cast(Any, None)
+        return Model((name,), engine, nothing, nothing, nothing, self.metrics)
+
     def app(self) -> Starlette:
         answers = [
             Route(path, self.answer, methods=["POST"])
@@ -66,7 +73,7 @@ class ToyServer:
         ]
         return Starlette(
             routes=[
-                *page_routes(self.metrics, cast(ServedEngine, self.engine), INFO.model),
+                *page_routes(Models([self.model(name) for name in (INFO.model, *self.others)])),
                 Route("/version", self.version),
                 *answers,
             ]

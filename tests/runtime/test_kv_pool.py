@@ -137,10 +137,19 @@ def test_without_a_size_the_pool_on_the_cpu_takes_a_share_of_the_free_ram(
     assert blocks_of(max_num_seqs=max_num_seqs) == blocks
 
 
+def test_a_share_of_the_ram_is_taken_and_twice_that_for_one_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_pool, "available_ram_bytes", lambda: 40 * BLOCK_BYTES)
+    shares = (0.25, 0.15, 0.05)
+    pages = [blocks_of(cpu_memory_utilization=share, max_num_seqs=99) for share in shares]
+    assert pages == [10, 6, 4]
+
+
 def test_too_little_ram_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_pool, "available_ram_bytes", lambda: 6 * BLOCK_BYTES)
     with pytest.raises(
         ConfigError,
-        match=r"one part in 2 of 576.0 KiB free RAM gives 3.*set kv_cache_memory to 384.0 KiB",
+        match=r"0\.5 of 576.0 KiB free RAM .* gives 3.*set kv_cache_memory to 384.0 KiB",
     ):
         blocks_of()

@@ -70,7 +70,7 @@ async def serving(
         async with serving_app(app, **config) as url:
             yield url
     finally:
-        app.state.server.engine.chat.close()
+        app.state.server.models.first.engine.chat.close()
 
 
 @asynccontextmanager

@@ -42,7 +42,7 @@ async def begun(
 
 
 async def until_held(app: Any, held: Callable[[int], bool]) -> None:
-    while not held(app.state.server.admission.bodies.held):
+    while not held(app.state.server.bodies.held):
         await asyncio.sleep(0.01)
 
 
@@ -89,7 +89,7 @@ async def test_a_body_is_held_no_longer_than_its_prompt_is_made(
             )
         )
         await engine.until_requests(1)
-        assert app.state.server.admission.bodies.held == 0
+        assert app.state.server.bodies.held == 0
         engine.step()
         engine.step()
         assert (await asking).status_code == 200
@@ -105,7 +105,7 @@ async def test_of_a_file_only_what_is_in_memory_counts(
         )
         await until_held(app, lambda held: held > 1_000_000)
         await asyncio.wait_for(writer.drain(), 10)
-        assert app.state.server.admission.bodies.held < 2_000_000
+        assert app.state.server.bodies.held < 2_000_000
         writer.close()
         await until_held(app, lambda held: held == 0)
 

@@ -29,9 +29,14 @@ def nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], ServerSettings]]:
-    """The arguments of each supervisor, which starts no process."""
+    """The config and settings of each supervisor, which starts no process."""
     made: list[tuple[str, list[str], ServerSettings]] = []
-    monkeypatch.setattr(Supervisor, "__init__", lambda supervisor, *args: made.append(args))
+
+    def init(_: Supervisor, sources: list[Any], settings: ServerSettings) -> None:
+        [one] = sources
+        made.append((one.source, one.overrides, settings))
+
+    monkeypatch.setattr(Supervisor, "__init__", init)
     monkeypatch.setattr(Supervisor, "run", lambda supervisor: 0)
     return made
 
@@ -235,7 +240,7 @@ def test_own_flags_keep_their_meaning(started: list[Any]) -> None:
         ),
         (["--dtype", "int3"], "--dtype: dtype: "),
         (["--enforce-eager=true"], "does not take a value"),
-        (["--enforce-eager", "true"], "unexpected extra argument"),
+        (["--enforce-eager", "true"], "--enforce-eager: takes no value"),
         (["--enable-auto-tool-choice=yes"], "--enable-auto-tool-choice: takes no value"),
         (["--max-model-len", "64", "--max_model_len=65"], "--max-model-len: given twice"),
         (["--enforce-eager", "--no-enforce-eager"], "--enforce-eager: given twice"),
@@ -289,4 +294,4 @@ def test_a_token_for_the_hub_is_never_shown(
 
 
 def test_after_two_dashes_nothing_is_a_flag(started: list[Any]) -> None:
-    assert "unexpected extra argument" in refusal("--", "--model")
+    assert "'--model' is not a directory" in refusal("--", "--model")

@@ -311,8 +311,7 @@ def number_of_items() -> int:
 
 
 def held_in(app: Starlette) -> tuple[int, int]:
-    admission = app.state.server.admission
-    return admission.images.held, admission.bodies.held
+    return app.state.server.images.held, app.state.server.bodies.held
 
 
 @pytest.mark.anyio
@@ -371,10 +370,10 @@ async def test_a_client_that_leaves_while_its_image_is_prepared_leaves_nothing()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         await writer.drain()
-        while not app.state.server.admission.queued_requests:
+        while not app.state.server.models.first.admission.queued_requests:
             await asyncio.sleep(0.001)
         writer.close()
-        while app.state.server.admission.queued_requests:
+        while app.state.server.models.first.admission.queued_requests:
             await asyncio.sleep(0.001)
         assert held_in(app) == (0, 0)
         assert not engine.submitted
@@ -442,7 +441,7 @@ async def test_no_further_image_is_prepared_once_the_client_has_left(
         writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         await asyncio.to_thread(begun.wait, 60)
         writer.close()
-        while app.state.server.admission.queued_requests:
+        while app.state.server.models.first.admission.queued_requests:
             await asyncio.sleep(0.001)
         may_go_on.set()
         async with httpx.AsyncClient(base_url=address, timeout=60) as http:

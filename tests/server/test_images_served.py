@@ -190,7 +190,8 @@ async def test_clients_that_leave_at_any_moment_leave_nothing(
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     async with served(link, tmp_path, **config) as engine:
         app = create_app(engine.engine, ServerSettings())
-        admission = app.state.server.admission
+        server = app.state.server
+        admission = server.models.first.admission
         async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=120) as http:
             host, port = url.removeprefix("http://").split(":")
             for turns in range(0, 4_000, 200):
@@ -203,7 +204,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing(
             assert said(CHAT, answer.json()) == told[1].text
             await engine.until_all_is_free()
             await engine.until(lambda: not admission.queued_requests)
-            assert (admission.images.held, admission.bodies.held) == (0, 0)
+            assert (server.images.held, server.bodies.held) == (0, 0)
 
 
 async def test_an_image_processor_that_cannot_be_used_is_told_at_the_start(

@@ -95,15 +95,14 @@ def output(
 
 
 def value(metrics: ServerMetrics, name: str, **labels: str) -> float | None:
-    return metrics.registry.get_sample_value(
-        name, {"model_name": "demo", "front_end": "1", **labels}
-    )
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    return registry.get_sample_value(name, {"model_name": "demo", "front_end": "1", **labels})
 
 
-def scraped(metrics: ServerMetrics, **headers: str) -> Any:
-    return TestClient(Starlette(routes=[Route("/metrics", metrics_route(metrics))])).get(
-        "/metrics", headers=headers
-    )
+def scraped(*metrics: ServerMetrics, **headers: str) -> Any:
+    route = Route("/metrics", metrics_route(lambda: metrics))
+    return TestClient(Starlette(routes=[route])).get("/metrics", headers=headers)
 
 
 def test_a_request_is_timed_from_its_arrival_to_each_of_its_tokens(

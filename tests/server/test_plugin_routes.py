@@ -251,7 +251,7 @@ async def test_a_large_body_that_is_not_json_is_the_clients_error(
     async with serving(app) as url, httpx.AsyncClient(base_url=url) as http:
         answer = await http.post(path, content=b'"' + b" " * 2**20 + end)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
-    assert app.state.server.admission.bodies.held == 0
+    assert app.state.server.bodies.held == 0
 
 
 @pytest.mark.usefixtures("haiku")

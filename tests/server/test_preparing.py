@@ -267,7 +267,7 @@ async def test_a_request_that_was_let_in_before_the_server_drains_is_answered(
         await held.until_begun(1)
         app.state.draining = True
         assert (await http.post("/v1/completions", json=text())).status_code == 503
-        drained = asyncio.create_task(app.state.server.admission.wait_until_empty())
+        drained = asyncio.create_task(app.state.server.models.first.admission.wait_until_empty())
         await asyncio.sleep(0)
         assert not drained.done()
         held.may_go_on.set()

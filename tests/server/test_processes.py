@@ -255,6 +255,35 @@ def test_when_the_engine_is_killed_all_clients_are_told_why_and_the_server_ends(
 
 
 @pytest.mark.slow("starts a server's processes")
+def test_one_of_several_engines_that_is_killed_is_restarted_while_others_go_on(
+    start: Callable[..., Server], directory: Path
+) -> None:
+    names = ["--served-model-name", "one", "--served-model-name", "two"]
+    server = start(str(directory / "engine.yaml"), *names, toy=TOY)
+    streams = {
+        name: server.complete(model=name, prompt="ROMEO:", max_tokens=8000)
+        for name in ("one", "two")
+    }
+    for stream in streams.values():
+        assert stream.begun.wait(PATIENCE_S)
+    os.kill(server.children("engine_process")[0], signal.SIGKILL)
+    [lost] = until(
+        lambda: [name for name, stream in streams.items() if stream.over.is_set()], "one ends"
+    )
+    assert "SIGKILL" in streams.pop(lost).events[-1]
+    until(lambda: server.get("/health")[1] == {"status": "ok"}, "it is restarted")
+    again = server.complete(model=lost, prompt="ROMEO:", max_tokens=3)
+    assert again.over.wait(PATIENCE_S)
+    assert again.events[-1] == "[DONE]"
+    assert not any(stream.over.is_set() for stream in streams.values())
+    pids = server.children()
+    for engine in server.children("engine_process"):
+        os.kill(engine, signal.SIGKILL)
+    assert server.end() == 1
+    until(lambda: not server.left(pids), "nothing is left")
+
+
+@pytest.mark.slow("starts a server's processes")
 def test_a_step_that_hangs_ends_the_server_and_all_clients_are_notified(
     start: Callable[..., Server],
 ) -> None:

@@ -203,16 +203,14 @@ class Ticket:
 
 
 class Admission:
-    """Counts waiting requests of this front end, and considers the engine's load from other front
-    ends."""
+    """Counts this front end's requests that wait for an engine, and considers the engine's load
+    from other front ends."""
 
     def __init__(self, engine: ServedEngine, settings: ServerSettings) -> None:
         self._engine = engine
         self._settings = settings
         self.queued_requests = 0
         self.queued_tokens = 0
-        self.bodies = HeldBytes(settings.max_received_bytes)
-        self.images = HeldImages(settings.max_held_image_bytes)
         self._began: deque[float] = deque(maxlen=_REMEMBERED)
         self._left = asyncio.Event()
 

@@ -15,18 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dovetail.errors import ConfigError, RequestError
-from dovetail.serving import PluginSelection, Registry
-from dovetail_server.admission import Admission
+from dovetail_server.admission import HeldBytes, HeldImages
 from dovetail_server.batches.store import BatchStore
 from dovetail_server.batches.worker import BatchWorker
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
 from dovetail_server.exchange import Server
 from dovetail_server.live_page import page_routes
-from dovetail_server.metrics import ServerMetrics
 from dovetail_server.middleware import ApiKeys, BrowserGuard, RequestLog
-from dovetail_server.parsers.registry import AnswerParsing
+from dovetail_server.models import Model, Models
 from dovetail_server.plugin_routes import PluginRoutes
 from dovetail_server.preparing import Preparing
 from dovetail_server.routes import all_routes
@@ -42,28 +39,26 @@ def create_app(
     front_end: int = 0,
     on_loopback: bool = False,
 ) -> Starlette:
-    """Return the app that serves an engine. `front_end`: its number among the front ends.
-    `on_loopback`: only this machine can reach it. Set `app.state.draining` to make /ready answer
-    503. Raises `ConfigError` for settings that name something missing, and `MissingExtraError`."""
+    """Return the app that serves an engine. `front_end`: its number among the front ends. See
+    `app_of`."""
     settings = settings or ServerSettings()
-    if settings.chat_template is not None:
-        _use_chat_template(engine, settings.chat_template)
+    model = Model.of(engine, settings, settings.served_model_name, front_end)
+    return app_of(Models([model]), settings, on_loopback=on_loopback)
+
+
+def app_of(models: Models, settings: ServerSettings, *, on_loopback: bool = False) -> Starlette:
+    """Return the app that serves models. `on_loopback`: only this machine can reach it. Set
+    `app.state.draining` to make /ready answer 503. Raises `ConfigError` for settings that name
+    something missing, and `MissingExtraError`."""
     middleware = [Middleware(RequestLog, settings), *middleware_of(settings, on_loopback)]
-    metrics = ServerMetrics(engine, front_end=front_end)
-    models = settings.served_model_name or (engine.info.model,)
-    routes = [
-        *all_routes(settings),
-        Route("/metrics", metrics_route(metrics), include_in_schema=False),
-    ]
+    metrics = metrics_route(lambda: [model.metrics for model in models])
+    routes = [*all_routes(settings), Route("/metrics", metrics, include_in_schema=False)]
     if settings.page:
-        routes += page_routes(metrics, engine, models[0])
-    registry = Registry.discover(
-        PluginSelection(allow=engine.info.allowed_plugins, deny=engine.info.denied_plugins)
-    )
+        routes += page_routes(models)
     added = PluginRoutes.of(
         settings.routes,
         frozenset(route.path for route in routes if isinstance(route, Route)),
-        registry,
+        models.first.registry,
     )
     routes += added.routes
     middleware += added.middleware
@@ -76,29 +71,18 @@ def create_app(
     app = Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={HTTPException: http_exception},
+        exception_handlers={HTTPException: http_exception, HttpError: http_exception},
         lifespan=_lifespan,
     )
-    admission = Admission(engine, settings)
-    parsing = AnswerParsing(engine, settings, registry)
-    preparing = Preparing(settings)
+    bodies = HeldBytes(settings.max_received_bytes)
+    images = HeldImages(settings.max_held_image_bytes)
     app.state.server = server = Server(
-        engine, settings, admission, parsing, preparing, metrics, models, tracing, batches
+        models, settings, Preparing(settings), bodies, images, tracing, batches
     )
     added.context.serve(server)
     app.state.draining = app.state.is_unsupervised = False
     app.state.batch_worker = None if batches is None else BatchWorker(app, batches, settings)
     return app
-
-
-def _use_chat_template(engine: ServedEngine, text: str) -> None:
-    """Take a chat template instead of the model's own. Raises `ConfigError` if it can't render a
-    message."""
-    engine.tokenizer.use_chat_template(text)
-    try:
-        engine.chat.render([{"role": "user", "content": "Hello"}])
-    except RequestError as error:
-        raise ConfigError(f"chat_template: {error}") from None
 
 
 def middleware_of(settings: ServerSettings, on_loopback: bool) -> list[Middleware]:

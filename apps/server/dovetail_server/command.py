@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from dovetail import EngineConfig
 from dovetail.api.spans import check_installed
 from dovetail.errors import ConfigError, MissingExtraError, shown
-from dovetail.serving import Registry, RequiredSource, Settings
+from dovetail.serving import Registry, RequiredSources, Settings
 from dovetail_server.engine_flags import ENGINE_FLAGS, ServeCommand, flag_parameters, with_flags
 from dovetail_server.parsers.registry import check_names, named_parsers
 from dovetail_server.settings import ServerSettings
@@ -41,8 +41,8 @@ MODULES = {  # modules that the server's processes import, and their packages
 }
 
 
-def serve(source: str, settings: list[str], in_process: bool, **options: Any) -> None:
-    """Serve a model over HTTP with OpenAI's and Anthropic's APIs, until SIGTERM or Ctrl-C."""
+def serve(sources: list[str], settings: list[str], in_process: bool, **options: Any) -> None:
+    """Serve models over HTTP with OpenAI's and Anthropic's APIs, until SIGTERM or Ctrl-C."""
     flags = {name: options.pop(name) for name in ENGINE_FLAGS if name in options}
     settings = with_flags(
         settings, {name: value for name, value in flags.items() if value is not None}
@@ -56,15 +56,19 @@ def serve(source: str, settings: list[str], in_process: bool, **options: Any) ->
         BatchStore(Path(server.batch_directory), server.max_stored_bytes)
     if server.otlp_traces_endpoint is not None:
         check_installed()  # report it early
-    _check_plugins(server, source, settings)
+    for source in sources:
+        _check_plugins(server, source, settings)
     if in_process:
         from dovetail_server.one_process import serve_in_one_process
 
-        code = serve_in_one_process(source, settings, server)
+        if len(sources) > 1:
+            raise ConfigError(f"--in-process: it serves one model, got {len(sources)}")
+        code = serve_in_one_process(sources[0], settings, server)
     else:
+        from dovetail_server.engine_sources import sources_of
         from dovetail_server.supervisor import Supervisor
 
-        code = Supervisor(source, settings, server).run()
+        code = Supervisor(sources_of(sources, settings, server), server).run()
     raise typer.Exit(code)
 
 
@@ -142,7 +146,7 @@ def _parameters() -> list[inspect.Parameter]:
         ),
     ]
     listed: list[tuple[str, Any, Any]] = [
-        ("source", RequiredSource, inspect.Parameter.empty),
+        ("sources", RequiredSources, inspect.Parameter.empty),
         ("settings", Settings, []),
     ]
     listed += [_parameter(name, field) for name, field in ServerSettings.model_fields.items()]

@@ -54,6 +54,8 @@ def rewritten(args: Sequence[str]) -> Iterator[str]:
         if name in RENAMED:
             logger.warning("%s: here %s", name, RENAMED[name])
             name = RENAMED[name]
+        if ENGINE_FLAGS.get(_name_of(name)) and rest and rest[0] in ("true", "false"):
+            raise ConfigError(f"{name}: takes no value, got {rest[0]}")
         if not is_known(name):
             yield name + equals + value
             continue

@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 from numpy.typing import NDArray
+from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import DovetailError
@@ -41,7 +42,6 @@ from dovetail.request.structured import Structured
 from dovetail.serving import (
     PROMPT_COST,
     ImagePrompt,
-    JsonBounds,
     MediaPrompt,
     Prompt,
     PromptSource,
@@ -51,9 +51,10 @@ from dovetail.serving import (
     content_of,
 )
 from dovetail_server.admission import (
-    Admission,
     BoundedReceive,
     HeldBody,
+    HeldBytes,
+    HeldImages,
     Ticket,
     body_too_large,
     receive_body,
@@ -69,8 +70,8 @@ from dovetail_server.errors import (
     openai_shape,
 )
 from dovetail_server.json_parts import parts_of
-from dovetail_server.metrics import RequestMeter, ServerMetrics
-from dovetail_server.parsers.registry import AnswerParsing
+from dovetail_server.metrics import RequestMeter
+from dovetail_server.models import Model, Models
 from dovetail_server.preparing import SIZES, Preparing
 from dovetail_server.protocol.advisory import HEADER, Advisory, ignored_fields
 from dovetail_server.protocol.decoding import decode, unsupported
@@ -102,13 +103,11 @@ SLICE = SIZES[0]  # characters that are tokenized at a time
 class Server:
     """Objects shared by all routes: `app.state.server`."""
 
-    engine: ServedEngine
+    models: Models
     settings: ServerSettings
-    admission: Admission
-    parsing: AnswerParsing
     preparing: Preparing
-    metrics: ServerMetrics
-    models: tuple[str, ...]  # names that requests may use; answers use the first by default
+    bodies: HeldBytes
+    images: HeldImages
     tracing: Tracing | None = None
     batches: BatchStore | None = None  # None: batches are disabled
     outbox: Outbox = field(default_factory=Outbox)
@@ -117,23 +116,9 @@ class Server:
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
     def check_health(self) -> None:
-        """Raise `DovetailError` if the engine or a part of this front end is dead or hangs."""
-        self.engine.check_health()
+        """Raise `DovetailError` if all engines or a part of this front end are dead or hang."""
+        self.models.check_health()
         self.outbox.check_health()
-
-    def model_named(self, name: str | None, *, adapters: bool = False) -> str:
-        """Return the model name for the answer.
-
-        Raises `HttpError` 404 for an unknown name. `adapters`: it may be that of an adapter, which
-        the caller then uses.
-        """
-        known = (*self.models, *self.engine.adapters) if adapters else self.models
-        if name is None or name in known:
-            return name or self.models[0]
-        message = (
-            f"the model {name[:200]!r} isn't served here; available: {', '.join(known)[:2_000]}"
-        )
-        raise HttpError(404, message, param="model", code="model_not_found")
 
 
 class OutputListener:
@@ -252,13 +237,14 @@ class Exchange:
         self.send = send
         self.shape = shape
         self.server: Server = scope["app"].state.server
+        self.served: Model = self.server.models.first  # until the body names another
         self.record: RequestRecord = scope.setdefault("dovetail.record", RequestRecord())
         self.fields: Sequence[str] = ()  # parameters of the body, which errors may name
         self.renamed: Mapping[str, str] = {}
         self.ignored: list[str] = []  # advisory fields of the body without effect
         self.started = False  # the response head has been sent
         self.stream: EventStream | None = None
-        self._held = HeldBody(self.server.admission.bodies)  # until the prompt is ready
+        self._held = HeldBody(self.server.bodies)  # until the prompt is ready
         self._ticket: Ticket | None = None  # while the prompt is prepared
         self._body_bytes = 0
         self._image_bytes = 0  # of prepared images
@@ -272,7 +258,7 @@ class Exchange:
 
     @property
     def engine(self) -> ServedEngine:
-        return self.server.engine
+        return self.served.engine
 
     @property
     def reads_images(self) -> bool:
@@ -280,20 +266,18 @@ class Exchange:
         return self.engine.info.intake.media is not None
 
     async def body(self, kind: type[T]) -> T:
-        """Decode the body as a msgspec struct.
+        """Decode the body as a msgspec struct, and use the model that it names from here on.
 
-        Raises `HttpError` 400 and what `received` raises, and `RequestError` for lists that are too
-        long.
+        Raises `HttpError` 400, what `received` and `Models.named` raise, and `RequestError` for
+        lists that are too long.
         """
         most = self.server.settings.max_body_bytes
         data = b"".join([part async for part in self.received(most, body_too_large(most))])
         self.fields = getattr(kind, "__struct_encode_fields__", ())
-        limits = self.engine.info.intake.limits
         self._body_bytes = len(data)
-        body = await self.beside(
-            partial(decode, data, kind, JsonBounds(limits.max_json_parts, limits.max_json_depth))
-        )
-        check_counts(body, limits)
+        body = await self.beside(partial(decode, data, kind, self.server.models.json_bounds))
+        self.served = self.server.models.named(getattr(body, "model", None))
+        check_counts(body, self.engine.info.intake.limits)
         self._client = getattr(body, "client", None)
         return body
 
@@ -310,7 +294,7 @@ class Exchange:
     async def generation_body(self, kind: type[G]) -> tuple[G, str]:
         """Decode the body of a generating endpoint; return it and the model name for the answer.
 
-        Raises what `body`, `ignore` and `model_named` do.
+        Raises what `body` and `ignore` do.
         """
         body = await self.body(kind)
         self.renamed = (
@@ -321,8 +305,17 @@ class Exchange:
         ignored = partial(ignored_fields, body, body.ADVISORY, images=self.reads_images)
         for one in await self.beside(ignored):
             self.ignore(one)
-        model = self.record.model = self.server.model_named(body.model, adapters=True)
-        return body, model
+        return body, self.answering(body.model)
+
+    def answering(self, name: str | None) -> str:
+        """Return the model name for the answer, and note it. `name`: in the body."""
+        model = self.record.model = name or self.served.names[0]
+        return model
+
+    def read_query(self) -> None:
+        """Use the model that the query names. Raises as `Models.named` does."""
+        name = QueryParams(self.scope["query_string"]).get("model")
+        self.served = self.server.models.named(name)
 
     def ignore(self, one: Advisory) -> None:
         """Note an advisory field that has no effect.
@@ -400,7 +393,7 @@ class Exchange:
             prepare = partial(
                 self.engine.with_images, prompt, cut=cut, wanted=lambda: not gone.is_set()
             )
-            with self.server.admission.images.preparing(count):
+            with self.server.images.preparing(count):
                 try:
                     cost = max(image_chars, _IMAGE_CHARS * count)
                     made = await preparing.with_images(self.client, cost, prepare)
@@ -413,7 +406,7 @@ class Exchange:
         """Account for the prepared images of a prompt until the exchange is closed. Raises
         `HttpError` 429."""
         size = sum(array.nbytes for item in prompt.media for array in item.tensors.values())
-        self.server.admission.images.take(size)
+        self.server.images.take(size)
         self._image_bytes += size
 
     async def made(self, source: PromptSource) -> list[Prompt]:
@@ -447,8 +440,8 @@ class Exchange:
         """
         self.check_open()
         tokens = size // _CHARS_A_TOKEN
-        self.server.admission.check(1, tokens)
-        self._ticket = self.server.admission.enter(tokens)
+        self.served.admission.check(1, tokens)
+        self._ticket = self.served.admission.enter(tokens)
         with self.server.preparing.admitted(self.client, size, image_size):
             async with self.attended():
                 yield
@@ -546,13 +539,13 @@ class Exchange:
             if self._ticket is None:  # otherwise it has been admitted already
                 self.check_open()
             self._leave()
-            self.server.admission.check(len(requests), sum(tokens))
+            self.served.admission.check(len(requests), sum(tokens))
             self._left = len(requests)
             self.record.answer_id, self.record.params = answer_id, params
             listeners = [listener for _, listener in requests]
             for index, (listener, count) in enumerate(zip(listeners, tokens, strict=True)):
-                listener.ticket = self.server.admission.enter(count)
-                listener.meter = self.server.metrics.meter(
+                listener.ticket = self.served.admission.enter(count)
+                listener.meter = self.served.metrics.meter(
                     fields.get("client"),
                     getattr(params, "n", 1),
                     self.record.began,
@@ -628,7 +621,7 @@ class Exchange:
     def close(self) -> None:
         """Abort unfinished requests in the engine, and update the record. Idempotent."""
         self._leave()
-        self.server.admission.images.release(self._image_bytes)
+        self.server.images.release(self._image_bytes)
         self._image_bytes = 0
         if self.stream is not None:
             self.stream.stop_pings()
@@ -684,7 +677,7 @@ class Exchange:
         """Answer with an error; within a stream, as its last event."""
         told = http_error(error, self.fields, self.renamed)
         self.record.error = self.record.error or told.message
-        self.server.metrics.request_refused(told.status)
+        self.served.metrics.request_refused(told.status)
         if not self.started:
             await self.reply(told.body(self.shape), told.status, told.headers)
         elif self.stream is not None:

@@ -11,8 +11,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,13 +21,16 @@ import uvicorn
 
 from dovetail.api.process_watch import ProcessWatch
 from dovetail.errors import ConfigError, DovetailError
-from dovetail_server.app import create_app
+from dovetail_server.app import app_of
 from dovetail_server.channel import BEAT_S, Channel, Message, channel_of_process, end_orphaned
 from dovetail_server.links import Line, ZmqLine
+from dovetail_server.models import Model, Models
 from dovetail_server.remote import RemoteEngine
 from dovetail_server.settings import ServerSettings
 from dovetail_server.sockets import allow_open_files, is_on_loopback, listen
 from dovetail_server.wire import DirectProtocol
+
+logger = logging.getLogger("dovetail")
 
 LAST_ANSWERS_S = 3  # timeout for connections to close once there are no more requests
 FAILED_S = 1.0  # how long a server answers with an error after its engine has died
@@ -67,12 +71,23 @@ class LoopWatch:
         return max(0.0, self._clock.turn() - self._turned - BEAT_S)
 
 
+@dataclass(frozen=True)
+class EngineEnd:
+    """The line to an engine. `names`: of its model; empty for that in `engine.yaml`. `adapters`:
+    "NAME=PATH" of those to load. `down`: why it is being restarted, and isn't waited for."""
+
+    line: Line
+    names: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    down: str | None = None
+
+
 class FrontEnd:
     """One front end. All methods are called in its event loop."""
 
     def __init__(
         self,
-        line: Line,
+        ends: Sequence[EngineEnd],
         name: str,
         settings: ServerSettings,
         sock: socket.socket,
@@ -82,13 +97,15 @@ class FrontEnd:
     ) -> None:
         """`name`: unique among all front ends, past ones included. `place`: its index among running
         front ends. `ready`: called once it listens."""
-        self._line = line
+        self._ends = ends
         self._name = name
         self._settings = settings
         self._socket = sock
         self._ready = ready
         self._place = place
-        self._engine: RemoteEngine | None = None
+        self._engines: dict[int, RemoteEngine] = {}  # by place
+        self._models = Models([end.names for end in ends])
+        self._connecting: dict[int, asyncio.Task[None]] = {}  # by place
         self._app: Any = None
         self._server: _Server | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -96,15 +113,10 @@ class FrontEnd:
 
     async def run(self) -> None:
         """Serve until `drain` or `fail` ends it. Raises `DovetailError` if it can't start."""
-        self._engine = engine = await RemoteEngine.connect(self._line, self._name, self.fail)
         try:
-            for one in self._settings.lora_modules:
-                await engine.load_adapter(*one.split("=", 1))
-            self._app = create_app(
-                engine,
-                self._settings,
-                front_end=self._place,
-                on_loopback=is_on_loopback(self._socket),
+            await self._connect_all()
+            self._app = app_of(
+                self._models, self._settings, on_loopback=is_on_loopback(self._socket)
             )
             self._app.state.draining, self._app.state.failure = False, None
             config = self._config()
@@ -123,7 +135,54 @@ class FrontEnd:
             if not self._server.started:
                 raise DovetailError("the HTTP app failed to start: see the log")
         finally:
-            engine.close()
+            for task in self._connecting.values():
+                task.cancel()
+            for engine in self._engines.values():
+                engine.close()
+
+    async def _connect_all(self) -> None:
+        """Wait for the engines that aren't down."""
+        waited = []
+        for place, end in enumerate(self._ends):
+            if end.down is not None:
+                self.lose(place, end.down, end)
+            else:
+                task = self._connecting[place] = asyncio.create_task(self._connect(place, end))
+                waited.append(task)
+        await asyncio.wait(waited)
+        for task in waited:
+            if not task.cancelled():  # an engine that has died meanwhile
+                task.result()
+
+    async def _connect(self, place: int, end: EngineEnd) -> None:
+        """Wait for an engine, load its adapters, and serve its model."""
+        try:
+            engine = await RemoteEngine.connect(end.line, self._name, self.fail)
+        except BaseException:
+            end.line.close()
+            raise
+        if (before := self._engines.pop(place, None)) is not None:
+            before.close()
+        self._engines[place] = engine
+        for one in end.adapters:
+            await engine.load_adapter(*one.split("=", 1))
+        self._models.put(place, Model.of(engine, self._settings, end.names, self._place))
+
+    def lose(self, place: int, reason: str, end: EngineEnd) -> None:
+        """Fail the requests of an engine that has died, while others work, and serve its successor,
+        to which `end` leads, once it has started."""
+        self._models.lose(place, reason)
+        if (engine := self._engines.get(place)) is not None:
+            engine.fail(reason)
+        if (before := self._connecting.get(place)) is not None:
+            before.cancel()
+        self._connecting[place] = asyncio.create_task(self._reconnect(place, end))
+
+    async def _reconnect(self, place: int, end: EngineEnd) -> None:
+        try:
+            await self._connect(place, end)
+        except DovetailError as error:
+            logger.error("a restarted engine can't be used: %s", error)
 
     def drain(self, seconds: float) -> None:
         """Reject new requests; end once running ones are answered, or after a timeout."""
@@ -132,9 +191,10 @@ class FrontEnd:
     def fail(self, reason: str) -> None:
         """Fail all requests because the engine is dead or unreadable, and end."""
         self.failure = reason
-        if self._engine is not None and self._app is not None:
+        if self._app is not None:
             self._app.state.failure = reason
-            self._engine.fail(reason)
+            for engine in self._engines.values():
+                engine.fail(reason)
         if self._ending is not None:
             self._ending.cancel()
             self._ending = None
@@ -157,16 +217,18 @@ class FrontEnd:
             way.close()
 
     async def _drain(self, seconds: float) -> None:
-        engine = self._engine
         app = self._app
-        if engine is None or app is None:
+        if app is None:
             return
         app.state.draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await app.state.server.admission.wait_until_empty()
-                await engine.wait_until_idle()
-        engine.end_all("the server is shutting down")
+                for model in self._models:
+                    await model.admission.wait_until_empty()
+                for engine in self._engines.values():
+                    await engine.wait_until_idle()
+        for engine in self._engines.values():
+            engine.end_all("the server is shutting down")
 
     def _config(self) -> uvicorn.Config:
         return uvicorn.Config(
@@ -214,7 +276,8 @@ def main() -> int:
     gone = partial(end_orphaned, start["directory"], settings.uds)
 
     async def serve() -> None:
-        line = ZmqLine(start["address"], start["name"].encode())
+        name = start["name"]
+        ends = [_end_of(engine, name) for engine in start["engines"]]
         sock = socket.socket(fileno=start["socket"])
 
         def ready() -> None:
@@ -223,7 +286,7 @@ def main() -> int:
             gc.freeze()
             channel.send(ready=True)
 
-        front_end = FrontEnd(line, start["name"], settings, sock, ready, place=start["place"])
+        front_end = FrontEnd(ends, name, settings, sock, ready, place=start["place"])
         channel.socket.setblocking(False)
         loop, clock, turns = asyncio.get_running_loop(), ProcessWatch(), LoopWatch()
         heard = clock.now
@@ -235,7 +298,7 @@ def main() -> int:
                 gone()
             heard = clock.now
             for message in messages or ():
-                _obey(front_end, message)
+                _obey(front_end, message, name)
 
         def turn() -> None:
             """Note that this loop runs."""
@@ -244,7 +307,7 @@ def main() -> int:
             loop.call_later(BEAT_S, turn)
 
         for message in early:
-            _obey(front_end, message)
+            _obey(front_end, message, name)
         loop.add_reader(channel.socket, obey)
         turn()
         threading.Thread(
@@ -268,9 +331,18 @@ def _beat(channel: Channel, turns: LoopWatch) -> None:
         time.sleep(BEAT_S)
 
 
-def _obey(front_end: FrontEnd, message: Message) -> None:
+def _end_of(engine: Message, name: str) -> EngineEnd:
+    """Return the line to an engine that the supervisor describes."""
+    line = ZmqLine(engine["address"], name.encode())
+    return EngineEnd(line, tuple(engine["names"]), tuple(engine["adapters"]), engine["down"])
+
+
+def _obey(front_end: FrontEnd, message: Message, name: str) -> None:
     if "failed" in message:
         front_end.fail(message["failed"])
+    elif "lost" in message:
+        engine = message["engine"]
+        front_end.lose(message["lost"], engine["down"], _end_of(engine, name))
     elif "drain_s" in message:
         front_end.drain(message["drain_s"])
 

@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dovetail_server.engine import ServedEngine
-from dovetail_server.metrics import ServerMetrics
+from dovetail_server.models import Models
 
 FILES = {  # served without an API key, which browsers can't send for them; the figures need one
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -30,15 +29,21 @@ GUARD = {
 }
 
 
-def page_routes(metrics: ServerMetrics, engine: ServedEngine, served_model: str) -> list[Route]:
-    """Return the page's routes. `served_model`: the model name for requests."""
+def page_routes(models: Models) -> list[Route]:
+    """Return the page's routes."""
     routes = [Route(path, _file(*file), include_in_schema=False) for path, file in FILES.items()]
-    page = {"model": served_model, "chat": engine.tokenizer.has_chats}
 
     async def live(
         request: Request,
     ) -> Response:  # a coroutine, since the engine's load belongs to the event loop
-        return _json(metrics.live() | page | {"decisions": engine.decisions()})
+        model = models.named(request.query_params.get("model"))
+        page = {
+            "model": model.names[0],
+            "models": [one.names[0] for one in models],
+            "chat": model.engine.tokenizer.has_chats,
+            "decisions": model.engine.decisions(),
+        }
+        return _json(model.metrics.live() | page)
 
     return [*routes, Route("/page/live", live, include_in_schema=False)]
 

@@ -15,7 +15,6 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from prometheus_client.core import (
-    CollectorRegistry,
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
@@ -171,11 +170,14 @@ class ServerMetrics(Collector):
     def __init__(
         self,
         engine: ServedEngine,
+        model_name: str | None = None,
         *,
         front_end: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`model_name`: the label of all metrics; None: the model's name in `engine.yaml`."""
         self._engine = engine
+        self._model_name = model_name or engine.info.model
         self._clock = clock
         self.front_end = front_end
         self.generated_tokens = self.prompt_tokens = self.cached_tokens = self.preemptions = 0
@@ -202,8 +204,6 @@ class ServerMetrics(Collector):
             Histogram(token_bounds(largest)),
             Histogram(token_bounds(largest)),
         )
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
 
     def meter(
         self,
@@ -328,7 +328,7 @@ class ServerMetrics(Collector):
 
     @property
     def _labels(self) -> dict[str, str]:
-        return {"model_name": self._engine.info.model, "front_end": str(self.front_end)}
+        return {"model_name": self._model_name, "front_end": str(self.front_end)}
 
     def _load(self) -> Iterator[Metric]:
         load = self._engine.load

@@ -15,7 +15,7 @@ import zmq
 from dovetail import EngineConfig
 from dovetail.errors import DovetailError, EngineDeadError, describe
 from dovetail.serving import Assembly, assemble, groups_in_words, ranks_in_words
-from dovetail_server.front_end import FrontEnd, log_to_stderr, new_event_loop
+from dovetail_server.front_end import EngineEnd, FrontEnd, log_to_stderr, new_event_loop
 from dovetail_server.host import EngineHost
 from dovetail_server.links import ZmqLine, ZmqPost
 from dovetail_server.settings import ServerSettings
@@ -97,7 +97,11 @@ class _Server:
         self._signals: list[int] = []
         self._thread = HostThread(assembly, self._fail_soon)
         self._front_end = FrontEnd(
-            self._thread.line, "", settings, socket, lambda: print(begun, flush=True)
+            [EngineEnd(self._thread.line, settings.served_model_name, settings.lora_modules)],
+            "",
+            settings,
+            socket,
+            lambda: print(begun, flush=True),
         )
         self._running = asyncio.create_task(self._front_end.run())
 

@@ -37,6 +37,7 @@ from dovetail.serving import (
 from dovetail_server.admission import BoundedReceive, HeldBody, body_too_large
 from dovetail_server.errors import HttpError, http_error
 from dovetail_server.exchange import Server, tokens_of
+from dovetail_server.models import Model
 
 logger = logging.getLogger("dovetail.server")
 
@@ -45,7 +46,7 @@ DEEP = JsonBounds(parts=MOST_KEPT, depth=500)  # deeper JSON may exceed Python's
 
 
 class Context:
-    """`RouteContext` of one front end."""
+    """`RouteContext` of one front end. Routes use its first model."""
 
     def __init__(self) -> None:
         self._server: Server | None = None
@@ -61,12 +62,16 @@ class Context:
         return self._server
 
     @property
+    def _model(self) -> Model:
+        return self._served.models.first
+
+    @property
     def models(self) -> tuple[str, ...]:
-        return self._served.models
+        return self._model.names
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._served.engine.tokenizer
+        return self._model.engine.tokenizer
 
     async def generate(
         self,
@@ -74,18 +79,19 @@ class Context:
         params: SamplingParams,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        server = self._served
+        timeout_s = self._served.settings.request_timeout_s
+        model = self._model
         listener = _Reader()
-        source = server.engine.source([cast(Prompt, prompt)], cut=cuts(params))
+        source = model.engine.source([cast(Prompt, prompt)], cut=cuts(params))
         [made] = await run_in_threadpool(source.all)
         tokens = tokens_of(made)
-        server.admission.check(1, tokens)
+        model.admission.check(1, tokens)
         request_id = f"routes-{uuid.uuid4().hex}"
         done = False
-        ticket = server.admission.enter(tokens)
+        ticket = model.admission.enter(tokens)
         try:
-            async with asyncio.timeout(server.settings.request_timeout_s):
-                await server.engine.submit(
+            async with asyncio.timeout(timeout_s):
+                await model.engine.submit(
                     request_id,
                     made,
                     changed_unchecked(params, output_kind=OutputKind.DELTA),
@@ -100,7 +106,7 @@ class Context:
         finally:
             ticket.leave(begun=False)
             if not done:
-                server.engine.abort(request_id)
+                model.engine.abort(request_id)
 
     async def answer(
         self,
@@ -117,7 +123,7 @@ class Context:
     async def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatPromptOptions]
     ) -> RoutePrompt:
-        prompt = self._served.engine.chat.prompt
+        prompt = self._model.engine.chat.prompt
         made = await run_in_threadpool(prompt, messages, ChatOptions(**options))
         return cast(RoutePrompt, made)  # a conversation has a text
 
@@ -297,7 +303,7 @@ class GuardedRoute(BaseRoute):
             return
         server: Server = scope["app"].state.server
         most = server.settings.max_body_bytes
-        held = HeldBody(server.admission.bodies)
+        held = HeldBody(server.bodies)
         bounded = BoundedReceive(
             scope,
             receive,

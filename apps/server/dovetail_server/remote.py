@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import threading
 import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +85,8 @@ _PICTURE = (
     "iVBORw0KGgoAAAANSUhEUgAAABAAAAAQCAIAAACQkWg2AAAAFklEQVR42mO4YKBAEmIY1TCqYfhqAADM5yAQMiJu"
     "6gAAAABJRU5ErkJggg=="
 )
+_importing = threading.Lock()
+T = TypeVar("T")
 _FIELDS = RequestFields.__match_args__
 
 
@@ -215,10 +219,11 @@ class RemoteEngine:
         line.open(take)
         line.send(Hello())
         welcome = await answer
-        engine = cls(line, welcome, await asyncio.to_thread(_load_tokenizer, welcome), name, failed)
+        tokenizer = await asyncio.to_thread(_one_at_a_time, partial(_load_tokenizer, welcome))
+        engine = cls(line, welcome, tokenizer, name, failed)
         for message in early:
             engine._take(message)
-        await asyncio.to_thread(engine._warm_up)
+        await asyncio.to_thread(_one_at_a_time, engine._warm_up)
         return engine
 
     @property
@@ -614,6 +619,12 @@ def _error_of(refused: Refused) -> DovetailError:
     if refused.reason is EndReason.UNSUPPORTED:
         return UnsupportedError(refused.text)
     return RequestError(refused.text, refused.reason)
+
+
+def _one_at_a_time(work: Callable[[], T]) -> T:
+    """Return the result of `work`, which imports modules that threads can't import at once."""
+    with _importing:
+        return work()
 
 
 def _load_tokenizer(welcome: Welcome) -> Tokenizer:

@@ -1,12 +1,13 @@
-"""The endpoint `/metrics`: encodes what `metrics` counts."""
+"""The endpoint `/metrics`: encodes what `metrics` counts for all models."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
-from prometheus_client.core import CollectorRegistry
+from prometheus_client.core import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,9 +16,14 @@ from dovetail_server.metrics import ServerMetrics
 _MAX_ACCEPT_CHARS = 1024  # of the header; a longer one, which is slow to parse, is ignored
 
 
-def metrics_route(metrics: ServerMetrics) -> Callable[[Request], Awaitable[Response]]:
-    """Return the handler of `/metrics`."""
-    scrapes = Scrapes(metrics.registry)
+def metrics_route(
+    sources: Callable[[], Iterable[ServerMetrics]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return the handler of `/metrics`. `sources`: returns the metrics of all models; called by any
+    thread."""
+    registry = CollectorRegistry()
+    registry.register(Merged(sources))
+    scrapes = Scrapes(registry)
 
     async def scraped(request: Request) -> Response:
         accept = request.headers.get("accept", "")
@@ -27,6 +33,23 @@ def metrics_route(metrics: ServerMetrics) -> Callable[[Request], Awaitable[Respo
         return Response(text, headers={"content-type": content_type})
 
     return scraped
+
+
+class Merged(Collector):
+    """The metrics of several models, which a label tells apart, as if they were of one source:
+    Prometheus reads each name once."""
+
+    def __init__(self, sources: Callable[[], Iterable[Collector]]) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterable[Metric]:
+        merged: dict[str, Metric] = {}
+        for source in self._sources():
+            for metric in source.collect():
+                known = merged.setdefault(metric.name, metric)
+                if known is not metric:
+                    known.samples += metric.samples
+        return merged.values()
 
 
 class Scrapes:

@@ -66,7 +66,7 @@ class ServerSettings(BaseModel):
 
     served_model_name: tuple[str, ...] = ()
     """Names that requests may use as `model`; answers contain the first by default. Empty: the
-    model's name in `engine.yaml`."""
+    model's name in `engine.yaml`. Several models have one name each, in their order."""
 
     max_queued_requests: Count | None = 2048
     """Maximum number of requests that wait for their first token; others get 429 with
@@ -162,7 +162,8 @@ class ServerSettings(BaseModel):
 
     lora_modules: tuple[str, ...] = ()
     """Adapters to serve, as NAME=PATH with a directory in PEFT's format: requests select one by its
-    name as `model`. Requires `--enable-lora` (`adapters` in `engine.yaml`)."""
+    name as `model`. Requires `--enable-lora` (`adapters` in `engine.yaml`). Of several models, the
+    first with `adapters` has them."""
 
     adapter_directory: str | None = None
     """A folder from below which clients may load adapters by POST /v1/load_lora_adapter, and unload

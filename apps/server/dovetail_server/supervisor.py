@@ -1,4 +1,4 @@
-"""`Supervisor`: starts, watches and stops the engine's process and the front ends. It imports
+"""`Supervisor`: starts, watches and stops the engines' processes and the front ends. It imports
 neither torch nor the engine.
 
 Each process has a `Channel` to the supervisor, and ends when the supervisor is gone.
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,15 +25,17 @@ from typing import Any
 from dovetail.api.process_watch import STOPPED_S, TRACED, ProcessWatch, how_ended, process_state
 from dovetail.errors import DovetailError, EngineDeadError
 from dovetail_server.channel import BEAT_S, Channel, Message
+from dovetail_server.engine_sources import EngineSource
 from dovetail_server.settings import ServerSettings
 from dovetail_server.sockets import bind
 
+ENGINE = "engine"  # the name of an engine's process
 TICK_S = 0.25
 LAST_LINES = 5  # of the engine's stderr, reported when it dies
 ENGINE_STOPS_S = 10.0  # timeout for the engine to stop
 # timeout for front ends to end after a drain, or after reporting the engine's death
 FRONT_ENDS_END_S = 6.0
-# a front end that lives shorter than this is restarted after a pause, which doubles each time
+# a process that works for less than this is restarted after a pause, which doubles each time
 QUICK_DEATH_S = 30.0
 # the first and the longest such pause
 PAUSE_S = 1.0
@@ -44,13 +47,13 @@ FRONT_END_HANGS_S = 30.0
 
 
 class State(Enum):
-    """State of the server."""
+    """State of the server. Engines that die while others work don't change it."""
 
     STARTING = "starting"
     SERVING = "serving"
     DRAINING = "draining"  # front ends finish their requests
-    STOPPING = "stopping"  # the engine stops
-    FAILING = "failing"  # the engine is dead; front ends notify their clients
+    STOPPING = "stopping"  # the engines stop
+    FAILING = "failing"  # all engines are dead; front ends notify their clients
 
 
 @dataclass(eq=False)
@@ -65,18 +68,66 @@ class Child:
     ready: bool = False
     ranks: str = ""  # description of an engine's ranks, if it has several
     groups: str = ""  # line that describes its cache groups, if it has several
-    started: float = field(default_factory=time.monotonic)
+    ready_since: float | None = None
     refused: str | None = None  # why it failed to start
     dead: str | None = None  # why it died or was killed
     heard: float = 0.0  # time of the last message, on the watch's clock
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
 
+    @property
+    def is_engine(self) -> bool:
+        return self.name == ENGINE
+
+    @property
+    def lived_s(self) -> float:
+        """For how many seconds it has been ready."""
+        return 0.0 if self.ready_since is None else time.monotonic() - self.ready_since
+
     def how_it_ended(self) -> str:
         """Return how it ended ("was killed by SIGKILL", "ended with exit code 1"), and its reason
         or last output."""
         how = how_ended(self.process.returncode)
-        told = self.dead or " | ".join(line for line in self.last_lines if line.strip())
+        told = (
+            self.dead
+            or self.refused
+            or " | ".join(line for line in self.last_lines if line.strip())
+        )
         return f"{how}: {told}" if told else how
+
+
+class Pauses:
+    """How long to wait before a process is restarted: longer each time if it dies quickly."""
+
+    def __init__(self) -> None:
+        self._quick_deaths = 0  # consecutive
+
+    def next_s(self, lived_s: float) -> float:
+        """Return the seconds after the death of a process that has worked for `lived_s`."""
+        self._quick_deaths = self._quick_deaths + 1 if lived_s < QUICK_DEATH_S else 0
+        if self._quick_deaths < 2:
+            return 0.0
+        return min(PAUSE_S * 2.0 ** (self._quick_deaths - 2), MOST_PAUSE_S)
+
+
+@dataclass(eq=False)
+class EnginePlace:
+    """An engine on the command line, whose processes come and go."""
+
+    source: EngineSource
+    place: int
+    child: Child | None = None  # its process
+    starts: int = 0  # processes so far
+    down: str | None = None  # why its last process has died, until the next one is ready
+    due: float = 0.0  # when the next one starts, on the supervisor's clock
+    pauses: Pauses = field(default_factory=Pauses)
+
+    @property
+    def is_starting(self) -> bool:
+        return self.child is not None and not self.child.ready
+
+    @property
+    def works(self) -> bool:
+        return self.child is not None and self.child.ready
 
 
 class ServeFailed(EngineDeadError):
@@ -86,19 +137,17 @@ class ServeFailed(EngineDeadError):
 class Supervisor:
     """`run` is called once, in the main thread."""
 
-    def __init__(self, source: str, overrides: list[str], settings: ServerSettings) -> None:
-        """`source`, `overrides`: the engine's config, as on the command line."""
-        self._source = source
-        self._overrides = overrides
+    def __init__(self, sources: Sequence[EngineSource], settings: ServerSettings) -> None:
         self._settings = settings
         self._state = State.STARTING
         self._selector = selectors.DefaultSelector()
         self._clock = ProcessWatch()
         self._next_beat = 0.0  # on that clock
-        self._engine: Child | None = None
+        self._engines = [EnginePlace(source, place) for place, source in enumerate(sources)]
         self._front_ends: dict[int, Child] = {}  # by place
         self._generation = 0
-        self._quick_deaths = self._failed_starts = 0  # consecutive
+        self._pauses = Pauses()  # of front ends
+        self._failed_starts = 0  # consecutive
         self._restarts: dict[int, float] = {}  # by place: when, on that clock
         self._signals: list[int] = []
         self._failure: str | None = None
@@ -122,11 +171,7 @@ class Supervisor:
         }
         self._selector.register(wake_read, selectors.EVENT_READ, None)
         try:
-            self._engine = self._start(
-                "engine",
-                "dovetail_server.engine_process",
-                {"source": self._source, "set": self._overrides},
-            )
+            self._start_due_engine()
             for place in range(self._settings.front_ends):
                 self._start_front_end(place)
             return self._watch()
@@ -140,9 +185,36 @@ class Supervisor:
 
     # Starting
 
-    @property
-    def _address(self) -> str:
-        return f"ipc://{self._directory}/engine"
+    def _address(self, engine: EnginePlace) -> str:
+        """Return the address of an engine's process, or of the next one if there is none."""
+        number = engine.starts if engine.child is None else engine.starts - 1
+        return f"ipc://{self._directory}/engine-{engine.place}.{number}"
+
+    def _start_due_engine(self) -> None:
+        """Start an engine if one is due and no other is starting: each measures what others have
+        left of the memory."""
+        if any(engine.is_starting for engine in self._engines):
+            return
+        for engine in self._engines:
+            if engine.child is None and engine.due <= self._clock.now:
+                others = [one.source for one in self._engines if one.works]
+                start = {
+                    "source": engine.source.source,
+                    "set": engine.source.overrides_beside(others),
+                    "address": self._address(engine),
+                }
+                engine.child = self._start(ENGINE, "dovetail_server.engine_process", start)
+                engine.starts += 1
+                return
+
+    def _end_of(self, engine: EnginePlace) -> Message:
+        """Return what a front end must know to use an engine."""
+        return {
+            "address": self._address(engine),
+            "names": engine.source.names,
+            "adapters": engine.source.adapters,
+            "down": engine.down,
+        }
 
     def _start(
         self, name: str, module: str, start: Message, sock: socket.socket | None = None
@@ -152,13 +224,13 @@ class Supervisor:
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE if name == "engine" else None,
+            stderr=subprocess.PIPE if name == ENGINE else None,
             pass_fds=fds,
             start_new_session=True,  # only the supervisor gets the terminal's signals
         )
         theirs.close()
         child = Child(name, module, process, Channel(ours), sock)
-        child.channel.send(**start, directory=self._directory, address=self._address)
+        child.channel.send(**start, directory=self._directory)
         ours.setblocking(False)
         self._selector.register(ours, selectors.EVENT_READ, child)
         if process.stderr is not None:
@@ -173,6 +245,7 @@ class Supervisor:
         start = {
             "name": name,
             "place": place,
+            "engines": [self._end_of(engine) for engine in self._engines],
             "settings": self._settings.model_dump(mode="json"),
             "socket": sock.fileno(),
         }
@@ -190,9 +263,10 @@ class Supervisor:
                 self._read(key)
             if (code := self._heed_signals()) is not None:
                 return code
-            self._check_engine()
+            for engine in self._engines:
+                self._check_engine(engine)
             self._check_front_ends()
-            self._start_due_front_ends()
+            self._start_due()
             if (code := self._go_on()) is not None:
                 return code
 
@@ -235,12 +309,13 @@ class Supervisor:
                 message.get("ranks", ""),
                 message.get("groups", ""),
             )
-            self._failed_starts = self._failed_starts if child is self._engine else 0
+            child.ready_since = time.monotonic()
+            self._failed_starts = self._failed_starts if child.is_engine else 0
         elif "refused" in message:
             child.refused = message["refused"]
         elif "dead" in message:
             child.dead = message["dead"]
-        elif child is self._engine:
+        elif child.is_engine:
             if message.get("busy_s", 0) > (limit := self._settings.step_timeout_s):
                 _give_up(child, f"a step took longer than {limit:g} s (--step-timeout)")
         elif message.get("busy_s", 0) > FRONT_END_HANGS_S:
@@ -258,22 +333,33 @@ class Supervisor:
             self._tell_front_ends(drain_s=seconds)
         return None
 
-    def _check_engine(self) -> None:
-        """Raise `DovetailError` if the engine failed to start."""
-        engine = self._the_engine()
-        if self._lives(engine, self._settings.step_timeout_s, " (--step-timeout)"):
+    def _check_engine(self, engine: EnginePlace) -> None:
+        """Raise `DovetailError` if an engine can't start when the server does."""
+        child = engine.child
+        if child is None:
             return
-        self._drain_pipes(engine)
-        if engine.refused is not None:
-            raise DovetailError(engine.refused)
-        if self._state in (State.STOPPING, State.FAILING):
+        if self._lives(child, self._settings.step_timeout_s, " (--step-timeout)"):
+            engine.down = None if child.ready else engine.down
             return
-        self._fail(f"the engine's process {engine.how_it_ended()}")
+        self._drain_pipes(child)
+        if self._state is State.STARTING and child.refused is not None:
+            raise DovetailError(child.refused)
+        if self._state not in (State.STOPPING, State.FAILING):
+            self._lose(engine, child)
 
-    def _the_engine(self) -> Child:
-        if self._engine is None:
-            raise DovetailError("the engine's process wasn't started")
-        return self._engine
+    def _lose(self, engine: EnginePlace, child: Child) -> None:
+        """Schedule the successor of an engine's process that has died. Raises as `_fail` does if no
+        other engine works, or the server is starting."""
+        engine.child = None
+        self._release(child)
+        reason = engine.down = f"the engine's process {child.how_it_ended()}"
+        if self._state is State.STARTING or not any(one.works for one in self._engines):
+            self._fail(reason)
+            return
+        pause_s = engine.pauses.next_s(child.lived_s)
+        engine.due = self._clock.now + pause_s
+        _tell_restart(f"{engine.source.names[0]}: {reason}", pause_s)
+        self._tell_front_ends(lost=engine.place, engine=self._end_of(engine))
 
     def _lives(self, child: Child, silence_s: float, option: str = "") -> bool:
         """Return False if a process has ended. Kill it if it is stopped, or if it is ready and has
@@ -295,7 +381,7 @@ class Supervisor:
                 self._read(key)
 
     def _fail(self, reason: str) -> None:
-        """Begin failing because the engine is dead. Raises `ServeFailed` if there are no clients
+        """Begin failing because all engines are dead. Raises `ServeFailed` if there are no clients
         yet."""
         self._failure = reason
         if self._state is State.STARTING:
@@ -310,7 +396,7 @@ class Supervisor:
                 continue
             self._drain_pipes(child)
             del self._front_ends[place]
-            self._the_engine().channel.send(gone=child.name)
+            self._tell_engines(gone=child.name)
             self._release(child)
             if self._state is State.STARTING or child.refused is not None:
                 raise DovetailError(child.refused or f"a front end {child.how_it_ended()}")
@@ -325,24 +411,17 @@ class Supervisor:
         if self._failed_starts >= FAILED_STARTS:
             self._fail(f"front ends can't start; the last {child.how_it_ended()}")
             return
-        quick = time.monotonic() - child.started < QUICK_DEATH_S
-        self._quick_deaths = self._quick_deaths + 1 if quick else 0
-        pause_s = (
-            0.0
-            if self._quick_deaths < 2
-            else min(PAUSE_S * 2 ** (self._quick_deaths - 2), MOST_PAUSE_S)
-        )
-        when = f" in {pause_s:g} s" if pause_s else ""
-        print(
-            f"dovetail serve: a front end {child.how_it_ended()}; restarting it{when}",
-            file=sys.stderr,
-            flush=True,
-        )
+        pause_s = self._pauses.next_s(child.lived_s)
+        _tell_restart(f"a front end {child.how_it_ended()}", pause_s)
         self._restarts[place] = self._clock.now + pause_s
 
-    def _start_due_front_ends(self) -> None:
+    def _start_due(self) -> None:
+        """Start processes that are due, unless the server ends."""
+        if self._state not in (State.STARTING, State.SERVING):
+            return
+        self._start_due_engine()
         for place, due in list(self._restarts.items()):
-            if self._state is State.SERVING and due <= self._clock.now:
+            if due <= self._clock.now:
                 del self._restarts[place]
                 self._start_front_end(place)
 
@@ -350,26 +429,42 @@ class Supervisor:
         """Advance the state if its condition is met; return the exit code at the end. Raises
         `ServeFailed`."""
         late = self._deadline is not None and self._clock.now > self._deadline
-        engine = self._the_engine()
         if (
             self._state is State.STARTING
-            and engine.ready
+            and all(engine.works for engine in self._engines)
             and all(child.ready for child in self._front_ends.values())
         ):
             self._state = State.SERVING
-            print(
-                f"{engine.groups}dovetail serves {self._source}{engine.ranks} at {self._url}",
-                flush=True,
-            )
+            self._tell_start()
         elif self._state is State.DRAINING and (late or not self._front_ends):
             self._state = State.STOPPING
             self._deadline = self._clock.now + ENGINE_STOPS_S
-            engine.channel.send(stop=True)
-        elif self._state is State.STOPPING and (late or engine.process.poll() is not None):
+            self._tell_engines(stop=True)
+        elif self._state is State.STOPPING and (late or self._have_ended()):
             return 0
         elif self._state is State.FAILING and (late or not self._front_ends):
             raise ServeFailed(str(self._failure))
         return None
+
+    def _have_ended(self) -> bool:
+        """Return True if no engine has a process that runs."""
+        children = [engine.child for engine in self._engines if engine.child is not None]
+        return all(child.process.poll() is not None for child in children)
+
+    def _tell_start(self) -> None:
+        """Print what is served, and where."""
+        groups = ""
+        names = []
+        for engine in self._engines:
+            if engine.child is not None:
+                groups += engine.child.groups
+                names.append(f"{engine.source.source}{engine.child.ranks}")
+        print(f"{groups}dovetail serves {', '.join(names)} at {self._url}", flush=True)
+
+    def _tell_engines(self, **message: Any) -> None:
+        for engine in self._engines:
+            if engine.child is not None:
+                engine.child.channel.send(**message)
 
     def _tell_front_ends(self, **message: Any) -> None:
         for child in self._front_ends.values():
@@ -389,7 +484,8 @@ class Supervisor:
 
     def _clean_up(self) -> None:
         """Kill all processes, and remove all files."""
-        children = [*self._front_ends.values(), *([] if self._engine is None else [self._engine])]
+        engines = [engine.child for engine in self._engines if engine.child is not None]
+        children = [*self._front_ends.values(), *engines]
         for child in children:
             _kill(child)
         for child in children:
@@ -401,6 +497,11 @@ class Supervisor:
                 os.unlink(self._settings.uds)
         shutil.rmtree(self._directory, ignore_errors=True)
         self._selector.close()
+
+
+def _tell_restart(what: str, pause_s: float) -> None:
+    when = f" in {pause_s:g} s" if pause_s else ""
+    print(f"dovetail serve: {what}; restarting it{when}", file=sys.stderr, flush=True)
 
 
 def _give_up(child: Child, why: str) -> None:

@@ -111,6 +111,7 @@ class ExecutorConfig:
     # slots of the device's cache of images' rows, 0: no images; and rows that a step encodes
     media_cache_rows: int = 0
     media_step_rows: int = 0
+    cpu_memory_utilization: float = 0.25  # share of the free RAM for K and V on a CPU
 
 
 @dataclass(frozen=True, slots=True)

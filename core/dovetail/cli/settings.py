@@ -26,6 +26,14 @@ RequiredSource = Annotated[
         metavar="engine.yaml|MODEL", help=_SOURCE_HELP, autocompletion=completion.sources
     ),
 ]
+RequiredSources = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="engine.yaml|MODEL...",
+        help=f"{_SOURCE_HELP} Several are served side by side.",
+        autocompletion=completion.sources,
+    ),
+]
 Settings = Annotated[
     list[str],
     typer.Option(

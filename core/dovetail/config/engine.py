@@ -376,10 +376,15 @@ class EngineConfig(BaseModel):
     """Share of each GPU's memory that the engine uses: weights and buffers, and K and V in the
     rest."""
 
+    cpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Share of the free RAM that K and V may use on a CPU; twice that if a single sequence needs
+    it."""
+
     kv_cache_memory: Annotated[
         _Bytes | None, BeforeValidator(_as_bytes, json_schema_input_type=int | str | None)
     ] = None
-    """Memory for K and V, such as 4GiB, per rank. null: the rest of `gpu_memory_utilization`."""
+    """Memory for K and V, such as 4GiB, per rank. null: what `gpu_memory_utilization` or `cpu_memory_utilization`
+    leaves."""
 
     kv_host_memory: Annotated[
         _Bytes | None, BeforeValidator(_as_bytes, json_schema_input_type=int | str | None)
@@ -674,6 +679,7 @@ class EngineConfig(BaseModel):
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             gpu_memory_utilization=self.gpu_memory_utilization,
+            cpu_memory_utilization=self.cpu_memory_utilization,
             kv_cache_memory=self.kv_cache_memory,
             block_size=None if self.block_size == "auto" else self.block_size,
             cuda_graphs=self.cuda_graphs,

@@ -59,6 +59,16 @@ def resolve_model(name: str, registry: Registry) -> Path:
     return _fetch(name, registry) if place.path is None else place.path
 
 
+def weights_bytes(name: str, registry: Registry) -> int:
+    """Return the size of a model's weights in bytes, by its files, which are fetched from the hub
+    if necessary. Raises as `resolve_model`."""
+    place = locate_model(name, registry)
+    if place.kind == "gguf" and place.path is not None:
+        return place.path.stat().st_size
+    files = resolve_model(name, registry).glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)
+
+
 def locate_model(name: str, registry: Registry, key: str = "model") -> ModelPlace:
     """Find a model: a bundled one ("demo", "distribution:name"), else an existing directory or GGUF
     file, else a hub id, which may end in "@" and a revision. Raises `ConfigError`, naming the

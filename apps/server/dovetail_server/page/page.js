@@ -198,8 +198,12 @@ function showState(text, bad) {
 }
 
 let model = null; // its name, and whether it chats
+const chosen = new URLSearchParams(location.search).get("model"); // one of several
+const ofModel = chosen === null ? "" : `?model=${encodeURIComponent(chosen)}`;
 
 function showModel(live) {
+  byId("models").replaceChildren(...live.models.map((name) => new Option(name, name, false, name === live.model)));
+  byId("models").hidden = live.models.length < 2;
   model = { name: live.model, chat: live.chat };
   byId("model").textContent = model.name;
   document.title = `${model.name} · Dovetail`;
@@ -215,7 +219,7 @@ async function getJson(path) {
 let partsShown = false;
 
 async function showParts() {
-  const { version, max_model_len, parts, details } = await getJson("version");
+  const { version, max_model_len, parts, details } = await getJson(`version${ofModel}`);
   byId("max-tokens").max = max_model_len;
   showList("parts", [["dovetail", version], ...Object.entries({ ...parts, ...details }).map(([name, value]) => [name, String(value)])]);
   partsShown = true;
@@ -230,7 +234,7 @@ async function refusal(answer) {
 async function poll() {
   if (!document.hidden) {
     try {
-      const live = await getJson("page/live");
+      const live = await getJson(`page/live${ofModel}`);
       if (!model) showModel(live);
       if (!partsShown) await showParts();
       take(live);
@@ -305,7 +309,7 @@ async function ask() {
   let reason = null;
   let tokens = 0;
   try {
-    if (!model) showModel(await getJson("page/live"));
+    if (!model) showModel(await getJson(`page/live${ofModel}`));
     const answer = await fetch(model.chat ? "v1/chat/completions" : "v1/completions", {
       method: "POST",
       headers: { "Content-Type": "application/json", ...headers() },
@@ -350,6 +354,9 @@ byId("prompt").addEventListener("keydown", (event) => {
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") stopper?.abort();
+});
+byId("models").addEventListener("change", (event) => {
+  location.search = `?model=${encodeURIComponent(event.target.value)}`;
 });
 byId("stop").addEventListener("click", () => stopper?.abort());
 byId("key").addEventListener("input", (event) => {

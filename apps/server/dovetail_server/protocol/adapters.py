@@ -16,6 +16,7 @@ class LoadBody(msgspec.Struct, forbid_unknown_fields=True):
     # below the folder of adapters, or relative to it
     lora_path: Annotated[str, msgspec.Meta(max_length=MAX_PATH_CHARS)]
     load_inplace: bool = False  # replace one that is served under this name
+    model: str | None = None  # the model that it adapts; None: the first that takes adapters
 
 
 class UnloadBody(msgspec.Struct, forbid_unknown_fields=True):

@@ -19,11 +19,15 @@ async def load(exchange: Exchange) -> None:
     body = await exchange.body(LoadBody)
     if not body.lora_name:
         raise HttpError(400, "lora_name must not be empty", param="lora_name")
-    if body.lora_name in exchange.server.models:
+    models = exchange.server.models
+    if body.model is None:
+        exchange.served = models.adapted
+    if body.lora_name in models.names:
         raise HttpError(
             400, f"lora_name: {body.lora_name[:200]!r} is the model's own name", param="lora_name"
         )
-    if body.lora_name in exchange.engine.adapters and not body.load_inplace:
+    serving = models.with_adapter(body.lora_name)
+    if serving is not None and not (body.load_inplace and serving is exchange.served):
         message = (
             f"the adapter {body.lora_name[:200]!r} is served already: unload it first, or "
             f"set load_inplace"
@@ -37,14 +41,15 @@ async def unload(exchange: Exchange) -> None:
     """Serve an adapter no longer; running requests keep theirs."""
     _folder(exchange)
     body = await exchange.body(UnloadBody)
-    if body.lora_name not in exchange.engine.adapters:
+    serving = exchange.server.models.with_adapter(body.lora_name)
+    if serving is None:
         raise HttpError(
             404,
             f"the adapter {body.lora_name[:200]!r} isn't served here",
             param="lora_name",
             code="adapter_not_found",
         )
-    await exchange.engine.load_adapter(body.lora_name, None)
+    await serving.engine.load_adapter(body.lora_name, None)
     await exchange.reply({"status": "ok", "lora_name": body.lora_name})
 
 

@@ -101,7 +101,7 @@ async def prepare_chat(exchange: Exchange, kind: type[B]) -> PreparedChat[B]:
         options,
         prompt,
     )
-    chosen = exchange.server.parsing.parsers(options.chat_template)
+    chosen = exchange.served.parsing.parsers(options.chat_template)
     if needs_special_tokens(chosen, options.tools):
         params = changed_unchecked(params, skip_special_tokens=False)
     parsers = [parser_for(chosen, prompt.text or "", options.tools) for _ in range(params.n)]
@@ -132,7 +132,7 @@ async def rendered(
 def steered(exchange: Exchange, options: ChatOptions, asked: AskedReasoning) -> ChatOptions:
     """Return the options with variables of the chat template that do what is asked of the model's
     reasoning; the request's own come first. Raises `HttpError` if it can't be turned off."""
-    parsing = exchange.server.parsing
+    parsing = exchange.served.parsing
     own = options.chat_template_kwargs or {}
     if options.chat_template is not None:
         check_template_chars(options.chat_template, exchange.engine.info.intake.limits)
@@ -246,7 +246,7 @@ def constrained_chat(
     Reasoning stays unconstrained, up to `limit` tokens of it: the rule begins after it. If the
     prompt leaves it open whether the model reasons first, the mark that begins reasoning is
     appended. Raises `RequestError`."""
-    marks = exchange.server.parsing.parsers(options.chat_template).marks
+    marks = exchange.served.parsing.parsers(options.chat_template).marks
     if marks is not None and (
         limit is not None
         or (rule is not None and rule.after is None and _reasons_first(exchange, options, prompt))
@@ -272,7 +272,7 @@ def _rule_of_calls(
 ) -> tuple[Structured | None, bool]:
     """Return the rule of demanded calls; or None and True if dropping all calls but the first does
     what is demanded. Raises `HttpError` if the model's format of calls can't be constrained."""
-    parsing = exchange.server.parsing
+    parsing = exchange.served.parsing
     parser = parsing.parsers(options.chat_template).calls
     if parser is None:
         if calls.cut:
@@ -315,7 +315,7 @@ def _reasons_first(
 ) -> bool:
     """Return True if the answer begins with reasoning: the prompt has opened it; or the template
     could disable it, and wasn't asked to; or the server's settings name a reasoning parser."""
-    parsing = exchange.server.parsing
+    parsing = exchange.served.parsing
     marks = parsing.parsers(options.chat_template).marks
     if marks is None or options.continue_final_message:
         return False

@@ -115,8 +115,8 @@ async def rerank(exchange: Exchange, version: int = 1) -> None:
 
 
 async def _read(exchange: Exchange, kind: type[B]) -> tuple[B, str]:
-    """Decode a body; return it and the model name for the answer. Raises what `Exchange.body`,
-    `ignore` and `model_named` do."""
+    """Decode a body; return it and the model name for the answer. Raises what `Exchange.body` and
+    `ignore` do."""
     body = await exchange.body(kind)
     exchange.renamed = {
         "id": "request_id",
@@ -125,8 +125,7 @@ async def _read(exchange: Exchange, kind: type[B]) -> tuple[B, str]:
     }
     for one in ignored_fields(body, body.ADVISORY):
         exchange.ignore(one)
-    model = exchange.record.model = exchange.server.model_named(body.model, adapters=True)
-    return body, model
+    return body, exchange.answering(body.model)
 
 
 async def _pool(

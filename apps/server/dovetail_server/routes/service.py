@@ -12,6 +12,7 @@ from dovetail.errors import DISTRIBUTION, DovetailError
 from dovetail_server.batches.worker import BatchWorker
 from dovetail_server.errors import HttpError, anthropic_shape
 from dovetail_server.exchange import Endpoint, Exchange
+from dovetail_server.models import Model
 from dovetail_server.protocol.models import (
     ServedModel,
     anthropic_list,
@@ -23,13 +24,14 @@ from dovetail_server.protocol.openapi import document
 
 
 async def health(exchange: Exchange) -> None:
-    """200 while the server works; 503 with the reason if the engine, this front end or the
-    supervisor is dead or hangs. `batches`: the state of /v1/batches."""
+    """200 while the server works; 503 with the reason if all engines, this front end or the
+    supervisor are dead or hang. `down`: why an engine is down while others work, by its model.
+    `batches`: the state of /v1/batches."""
     _check_health(exchange)
+    down = exchange.server.models.down()
+    answer = {"status": "degraded", "down": down} if down else {"status": "ok"}
     worker: BatchWorker | None = exchange.scope["app"].state.batch_worker
-    await exchange.reply(
-        {"status": "ok"} | ({"batches": worker.status} if worker is not None else {})
-    )
+    await exchange.reply(answer | ({"batches": worker.status} if worker is not None else {}))
 
 
 async def ready(exchange: Exchange) -> None:
@@ -40,14 +42,14 @@ async def ready(exchange: Exchange) -> None:
 
 
 async def load(exchange: Exchange) -> None:
-    """The number of requests that run or wait, over all front ends; samples of n > 1 count one by
-    one."""
-    told = exchange.engine.load
-    await exchange.reply({"server_load": told.running + told.waiting})
+    """The number of requests that run or wait, over all front ends and models; samples of n > 1
+    count one by one."""
+    loads = [model.engine.load for model in exchange.server.models]
+    await exchange.reply({"server_load": sum(one.running + one.waiting for one in loads)})
 
 
 async def reset_prefix_cache(exchange: Exchange) -> None:
-    """Empty the prefix cache."""
+    """Empty the prefix caches of all models."""
     if not exchange.server.settings.prefix_cache_reset:
         raise HttpError(
             403,
@@ -59,11 +61,14 @@ async def reset_prefix_cache(exchange: Exchange) -> None:
         raise HttpError(
             400, "the query: there are no parameters; running requests keep what they have computed"
         )
-    await exchange.engine.reset_prefix_cache()
+    for model in exchange.server.models:
+        await model.engine.reset_prefix_cache()
     await exchange.reply({"status": "ok"})
 
 
 async def version(exchange: Exchange) -> None:
+    """The version, and the components that serve a model, which `?model=` names."""
+    exchange.read_query()
     info = exchange.engine.info
     await exchange.reply(
         {
@@ -82,7 +87,9 @@ async def version(exchange: Exchange) -> None:
 async def models(exchange: Exchange) -> None:
     """List the models and adapters, in Anthropic's shape for clients that send its header."""
     served = [
-        _served(exchange, name) for name in (*exchange.server.models, *exchange.engine.adapters)
+        _described(exchange, model, name)
+        for model in exchange.server.models
+        for name in (*model.names, *model.engine.adapters)
     ]
     if _speaks_anthropic(exchange):
         query = QueryParams(exchange.scope["query_string"])
@@ -94,8 +101,9 @@ async def models(exchange: Exchange) -> None:
 async def model(exchange: Exchange) -> None:
     """Describe one model or adapter, as `models` does."""
     shape = anthropic_model if _speaks_anthropic(exchange) else openai_model
-    name = exchange.server.model_named(exchange.scope["path_params"]["model"], adapters=True)
-    await exchange.reply(shape(_served(exchange, name)))
+    name = exchange.scope["path_params"]["model"]
+    found = exchange.server.models.named(name)
+    await exchange.reply(shape(_described(exchange, found, name)))
 
 
 def _speaks_anthropic(exchange: Exchange) -> bool:
@@ -106,16 +114,16 @@ def _speaks_anthropic(exchange: Exchange) -> bool:
     return speaks
 
 
-def _served(exchange: Exchange, name: str) -> ServedModel:
-    info = exchange.engine.info
-    adapter = exchange.engine.adapters.get(name)
+def _described(exchange: Exchange, model: Model, name: str) -> ServedModel:
+    info = model.engine.info
+    adapter = model.engine.adapters.get(name)
     return ServedModel(
         id=name,
         root=info.model if adapter is None else adapter,
-        parent=None if adapter is None else exchange.server.models[0],
+        parent=None if adapter is None else model.names[0],
         created=exchange.server.started_at,
         max_model_len=info.intake.max_model_len,
-        reads_images=exchange.reads_images,
+        reads_images=info.intake.media is not None,
     )
 
 

@@ -18,7 +18,6 @@ from dovetail_server.routes.answering import rendered
 async def tokenize(exchange: Exchange) -> None:
     """Tokenize a prompt or a conversation."""
     body = await exchange.body(TokenizeRequest)
-    exchange.server.model_named(body.model, adapters=True)
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "prompt: give either a prompt or messages", param="prompt")
     if body.messages is None:
@@ -53,7 +52,6 @@ def _of_text(engine: ServedEngine, body: TokenizeRequest) -> dict[str, Any]:
 async def detokenize(exchange: Exchange) -> None:
     """Decode tokens."""
     body = await exchange.body(DetokenizeRequest)
-    exchange.server.model_named(body.model, adapters=True)
     intake = exchange.engine.info.intake
     if len(body.tokens) > intake.max_model_len:
         raise HttpError(
@@ -74,8 +72,9 @@ async def detokenize(exchange: Exchange) -> None:
 
 
 async def tokenizer_info(exchange: Exchange) -> None:
-    """Describe the tokenizer as tokenizer_config.json does. Unlike vLLM's, the answer has no names
-    of files or directories."""
+    """Describe the tokenizer as tokenizer_config.json does; `?model=` names the model. Unlike
+    vLLM's, the answer has no names of files or directories."""
+    exchange.read_query()
     await exchange.reply(exchange.engine.tokenizer.described())
 
 

@@ -58,6 +58,9 @@ CLAUSES: Marks = {
         "runtime/test_kv_scales.py::test_the_first_prompts_calibrate_and_nothing_after_them_does",
         "runtime/test_kv_scales.py::test_without_any_the_scales_are_one_and_that_is_said",
     ),
+    "ExecutorConfig.cpu_memory_utilization": promised(
+        "runtime/test_kv_pool.py::test_a_share_of_the_ram_is_taken_and_twice_that_for_one_sequence"
+    ),
     "ExecutorConfig.state_dtype": STATES,
     "ExecutorConfig.max_drafts": held("drafts", "drafts_limits"),
     "ExecutorConfig.pooling": held("pooled_beside", "pooled_settings"),

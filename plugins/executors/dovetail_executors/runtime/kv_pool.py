@@ -22,9 +22,9 @@ from dovetail.nn.state.states import States
 from dovetail.nn.transfer import all_to_device
 from dovetail_executors.runtime.memory import available_ram_bytes, readable_bytes
 
-# without `kv_cache_memory`, a CPU pool takes at most one part in so many of the free RAM …
-SHARE_OF_RAM = 4
-SHARE_FOR_ONE = 2  # … and one in so many if a single sequence needs that
+# without `kv_cache_memory`, a CPU pool takes at most `cpu_memory_utilization` of the free RAM, or so
+# many times that if a single sequence needs it …
+TIMES_FOR_ONE = 2
 SHARE_OF_LENGTH = 4  # … and no more than every row needs at one part in so many of max_model_len
 # bytes of pages that a round of copies holds in between: a state has some 100 MB, and many requests
 # may start from one
@@ -104,7 +104,8 @@ def pool_pages(
     else:
         free = available_ram_bytes() // ranks
         pages = _cpu_pages(config, layout, max_model_len, needed, free)
-        source = f"one part in {SHARE_FOR_ONE} of {readable_bytes(free)} free RAM"
+        share = _share_for_one(config)
+        source = f"{share:g} of {readable_bytes(free)} free RAM (twice cpu_memory_utilization)"
         remedy = f"set kv_cache_memory to {readable_bytes(needed * layout.page_bytes)}"
     if pages < needed:
         fits = _longest(layout, pages, config.max_num_batched_tokens, max_model_len)
@@ -121,6 +122,10 @@ def pool_pages(
     return pages
 
 
+def _share_for_one(config: ExecutorConfig) -> float:
+    return min(1.0, TIMES_FOR_ONE * config.cpu_memory_utilization)
+
+
 def _cpu_pages(
     config: ExecutorConfig, layout: KVLayout, max_model_len: int, one: int, free: int
 ) -> int:
@@ -130,8 +135,8 @@ def _cpu_pages(
         + layout.state_pages
     )
     wanted = config.max_num_seqs * for_row
-    within = free // SHARE_OF_RAM // layout.page_bytes
-    within_for_one = free // SHARE_FOR_ONE // layout.page_bytes
+    within = int(free * config.cpu_memory_utilization) // layout.page_bytes
+    within_for_one = int(free * _share_for_one(config)) // layout.page_bytes
     return max(min(wanted, within), min(one, within_for_one))
 
 
