@@ -134,24 +134,22 @@ class PageCopies:
     sum of word * (multiplier + 2 seed) = sum of word * multiplier + 2 seed * sum of word.
     """
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(
+        self, pool: KVPool, saving: int = SAVE_PIECES, restoring: int = RESTORE_PIECES
+    ) -> None:
         """`pool` is allocated, and has pages whose bytes are a multiple of `WORD`. The current
-        stream is that of the steps."""
+        stream is that of the steps. `saving` and `restoring`: numbers of staging buffers."""
         device = pool.device
         self.pool = pool
         self.page_bytes = pool.page_bytes
-        self._pages = max(1, PIECE_BYTES // pool.page_bytes)  # of a piece
-        if device.type == "cpu":
-            self._pages = min(self._pages, pool.waste_page)
+        # of a piece
+        self._pages = min(max(1, PIECE_BYTES // pool.page_bytes), pool.waste_page)
         self._steps = _Queue(device, of_steps=True)
         self._to_host = _Queue(device)
         self._from_host = _Queue(device)
         self._scattering = _Queue(device)
-        one = device.type == "cpu"
-        self._saving = _Staging(1 if one else SAVE_PIECES, self._pages, self.page_bytes, device)
-        self._restoring = (
-            self._saving if one else _Staging(RESTORE_PIECES, self._pages, self.page_bytes, device)
-        )
+        self._saving = _Staging(saving, self._pages, self.page_bytes, device)
+        self._restoring = _Staging(restoring, self._pages, self.page_bytes, device)
         self._multipliers = torch.empty(0, dtype=torch.int64, device=device)
         self._registered: list[int] = []  # addresses
 

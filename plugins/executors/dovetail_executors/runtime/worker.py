@@ -336,7 +336,7 @@ class Worker:
         have no bytes, or not a whole number of words."""
         pool = self._running().pool
         if pool.page_bytes and pool.page_bytes % WORD == 0:
-            self._copies = PageCopies(pool)
+            self._copies = PageCopies(pool, 1, 1) if pool.device.type == "cpu" else PageCopies(pool)
         return self._copies
 
     def name_of_bytes(self) -> str:
