@@ -16,6 +16,7 @@ from dovetail.api.executor import Executor
 from dovetail.api.kv_cache import HOLE
 from dovetail.api.kv_layout import CachedLayer, CachedState, plan_layout
 from dovetail.api.kv_transfers import Transfer, frame_checksum
+from dovetail.errors import DovetailError
 from dovetail.testing.suites.executor_bench import Bench
 from dovetail.testing.suites.executor_transfers import Frames
 from dovetail_executors.local import LocalExecutor
@@ -193,3 +194,15 @@ def test_what_two_ranks_compute_on_restored_pages_is_equal() -> None:
         options = TensorOptions(size=2, device="cpu", num_pages=30)
         executor = TensorExecutor(options, context(dtype="float32"))
         assert_equal_on_restored_blocks(executor, count=2)
+
+
+@pytest.mark.slow("ranks that spin for each other while few processors are free")
+def test_a_slab_is_refused_when_the_ranks_have_ended() -> None:
+    with ranks_as_threads():
+        executor = TensorExecutor(TensorOptions(size=2, device="cpu", num_pages=30), context())
+        executor.start()
+        own = executor.transfers()
+        executor.stop()
+        assert own is not None
+        with pytest.raises(DovetailError):
+            own.allocate(1 << 12)

@@ -36,11 +36,12 @@ _HEAD = 7  # words of a message before the pages: slab, and pairs: number, offse
 
 class SharedSlabs:
     """The file, and the results of all ranks but the first. `fd` is inherited by their
-    processes."""
+    processes. `grow` and `map` may be called by another thread than the others."""
 
     def __init__(self, fd: int, ranks: int) -> None:
         """`fd`: as `make` returns it."""
         self.fd = fd
+        self._lock = threading.Lock()
         size = _head_bytes(ranks)
         memory = mmap.mmap(fd, size)
         words = (ranks - 1) * PLACES * _RESULT
@@ -48,7 +49,9 @@ class SharedSlabs:
         self._end = size
 
     def close(self) -> None:
-        """Release the results; slabs are freed with their memory."""
+        """Release the results, and use the file no more: slabs are freed with their memory."""
+        with self._lock:
+            self.fd = -1
         self.results = self.results[:, :0].copy()
 
     @classmethod
@@ -63,7 +66,8 @@ class SharedSlabs:
         start = self._end
         end = start + -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         try:
-            os.ftruncate(self.fd, end)
+            with self._lock:
+                os.ftruncate(self.fd, end)
         except (OSError, OverflowError) as error:
             raise DovetailError(f"{size} bytes of shared memory can't be had: {error}") from error
         self._end = end
@@ -72,7 +76,10 @@ class SharedSlabs:
     def map(self, start: int, size: int) -> mmap.mmap:
         """Return a slab's memory. Raises `DovetailError`."""
         try:
-            return mmap.mmap(self.fd, size, offset=start)
+            with self._lock:
+                if self.fd < 0:
+                    raise DovetailError("executor tensor was stopped")
+                return mmap.mmap(self.fd, size, offset=start)
         except (OSError, ValueError, OverflowError) as error:
             raise DovetailError(f"{size} bytes of shared memory can't be used: {error}") from error
 

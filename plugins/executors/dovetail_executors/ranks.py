@@ -172,6 +172,8 @@ class Ranks:
                 )
             )
         self.check()
+        if not all(what in child.heard for child in self._children):
+            raise DovetailError("executor tensor was stopped")
         return [child.heard[what] for child in self._children]
 
     def silent(self, what: str) -> str:
