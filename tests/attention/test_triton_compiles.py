@@ -14,7 +14,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from dovetail.api.attention import AttentionBatch, AttentionContext, FusedCache, KVScales, LayerSpec
+from dovetail.api.attention import (
+    AttentionBatch,
+    AttentionContext,
+    FusedCache,
+    Indexer,
+    KVScales,
+    LayerSpec,
+)
 from dovetail.api.component import NoOptions
 from dovetail.api.sampler import Lines, RowHistory, SamplerContext
 from dovetail.errors import DovetailError
@@ -201,6 +208,56 @@ def test_attention_over_fp8_compiles_and_reads_whole_pieces(dtype: str, head_siz
         "not of FP8, whose sums keep fewer bits"
     )
     assert decode.spilled_bytes == prefill.spilled_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "cache_dtype", [None, pytest.param("float8_e4m3fn", marks=pytest.mark.full)]
+)
+@pytest.mark.slow("compiles kernels")
+def test_attention_to_selected_tokens_compiles_within_the_shared_memory(
+    cache_dtype: str | None,
+) -> None:
+    """As in DeepSeek-V3.2."""
+    from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
+
+    indexer = Indexer(2048, 64, 128)
+    spec = LayerSpec(0, 128, 1, 576, 0.1, v_in_k=True, v_head_size=512, indexer=indexer)
+    backend = TritonAttention(NoOptions(), AttentionContext("cpu", "bfloat16", 16, cache_dtype))
+    backend.tilings, backend.processors = HOPPER, 132
+    layer = backend.make_layer(spec)
+    layer.kv_scales = KVScales(torch.ones(()), torch.ones(())) if cache_dtype else None
+    bind_layers(backend, [layer], 4)
+    backend.prepare(max_rows=2, max_tokens=2, max_len=4096)
+    backend.plan(
+        AttentionBatch(
+            2,
+            2,
+            torch.arange(3, dtype=torch.int32),
+            torch.full((2,), 3000, dtype=torch.int32),
+            (torch.zeros((1, 2, 256), dtype=torch.int32),),
+            (torch.full((1, 2), 64),),
+            np.ones(2, np.int32),
+            np.full(2, 3000, np.int32),
+        )
+    )
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    with compiling_for_hopper() as kernels:
+        layer.write_index(zeros(2, 128))
+        layer.select(zeros(2, 64, 128), torch.zeros(2, 64))
+        layer.attend(zeros(2, 128, 576))
+    names = [kernel.name for kernel in kernels]
+    assert names == [
+        *("scatter", "index_scores", "choose"),
+        *("find_entries", "attend_selected", "merge_splits"),
+    ]
+    assert all(kernel.shared_bytes <= SHARED_MEMORY_BYTES for kernel in kernels)
+    assert all(kernel.spilled_bytes == 0 for kernel in kernels)
+    by_name = {kernel.name: kernel.ptx for kernel in kernels}
+    for name in ("index_scores", "attend_selected"):
+        assert "mma" in by_name[name], f"{name}: no matrix units"
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,8 @@ class LayerSpec:
     # rows of `AttentionBatch.host_both_ways` attend in both directions here; in other layers they
     # are like any other
     both_ways: bool = False
-    # queries attend only to the tokens that it selects; only in causal layers with `v_in_k` and
-    # without a window
+    # queries attend only to the tokens that it selects; only in causal layers with `v_in_k`,
+    # without a window, sinks and softcap
     indexer: Indexer | None = None
 
     @property
@@ -381,9 +381,12 @@ def _reasons_against_values(
     own_v = (layer for layer in layers if not layer.v_in_k)
     if any(layer.v_head_size not in (None, layer.head_size) for layer in own_v):
         reasons.append("V with a head size of its own (v_head_size) isn't supported without v_in_k")
-    indexed = (layer for layer in layers if layer.indexer is not None)
-    if any(layer.window is not None or not (layer.v_in_k and layer.causal) for layer in indexed):
-        reasons.append("an indexer needs a causal layer with v_in_k and without a window")
+    indexed = [layer for layer in layers if layer.indexer is not None]
+    plain = (layer.v_in_k and layer.causal and layer.window is None for layer in indexed)
+    if not all(plain) or any(layer.sinks or layer.softcap is not None for layer in indexed):
+        reasons.append(
+            "an indexer needs a causal layer with v_in_k, without a window, sinks and softcap"
+        )
     return reasons
 
 

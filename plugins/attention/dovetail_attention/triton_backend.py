@@ -40,11 +40,18 @@ from dovetail.nn.kernels.available import runs_kernels, works
 from dovetail.nn.kernels.dependent_launch import pdl_options
 from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import is_compiling_ahead, launch
-from dovetail_attention import triton_cache, triton_decode, triton_prefill, triton_trial
+from dovetail_attention import (
+    triton_cache,
+    triton_decode,
+    triton_prefill,
+    triton_selected,
+    triton_trial,
+)
 from dovetail_attention.layer_shape import LayerShape, sinks_of
-from dovetail_attention.memory import cache_of, pages_of, tensor_bytes
+from dovetail_attention.memory import all_bytes, cache_of, pages_of, without_index
 from dovetail_attention.scaled import CACHE_DTYPES, as_bytes
 from dovetail_attention.triton_schedule import TILE_NUMBERS
+from dovetail_attention.triton_selected import SelectedTokens, SelectionBuffers
 from dovetail_attention.triton_step import (
     LEAST_TOGETHER,
     PREFIX_PARTS,
@@ -108,6 +115,7 @@ class TritonAttention(AttentionBackend):
         window=True,
         causal=True,
         both_ways=True,
+        indexer=True,
     )
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
@@ -125,6 +133,7 @@ class TritonAttention(AttentionBackend):
         )
         self.processors = INTERPRETED_PROCESSORS if gpu is None else gpu.processors
         self.step: StepBuffers | None = None
+        self.selection: SelectionBuffers | None = None  # None: no layer has an indexer
         self._layers: list[TritonLayer] = []
 
     @classmethod
@@ -132,6 +141,7 @@ class TritonAttention(AttentionBackend):
         """Where the kernels were never measured, they are tried with such layers first: a GPU for
         which one doesn't compile, or computes something else, is served by another backend."""
         reasons = super().reasons_against(context, layers) + _reasons_against_latent(layers)
+        reasons += triton_selected.reasons_against(layers)
         if reasons:
             return reasons
         device = torch.device(context.device)
@@ -149,7 +159,8 @@ class TritonAttention(AttentionBackend):
             for spec in {replace(spec, index=0) for spec in layers}:
                 triton_trial.check(cls, context, spec)
 
-        if gpu.is_hopper or works(f"attention on {gpu}", check):
+        indexed = any(layer.indexer is not None for layer in layers)  # measured nowhere yet
+        if (gpu.is_hopper and not indexed) or works(f"attention on {gpu}", check):
             return []
         return [f"its kernels don't work on {gpu}: see the previous warning"]
 
@@ -159,7 +170,7 @@ class TritonAttention(AttentionBackend):
         return layer
 
     def tensor_bytes(self, spec: LayerSpec, block_size: int) -> tuple[int, ...]:
-        return tensor_bytes(spec, block_size, self.cache_dtype)
+        return all_bytes(spec, block_size, self.cache_dtype, self.dtype)
 
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
         limits = Limits(
@@ -173,7 +184,8 @@ class TritonAttention(AttentionBackend):
             self.tilings,
         )
         caches = [cache_of(layer) for layer in self._layers]
-        kinds = {layer.kind for layer in self._layers}
+        indexed = [layer.spec for layer in self._layers if layer.spec.indexer is not None]
+        kinds = {layer.kind for layer in self._layers if layer.spec.indexer is None}
         if (
             self.tilings == HOPPER
             and not is_compiling_ahead()
@@ -182,9 +194,12 @@ class TritonAttention(AttentionBackend):
             self.tilings = CUDA
             limits = replace(limits, tilings=CUDA)
         self.step = StepBuffers(limits, kinds, caches)
+        self.selection = SelectionBuffers(limits, indexed) if indexed else None
 
     def plan(self, batch: AttentionBatch) -> None:
         self.planned.fill(batch)
+        if self.selection is not None:
+            self.selection.fill(batch)
 
     @property
     def planned(self) -> StepBuffers:
@@ -206,6 +221,9 @@ class TritonLayer(AttentionLayer):
         least = LEAST_OF_FP8 if backend.cache_dtype != backend.dtype else 0
         self._padded_size = max(self._shape.padded_size, least)
         self._padded_rest = max(self._shape.padded_rest, least) if self._shape.rest else 0
+        self._selected: SelectedTokens | None = None
+        if spec.indexer is not None:
+            self._selected = SelectedTokens(spec, spec.indexer, backend.dtype)
         # descriptors of K and V for the tensor memory accelerator
         self._described: list[Any] | None = None
 
@@ -213,6 +231,7 @@ class TritonLayer(AttentionLayer):
         self.cache = cache
         self._place = (cache.group, cache.page)
         shape = self.spec.kv_heads, cache.block_size, self.spec.head_size
+        cache, of_index = without_index(cache, self.spec)
         # [num_pages + 1, kv_heads, block_size, head_size]
         own = pages_of(cache, self.spec, self._backend.cache_dtype, shape)
         self._k = own[0]
@@ -226,6 +245,8 @@ class TritonLayer(AttentionLayer):
         rows, rest = divmod(page_stride, self.spec.head_size)
         self.kind = LayerKind(self._shape, cache.block_size, 0 if rest else rows)
         self._described = None
+        if self._selected is not None:
+            self._selected.bind(of_index, self._k)
         self._paging: dict[str, Any] = {
             "BLOCK_SIZE": cache.block_size,
             "BLOCK_STRIDE": page_stride,
@@ -270,11 +291,42 @@ class TritonLayer(AttentionLayer):
             **self._paging,
         )
 
+    def write_index(self, keys: torch.Tensor) -> None:
+        tokens, _ = self._selection
+        tokens.write(keys, self._slots, self._backend.tilings.scatter)
+
+    def select(self, q: torch.Tensor, weights: torch.Tensor) -> None:
+        tokens, step = self._selection
+        tokens.select(q, weights, self._backend.planned.tables[self._place], step)
+
+    @property
+    def _selection(self) -> tuple[SelectedTokens, SelectionBuffers]:
+        """Return the layer's selected tokens, and the step's. Raises `DovetailError` if it has no
+        indexer."""
+        step = self._backend.selection
+        if self._selected is None or step is None:
+            raise DovetailError(f"attention layer {self.spec.index} has no indexer")
+        return self._selected, step
+
+    def _attend_selected(self, q: torch.Tensor, out: torch.Tensor) -> None:
+        tokens, buffers = self._selection
+        step = self._backend.planned
+        limits = step.limits
+        constants = self._constants(q)
+        known = {name: constants[name] for name in triton_selected.CONSTANTS}
+        known["M"] = max(LEAST_M if limits.on_matrix_units else 1, self._shape.padded_group)
+        tiling = limits.tilings.decode(limits.shape_of(self.kind))
+        table = step.tables[self._place]
+        tokens.attend(q, out, table, buffers, tiling, known, self._scales[0])
+
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         step = self._backend.planned
-        schedule = step.schedules[self.kind]
         q = _heads_together(q)
         out = q.new_empty(*q.shape[:2], self.spec.out_size)
+        if self.spec.indexer is not None:
+            self._attend_selected(q, out)
+            return out
+        schedule = step.schedules[self.kind]
         if schedule.zero_from is not None:
             out[schedule.zero_from :] = 0
         if schedule.decodes:

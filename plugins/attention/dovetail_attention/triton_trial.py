@@ -7,7 +7,7 @@ then a decode of these two, beside a chunk, which attends in both directions if 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from dovetail.errors import DovetailError
 from dovetail_attention.sdpa import TorchAttention
 
 SHARED_TOKENS = 96  # at least, that two rows begin with: some steps of a decode
+TOP_K = 40  # tokens that an indexer selects
 CLOSE = 2e-2  # of numbers of about 1/5
 KV_SCALE = 0.5
 SCALES = (0.01, 0.02)  # of K and V in a cache of a smaller dtype
@@ -66,6 +67,8 @@ def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
         ),
     ]
     table = _block_table([step.lens for step in steps][-1], shared_blocks, size)
+    if spec.indexer is not None:
+        spec = replace(spec, indexer=replace(spec.indexer, top_k=TOP_K, selects=True))
     layer = backend.make_layer(spec)
     if spec.sinks:
         layer.bind_sinks(torch.linspace(-1, 3, spec.heads, device=device))
@@ -118,6 +121,13 @@ def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
         qkv = qkv.to(device, getattr(torch, backend.context.dtype))
         q, k, v = torch.split(qkv, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         layer.write(k, None if spec.v_in_k else v)
+        if spec.indexer is not None and spec.indexer.selects:
+            # whole numbers, so that both select the same tokens
+            heads, size = spec.indexer.heads, spec.indexer.size
+            whole = torch.randint(-1, 2, (tokens, heads + 1, size), generator=generator)
+            index = whole.to(device, q.dtype)
+            layer.write_index(index[:, 0])
+            layer.select(index[:, 1:], index[:, 1:, 0].float() + 0.5)
         outputs.append(layer.attend(q).float())
     return torch.cat(outputs)
 

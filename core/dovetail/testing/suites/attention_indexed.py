@@ -38,7 +38,10 @@ class AttentionIndexed(AttentionBothWays):
         yield (
             "layers of which some don't select: ",
             self.indexed(
-                history, queries, windows=(None,) * 4, indexers=(FEW, AS_BEFORE, FEW, AS_BEFORE)
+                (0, size),
+                (9, 1),
+                windows=(None,) * 4,
+                indexers=(FEW, AS_BEFORE, FEW, AS_BEFORE),
             ),
         )
         yield "many tokens: ", self.indexed((LONG, 299), (1, 3), indexers=(MANY,))
@@ -49,7 +52,7 @@ class AttentionIndexed(AttentionBothWays):
                 case = self.indexed((30, 0), (2, 9), cache_dtype=name, kv_scales=((0.037, 0.037),))
                 yield f"with K in {name}: ", case
         if self.declares("mixed_graph"):
-            mixed = self.indexed((0, 17, 90), (30, 1, 7), padding=3, mixed_graph=True)
+            mixed = self.indexed((0, 17, 40), (9, 1, 7), padding=3, mixed_graph=True)
             yield "planned with mixed_graph: ", mixed
 
     @check("attention.indexer", since="1.1", capability="indexer")
