@@ -8,7 +8,7 @@ PACKAGES := core plugins/schedulers plugins/kv_cache plugins/attention plugins/m
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which import the same modules: they are compiled once
 
-.PHONY: demo test test-slow test-full test-page lint types rules docs check clean test-cluster test-tekken test-clients
+.PHONY: demo test test-slow test-full test-page test-redis lint types rules docs check clean test-cluster test-tekken test-clients
 
 demo: $(VENV)/.demo  ## generate text from the bundled model
 	$(BIN)/dovetail generate demo "ROMEO:" --max-tokens 120
@@ -26,6 +26,10 @@ test-full: $(VENV)/.dev  ## all tests, with the numbers of examples that a relea
 test-page: docs  ## the server's page, a report and the site in headless Chromium, which is installed from Debian's packages if it isn't there
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } || true
 	DOVETAIL_TEST_PROFILE=full DOVETAIL_TEST_SITE=$(CURDIR)/site $(BIN)/python -m pytest -rs tests/page
+
+test-redis: $(VENV)/.dev  ## the example package dovetail-redis with a real server, which is installed from Debian's packages if it isn't there
+	command -v redis-server >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server; } || true
+	DOVETAIL_TEST_PROFILE=full $(BIN)/python -m pytest -rs tests/examples/test_redis.py
 
 # Ray takes some 750 MB, which is why it has an environment of its own. Its token authentication stays on.
 test-cluster: .venv-cluster/.done  ## tests of what runs on Ray, with Ray itself, on this machine

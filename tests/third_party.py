@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 
 from dovetail import LLMEngine, SamplingParams
-from dovetail.config.engine import EngineConfig
+from dovetail.config.engine import COMPONENT_KEYS, EngineConfig
 from dovetail.registry.registry import Registry
 
 config_file, kind, name, folder, *model = sys.argv[1:]
 config = EngineConfig.load(config_file)
 if kind != "model":  # which is chosen by its config.json
-    assert getattr(config, kind).name == name, config
+    key = next(key for key, of in COMPONENT_KEYS.items() if of == kind)
+    assert [choice.name for choice in config.choices(key)] == [name], config
 component = Registry.discover(config.plugins).resolve(kind, name)
 assert component.distribution == f"dovetail-{name}", component
 

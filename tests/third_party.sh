@@ -36,7 +36,7 @@ for entry in "$("$python" -c 'import sysconfig; print(sysconfig.get_path("pureli
   case $(basename "$entry") in dovetail* | __editable__* | *.pth) ;; *) ln -s "$entry" "$dir/layer" ;; esac
 done
 echo "$dir/layer" > "$("$dir/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/layer.pth"
-"$python" -m pip --python "$dir/venv/bin/python" install --quiet --no-deps "$wheels"/dovetail_llm-*.whl "$wheels"/dovetail_{radix,gdsf,gumbel,olmo2,samplers_extra,xgrammar}-*.whl
+"$python" -m pip --python "$dir/venv/bin/python" install --quiet --no-deps "$wheels"/dovetail_llm-*.whl "$wheels"/dovetail_{radix,gdsf,gumbel,olmo2,redis,samplers_extra,xgrammar}-*.whl
 mkdir "$dir/tiny"
 cat > "$dir/tiny/config.json" <<< '{"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "vocab_size": 64, "hidden_size": 32,
   "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": null, "pad_token_id": null}'
@@ -44,6 +44,7 @@ use "$dir/venv" kv_cache radix  # a line each: before a && bash would go on afte
 use "$dir/venv" kv_cache gdsf
 use "$dir/venv" sampler gumbel
 use "$dir/venv" grammar xgrammar
+use "$dir/venv" kv_tier redis
 use "$dir/venv" model olmo2 "$dir/tiny"
 cp -r examples/plugins/dovetail-samplers-extra/tests "$dir/several"  # components of one distribution
 cd "$dir/several"

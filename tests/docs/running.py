@@ -44,7 +44,7 @@ SIMULATE_OFTEN = (
     "capacity",
 )
 # of many seconds: only the full profile runs them
-LONG_SUITE = re.compile(r"\brun\(\"(model|attention|sampler|logits_processor)\"")
+LONG_SUITE = re.compile(r"\brun\(\"(model|attention|sampler|logits_processor|kv_tier)\"")
 FEW = 20  # requests of each simulation otherwise
 MANY = 200  # requests that take seconds: only the full profile replays more in a page's Python
 

@@ -32,8 +32,8 @@ PUBLIC = tuple(
 )
 
 
-def test_there_are_eight_examples_and_a_template_a_kind() -> None:
-    assert len(PACKAGES) == 8 + len(KINDS)
+def test_there_are_nine_examples_and_a_template_a_kind() -> None:
+    assert len(PACKAGES) == 9 + len(KINDS)
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
