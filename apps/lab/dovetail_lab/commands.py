@@ -30,6 +30,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "dovetail_lab.capacity_command:capacity",
             "Find the highest arrival rate that meets objectives",
         ),
+        "tune": (
+            "dovetail_lab.tune_command:tune",
+            "Search a policy's options, and judge the gain on held-out requests",
+        ),
         "calibrate": (
             "dovetail_lab.calibrate_command:calibrate",
             "Measure the step times of this machine's engine for simulations",

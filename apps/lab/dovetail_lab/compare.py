@@ -267,7 +267,7 @@ def compare(
     for name, other_runs in others:
         check_same_requests(base, base_runs, name, other_runs)
     pairs = {
-        name: {metric: _paired(base_runs, other_runs, metric) for metric in LATENCIES}
+        name: {metric: paired(base_runs, other_runs, metric) for metric in LATENCIES}
         for name, other_runs in others
     }
     lengths = {
@@ -304,7 +304,7 @@ def log_changes(
             np.array([getattr(measure(run), metric) for run in runs]) for runs in (base, other)
         ]
         return log_ratio(*sides)
-    return log_ratio(*per_run(_paired(base, other, metric), statistic))
+    return log_ratio(*per_run(paired(base, other, metric), statistic))
 
 
 def check_settings(confidence: float, resamples: int) -> None:
@@ -363,7 +363,7 @@ def _request(record: RequestRecord) -> tuple[object, ...]:
     return (*(getattr(record, name) for name in names), *times)
 
 
-def _paired(base: Sequence[RunResult], other: Sequence[RunResult], metric: str) -> list[Pairs]:
+def paired(base: Sequence[RunResult], other: Sequence[RunResult], metric: str) -> list[Pairs]:
     """Pair each run's values, rounded to the nanosecond so that rounding errors of sums don't count
     as differences."""
     runs = list(zip(base, other, strict=True))

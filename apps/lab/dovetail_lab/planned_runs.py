@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from pydantic import BaseModel
 from tqdm import tqdm
 
 from dovetail import EngineConfig
@@ -76,6 +77,12 @@ def simulated_options(config: EngineConfig) -> SimulatedOptions:
     options = _options(config, "executor")
     if not isinstance(options, SimulatedOptions):
         raise ConfigError(f"expected the executor simulated, got {config.executor.label}")
+    return options
+
+
+def scheduler_options(config: EngineConfig) -> BaseModel:
+    """Return the options of an engine's scheduler. Raises `ConfigError` if they are invalid."""
+    options: BaseModel = _options(config, "scheduler")
     return options
 
 

@@ -24,6 +24,12 @@ DEFAULT = "ttft_mean"
 FEWEST = 5  # seeds before their spread says how many more are needed
 
 
+def parts_of(figure: str) -> tuple[str, Statistic]:
+    """Return the metric and the statistic of one of `FIGURES` that is a latency."""
+    metric, _, name = figure.partition("_")
+    return metric, next(one for one in STATISTICS if one.name == name)
+
+
 @dataclass(frozen=True, slots=True)
 class Until:
     """The figure, and half the width that its interval may have, as a share: 0.05 is 5 %."""
@@ -52,9 +58,7 @@ class Until:
     def _logs(self, base: Sequence[RunResult], other: Sequence[RunResult]) -> Floats:
         if self.figure in RATES:
             return log_changes(base, other, self.figure, STATISTICS[0])
-        metric, _, name = self.figure.partition("_")
-        statistic: Statistic = next(one for one in STATISTICS if one.name == name)
-        return log_changes(base, other, metric, statistic)
+        return log_changes(base, other, *parts_of(self.figure))
 
     def look(self, runs: Mapping[str, Sequence[RunResult]]) -> list[Look]:
         """Return the intervals of all policies' changes from the first."""
