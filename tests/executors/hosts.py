@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.executors.ranks import children_of, processes_of_ranks, wait_until
+from tests.support import FULL
 
 HERE, THERE = "127.0.0.1", "127.0.0.2"  # two addresses of loopback
 TOKEN = "a token for the tests"
-NOTICED_S = 15.0  # a host that is lost is named within this time: 5 s where the processors are free
+# a host that is lost is named within this time: 5 s where the processors are free
+NOTICED_S = 15.0 if FULL else 60.0
 
 
 def environment(token: str = TOKEN) -> dict[str, str]:
