@@ -34,6 +34,8 @@ settings.load_profile("dovetail")
 # half a minute and more, and late in the alphabet
 LONG = (
     "test_interpreter.py",
+    "models/test_transformers_layers.py",
+    "server/test_images.py",
     "server/test_processes.py",
     "structured/test_same_tokens.py",
 )

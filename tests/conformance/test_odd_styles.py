@@ -46,6 +46,7 @@ from dovetail.testing.suites.sampler import SamplerSuite
 from dovetail.testing.suites.scheduler import SchedulerSuite
 from dovetail.testing.suites.tokenizer import TokenizerSuite
 from dovetail_models.qwen3 import Qwen3
+from tests.conformance.fewer import use_fewer
 from tests.conformance.odd_backends import (
     AtFirstUse,
     InAThread,
@@ -59,6 +60,7 @@ from tests.conformance.odd_parsers import CharByChar, Thoughts, WholeCalls
 from tests.conformance.odd_samplers import InClosures, OneBuffer, OnTheHost, Slotted
 from tests.conformance.odd_schedulers import FromItsHeap, InAGenerator
 from tests.conformance.odd_tokenizers import BytesAsIds, Reluctant
+from tests.support import FULL
 
 OF_ALL_KINDS = "hygiene."  # in processes of their own; `test_builtins.py` runs them
 
@@ -177,6 +179,13 @@ class PlacesRowsByIndex(Qwen3):
 ITS_TOKENIZER = DrafterContext(
     max_drafts=8, vocab_size=32_000, max_model_len=4096, encode=lambda text: [7, 8]
 )
+
+
+@pytest.fixture(autouse=True)
+def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All checks run. What they find is shown by the mutants, which have all examples."""
+    if not FULL:
+        use_fewer(monkeypatch.setattr)
 
 
 def run_checks(suite: type[Suite], **settings: Any) -> None:

@@ -129,8 +129,12 @@ def test_greedy_tokens_are_those_of_transformers(name: str, case: int) -> None:
     with engine(directory, **settings) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         outputs += llm.generate(prompts, params, use_tqdm=False)  # from the prefix cache
+    checked = set()
     for prompt, output in zip([*prompts, *prompts], outputs, strict=True):
-        check(directory, output, prompt.get("multi_modal_data", {}).get("image", []))
+        tokens = tuple(tuple(sample.token_ids) for sample in output.outputs)
+        if (id(prompt), tokens) not in checked:
+            check(directory, output, prompt.get("multi_modal_data", {}).get("image", []))
+            checked.add((id(prompt), tokens))
 
 
 @pytest.mark.parametrize("name", SERVED)

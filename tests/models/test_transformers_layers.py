@@ -153,7 +153,7 @@ def test_a_type_is_served_with_its_layers(
 ) -> None:
     """Attention and blocks, too, compute the same: the check at load finds no difference."""
     random_model(tiny(model_type)).save_pretrained(tmp_path)
-    tokens_of(tmp_path, "transformers", max_model_len=64)
+    tokens_of(tmp_path, "transformers", [[5, 6, 7]], max_tokens=2, max_model_len=64)
     assert "none of its layers is replaced" not in caplog.text
 
 
@@ -234,7 +234,11 @@ PROMPTS = ([5, 6, 7], list(range(3, 43)), [9])
 
 
 def tokens_of(
-    directory: Path, component: str, prompts: Sequence[list[int]] = PROMPTS, **keys: Any
+    directory: Path,
+    component: str,
+    prompts: Sequence[list[int]] = PROMPTS,
+    max_tokens: int = TOKENS,
+    **keys: Any,
 ) -> list[list[int]]:
     config = {
         "model": {"path": str(directory), "component": component},
@@ -243,7 +247,9 @@ def tokens_of(
         **keys,
     }
     with LLMEngine.from_config(config) as engine:
-        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
         for index, prompt in enumerate(prompts):
             engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
         got: dict[str, list[int]] = {}
