@@ -254,7 +254,13 @@ def test_what_is_left_out_stays_plain() -> None:
         assert (left_out.of_module(f"model.{name}") == DENSE) == plain
     ignored = choose(
         of_group(weights=FLOAT8)
-        | {"ignore": ["lm_head", "re:.*self_attn.*", "model.layers.0.mlp.up_proj"]}
+        | {
+            "ignore": [
+                "lm_head",
+                r"re:.*\.\d+\.self_attn.*(?:q|k)_proj$",
+                "model.layers.0.mlp.up_proj",
+            ]
+        }
     )
     for name, plain in (
         ("layers.1.self_attn.q_proj", True),
@@ -430,7 +436,22 @@ def test_what_is_not_implemented_is_rejected_by_name(said: dict[str, Any], why: 
             "group_size must be a number of inputs, or -1 for all, got 'many'",
         ),
         (of_group(weights=FLOAT8) | {"ignore": "lm_head"}, "ignore must be a list of names"),
+        *(
+            (of_group(weights=FLOAT8) | {"ignore": [f"re:{expression}"]}, why)
+            for expression, why in (
+                ("(a+)+$", "takes too long to match"),
+                ("(a|a)" * 30 + "x", "takes too long to match"),
+                (".*" * 6 + "x", "takes too long to match"),
+                ("(?=.*x)" * 20, "takes too long to match"),
+                ("(" * 1_000, "has 1003 characters"),
+            )
+        ),
+        (
+            of_group(weights=FLOAT8, targets=[f"re:.*{n}.*x.*y.*z" for n in range(9)]),
+            "takes too long to match",
+        ),
     ],
+    ids=lambda value: str(value)[:60],
 )
 def test_values_that_cannot_be_used_are_named(said: dict[str, Any], why: str) -> None:
     with pytest.raises(ModelLoadError, match=why):

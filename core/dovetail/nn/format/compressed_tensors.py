@@ -15,6 +15,7 @@ from dovetail.nn.format.compressed_int8 import PackedInt8, PlainInt8
 from dovetail.nn.format.dense import DENSE
 from dovetail.nn.format.float8 import Float8
 from dovetail.nn.format.int4 import Int4, Unpacked
+from dovetail.nn.format.module_names import ModuleNames
 from dovetail.nn.format.mxfp4 import PackedMxfp4
 from dovetail.nn.format.nvfp4 import Nvfp4
 from dovetail.nn.format.packing import PACKED, share_of, unpacked
@@ -24,7 +25,6 @@ from dovetail.nn.format.reading import (
     block_size,
     group_size,
     keys_and_values,
-    matches,
     names,
 )
 from dovetail.nn.format.stored import TensorShape
@@ -114,7 +114,7 @@ class CompressedTensors(Quantization):
         super().__init__(config)
         config = config or {}
         KEYS.check(config, WHERE)
-        self._ignored = names(config, "ignore")
+        self._ignored = ModuleNames(names(config, "ignore"))
         groups = config.get("config_groups") or {}
         if not isinstance(groups, Mapping) or not groups:
             raise ModelLoadError(
@@ -124,26 +124,22 @@ class CompressedTensors(Quantization):
             (_targets(name, group), _format_of(name, group, config.get("format")))
             for name, group in groups.items()
         ]
-        for pattern in (
-            *self._ignored,
-            *(target for targets, _ in self._groups for target in targets),
-        ):
-            matches("", pattern)  # reject an invalid pattern here
 
     def of_module(self, name: str) -> WeightFormat:
-        if any(pattern == _LINEAR or matches(name, pattern) for pattern in self._ignored):
+        if _LINEAR in self._ignored.names or name in self._ignored:
             return DENSE
         for targets, form in self._groups:
-            if any(matches(name, target) for target in targets):
+            if name in targets:
                 return form
-        return next((form for targets, form in self._groups if _LINEAR in targets), DENSE)
+        return next((form for targets, form in self._groups if _LINEAR in targets.names), DENSE)
 
     def __str__(self) -> str:
         return " and ".join(dict.fromkeys(str(form) for _, form in self._groups))
 
 
-def _targets(name: str, group: Any) -> tuple[str, ...]:
-    return names(keys_and_values(group, f"quantization_config: config_groups.{name}"), "targets")
+def _targets(name: str, group: Any) -> ModuleNames:
+    where = f"quantization_config: config_groups.{name}"
+    return ModuleNames(names(keys_and_values(group, where), "targets"))
 
 
 def _format_of(name: str, group: Mapping[str, Any], fallback: Any) -> WeightFormat:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,19 +29,6 @@ def within(module: str, name: str) -> bool:
     """True if `name` consists of consecutive components of the module's name: "lm_head",
     "layers.0.mlp", "down_proj"."""
     return f".{name}." in f".{module}."
-
-
-def matches(module: str, pattern: str) -> bool:
-    """Match a name of compressed-tensors: "re:" and a regular expression that matches at the start,
-    or a name. Raises `ModelLoadError` for an invalid expression."""
-    if not pattern.startswith("re:"):
-        return module == pattern
-    try:
-        return re.match(pattern[3:], module) is not None
-    except re.error as error:
-        raise ModelLoadError(
-            f"quantization_config: {shown(pattern)} is not a valid regular expression: {error}"
-        ) from error
 
 
 def group_size(
