@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3Config,
+    DeepseekV32Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     LlamaConfig,
@@ -64,6 +65,12 @@ def glm4_moe_lite(**fields: Any) -> Glm4MoeLiteConfig:
     return config
 
 
+def deepseek_v32(**fields: Any) -> DeepseekV32Config:
+    config = _of(DeepseekV32Config, TINY | OF_LATENTS | SIZES | fields)
+    config.num_nextn_predict_layers = 1
+    return config
+
+
 def _of(kind: Any, values: dict[str, Any]) -> Any:
     known = vars(kind())
     return kind(
@@ -79,6 +86,7 @@ WITH_MTP = {
     "glm4_moe": glm4_moe,
     "deepseek_v3": deepseek_v3,
     "glm4_moe_lite": glm4_moe_lite,
+    "deepseek_v32": deepseek_v32,
     "qwen3_next": qwen3_next,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,

@@ -31,7 +31,7 @@ from dovetail.nn.parameter import weight_rules
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import RotaryEmbedding, Rotation
 from dovetail.nn.weights import tensor_names
-from dovetail_models.deepseek import DeepseekV3, Glm4MoeLite
+from dovetail_models.deepseek import DeepseekV3, DeepseekV32, Glm4MoeLite, GlmMoeDsa
 from dovetail_models.glm4_moe import Glm4Moe
 from dovetail_models.qwen3_next import Qwen3Next, Qwen35, Qwen35Moe
 
@@ -62,7 +62,10 @@ def _apart(config: Any) -> Names:
 
 
 Family = DeepseekV3 | Glm4Moe | Qwen35
-_DEEPSEEK: tuple[type[Family], ...] = (DeepseekV3, Glm4Moe, Glm4MoeLite)
+_DEEPSEEK: tuple[type[Family], ...] = (
+    *(DeepseekV3, DeepseekV32, Glm4Moe),
+    *(Glm4MoeLite, GlmMoeDsa),
+)
 _QWEN: tuple[type[Family], ...] = (Qwen3Next, Qwen35, Qwen35Moe)
 _FAMILIES = {arch.model_type: (arch, _after_the_last) for arch in _DEEPSEEK} | {
     arch.model_type: (arch, _apart) for arch in _QWEN
