@@ -14,6 +14,7 @@ from dovetail_lab.leaderboard import board
 from dovetail_lab.leaderboard.board import BoardRun, Figures, entries, fingerprint, in_time, score
 from dovetail_lab.leaderboard.results import Results
 from dovetail_lab.leaderboard.standings import groups, leads
+from dovetail_lab.power import anytime_half
 from dovetail_lab.traces import TraceRequest
 from tests.lab.commands import lab
 from tests.lab.made_runs import record, rejected
@@ -147,9 +148,10 @@ def test_a_lead_is_apart_or_within_some_points_or_open() -> None:
     [open_] = leads({one: noisy(0.05, 10, 0.50), other: noisy(0.0, 10, 0.51)})
     assert not open_.apart
     assert not open_.within(0.03)
-    # (1.960 + 0.842)^2 (0.05 / 0.01)^2 + 1.960^2 / 2
-    assert open_.seeds == pytest.approx(198.1, abs=0.1)
+    assert anytime_half(0.05, int(open_.seeds)) <= 0.01 < anytime_half(0.05, int(0.9 * open_.seeds))
     assert leads({one: noisy(0.1, 10)}) == []
+    [same] = leads({one: noisy(0.1, 10), other: noisy(0.1, 10)})
+    assert (same.same, same.apart, open_.same) == (True, False, False)
 
 
 @pytest.mark.parametrize(("noise", "budget", "seeds"), [(0.0, 60, 4), (0.2, 1e-9, 3)])

@@ -208,7 +208,7 @@ class _Study:
             needed = [look.more for look in goal.look(self.runs[0])]
             if not max(needed) > 0 or any(map(math.isnan, needed)):
                 return
-            more = rest.allows(min(int(max(needed)), self.seeds), self.seeds)
+            more = rest.allows(int(min(max(needed), self.seeds)), self.seeds)
             if not more:
                 return
             self.add(more)

@@ -82,10 +82,11 @@ class TimeBudget:
         self._begun = time.monotonic()
 
     def allows(self, more: int, done: int) -> int:
-        """Return how many of `more` further units fit, if they take as long as each of `done`
-        did."""
+        """Return how many of `more` further units fit, if they take as long as each of `done` did
+        since the start; of none, one while there is time."""
         used = time.monotonic() - self._begun
-        return int(min(more, max(0.0, self._seconds - used) * done / max(used, 1e-9)))
+        left = max(0.0, self._seconds - used)
+        return int(min(more, left * done / used)) if done and used else int(left > 0)
 
 
 def wide_console() -> Console:

@@ -100,9 +100,11 @@ def leaderboard(
     done, planned = runs.make(range(seeds))
     if done:
         typer.echo(f"{done} of {planned} runs are in {out} already")
-    while until is not None and _is_open(runs.found(seeds), until) and rest.allows(1, seeds):
-        runs.make(range(seeds, seeds + 1))
+    made = 0 if done else seeds
+    while until is not None and _is_open(runs.found(seeds), until) and rest.allows(1, made):
+        there, _ = runs.make(range(seeds, seeds + 1))
         seeds += 1
+        made += not there
     found = runs.found(seeds)
     standings = rank(found)
     print_standings(standings, chosen, seeds, runs.failures)
@@ -115,19 +117,21 @@ def _is_open(found: Mapping[Entry, Mapping[str, Sequence[Figures]]], points: flo
     """Return True if neighbours are neither apart nor within `points`."""
     from dovetail_lab.leaderboard.standings import leads
 
-    return any(not (lead.apart or lead.within(points / 100)) for lead in leads(found))
+    return any(not (lead.same or lead.apart or lead.within(points / 100)) for lead in leads(found))
 
 
 def print_leads(leads: Sequence[Lead], points: float | None) -> None:
     """Print by how much each scheduler leads the next, and what is still open."""
     for lead in leads:
         said = f"{lead.name} leads {lead.next} by {100 * lead.mean:.1f} ±{100 * lead.half:.1f}"
-        if lead.apart:
+        if lead.same:
+            typer.echo(f"{lead.name} and {lead.next} are the same on these requests")
+        elif lead.apart:
             typer.echo(f"{said}: apart")
         elif points is not None and lead.within(points / 100):
             typer.echo(f"{said}: within {points:g} points")
         elif math.isfinite(lead.seeds):
-            typer.echo(f"{said}: open; {math.ceil(lead.seeds):,} seeds would probably tell")
+            typer.echo(f"{said}: open; apart after {lead.seeds:,} seeds, if the lead stays")
         else:
             typer.echo(f"{said}: open")
 

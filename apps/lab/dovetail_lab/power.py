@@ -10,6 +10,7 @@ import math
 from scipy import special  # type: ignore[import-untyped]
 
 POWER = 0.8  # probability with which `units_needed` finds a difference
+MOST = 100_000  # differences that `anytime_count` returns
 EFFECT = 2.0  # standard deviation of differences over theirs for which `anytime_half` is narrow
 
 
@@ -50,3 +51,14 @@ def anytime_half(deviation: float, count: int, confidence: float = 0.95) -> floa
         return math.inf
     squared = (count - 1) * (bound - 1) / (1 - bound / ratio)  # of the largest t within
     return math.sqrt(squared / count) * deviation
+
+
+def anytime_count(deviation: float, half: float, least: int, confidence: float = 0.95) -> float:
+    """Return how many differences, `least` or more, make `anytime_half` at most `half`, to within 5
+    %; infinite beyond `MOST`."""
+    count = least
+    while anytime_half(deviation, count, confidence) > half:
+        count += 1 + count // 20
+        if count > MOST:
+            return math.inf
+    return count

@@ -13,7 +13,7 @@ import numpy as np
 from dovetail.errors import ConfigError, shown
 from dovetail_lab.compare import LATENCIES, RATES, STATISTICS, log_changes
 from dovetail_lab.pairs import Floats, Statistic
-from dovetail_lab.power import anytime_half
+from dovetail_lab.power import anytime_count, anytime_half
 from dovetail_lab.records import RunResult
 
 FIGURES = (
@@ -94,18 +94,15 @@ class Look:
 
     @property
     def more(self) -> float:
-        """Number of seeds still needed, if differences vary as they did, and up to `FEWEST`; NaN if
-        none would do."""
+        """Number of seeds still needed, if differences vary as they did, and up to `FEWEST`;
+        infinite for very many, NaN if none would do."""
         if not np.isfinite(self.logs).all():
             return math.nan
         if len(self.logs) < FEWEST:
             return FEWEST - len(self.logs)
-        count = len(self.logs)
-        while anytime_half(self._deviation, count, self.until.confidence) > math.log1p(
-            self.until.share
-        ):
-            count += 1 + count // 20
-        return count - len(self.logs)
+        half = math.log1p(self.until.share)
+        seeds = len(self.logs)
+        return anytime_count(self._deviation, half, seeds, self.until.confidence) - seeds
 
     @property
     def says(self) -> str:
@@ -118,7 +115,8 @@ class Look:
         change, low, high = (
             100 * math.expm1(value) for value in (mean, mean - self.half, mean + self.half)
         )
-        met = "narrow enough" if self.narrow else f"too wide, {self.more:,} more seeds needed"
+        needed = f"{self.more:,}" if self.more < math.inf else "very many"
+        met = "narrow enough" if self.narrow else f"too wide, {needed} more seeds needed"
         return (
             f"{subject}: {change:+.1f} % [{low:+.1f}, {high:+.1f}] over {seeds} seeds, however "
             f"often one looks: {met}"

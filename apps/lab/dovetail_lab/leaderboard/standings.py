@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail_lab.leaderboard.board import Entry, Figures
-from dovetail_lab.power import anytime_half, units_needed
+from dovetail_lab.power import anytime_count, anytime_half
 from dovetail_lab.statistics import half_of
 
 CONFIDENCE = 0.95
@@ -106,7 +106,12 @@ class Lead:
     next: str
     mean: float
     half: float
-    seeds: float  # that would probably show a lead of this size
+    seeds: float  # with which the two are apart if the lead stays as it is; infinite for very many
+
+    @property
+    def same(self) -> bool:
+        """True if no seed has shown any difference."""
+        return self.mean + self.half <= _ROUNDING
 
     @property
     def apart(self) -> bool:
@@ -137,7 +142,7 @@ def _lead(name: str, next_: str, differences: Floats) -> Lead:
         next_,
         mean,
         anytime_half(deviation, len(differences), CONFIDENCE),
-        units_needed(mean, deviation, CONFIDENCE),
+        anytime_count(deviation, mean, len(differences), CONFIDENCE),
     )
 
 
