@@ -68,6 +68,47 @@ def test_a_hit_copies_the_checkpoint_and_shares_k_and_v() -> None:
     assert kv.counts.cached == 3  # the checkpoint isn't held
 
 
+@pytest.mark.parametrize("found_before", [0, 4], ids=["nothing else", "a prefix without a state"])
+def test_a_placed_checkpoint_is_found(found_before: int) -> None:
+    kv = manager_of(KV, STATES, num_pages=30)
+    if found_before:  # K and V are there, and no checkpoint
+        early = request([*range(4), 98])
+        kv.allocate(early, 5)
+        kv.commit(early, 4)
+        kv.free(early)
+    placed, later = request(range(13)), request([*range(12), 99])
+    kv.allocate(placed, 12)
+    kv.commit(placed, 12)
+    pages = kv.place_checkpoint(placed, 12)
+    assert pages is not None
+    assert len(pages) == 3
+    assert not {*pages} & {page for table in kv.tables(placed) for page in table}
+    assert kv.place_checkpoint(placed, 12) is None
+    kv.free(placed)
+    assert not kv.take_checkpoints()
+    kv.check_integrity()
+    assert kv.lookup(later) == 12
+    allocation = kv.allocate(later, 13)
+    assert allocation is not None
+    assert [copy.src for copy in kv.take_copies()] == list(pages)
+    kv.free(later)
+    kv.reset()
+    assert kv.counts.cached == 0
+    kv.check_integrity()
+
+
+def test_no_checkpoint_is_placed_of_what_is_not_committed_or_has_no_room() -> None:
+    kv = manager_of(KV, STATES, num_pages=7)
+    placed = request(range(13))
+    kv.allocate(placed, 12)
+    assert kv.place_checkpoint(placed, 12) is None
+    kv.commit(placed, 12)
+    assert kv.place_checkpoint(placed, 12) is None
+    kv.free(placed)
+    assert kv.lookup(request(range(13))) == 0
+    kv.check_integrity()
+
+
 def test_a_prompt_of_at_most_a_block_writes_no_checkpoint() -> None:
     kv = manager_of(KV, STATES, num_pages=20)
     assert not step(kv, (request(range(4)), 4))[2]

@@ -22,7 +22,7 @@ from tests.e2e.test_random_engines import POLICIES, REJECTING, Answer, Case, Pla
 
 # Of the 200 random cases of a full run; the suite tries a few
 SEEDS = [int(seed) for seed in os.environ.get("DOVETAIL_TIER_SEEDS", "1,2,3").split(",")]
-FAMILIES = ("dense", "windows", "mixture")
+FAMILIES = ("dense", "windows", "mixture", "states")
 VOCAB = 1024
 
 
@@ -59,6 +59,7 @@ def random_config(chance: random.Random, one: Plain, folder: Path) -> dict[str, 
         "executor": {
             "name": "local",
             "num_pages": one.layout(block_size).most_pages(96, max_tokens)
+            + one.layout(block_size).state_pages
             + chance.choice([0, 1, 3, 10, 30]),
         },
     }
@@ -161,5 +162,5 @@ def test_answers_are_those_of_an_engine_without_tiers(
     done = Counter[str]()
     for seed in SEEDS:
         done += tried(seed, plain, tmp_path / str(seed))
-    print(done)
+        print(seed, dict(done), flush=True)
     assert done["restored"] > 0

@@ -168,7 +168,8 @@ class KVCapabilities:
     sliding window. `groups`: it serves layouts of several groups, or of blocks of several pages;
     otherwise such a model is refused at load. `states`: it serves layouts with a recurrent group;
     otherwise those are refused, too. `media`: it tells prompts with different `Request.media`
-    apart; otherwise their digests are in `cache_keys`, so that it shares less."""
+    apart; otherwise their digests are in `cache_keys`, so that it shares less. `place`: it
+    implements `place_checkpoint`, without which states aren't kept beyond the device."""
 
     reuse: bool = False
     fork: bool = False
@@ -176,6 +177,7 @@ class KVCapabilities:
     groups: bool = False
     states: bool = False
     media: bool = False
+    place: bool = False
 
 
 Pages = tuple[int, ...]  # page ids, block after block: `pages_per_block` of each
@@ -319,6 +321,15 @@ class KVCacheManager(ABC):
         and is submitted now, so `lookup` finds them from now on. Their pages count as held until
         this call, and as cached afterwards. Called after `take_copies`, once for each batch."""
         return ()
+
+    def place_checkpoint(self, request: Request, tokens: int) -> Pages | None:
+        """Keep a checkpoint of the state after the first `tokens` tokens of `request`, which are
+        committed, a multiple of every group's block. Its state was computed before, and kept
+        elsewhere: the core writes it to the pages that this returns before the next batch reads or
+        writes any page. `lookup` finds it from now on. Returns None, with nothing changed, if there
+        is no page for it, or it is there already. Not called, and raises by default, without the
+        capability `place`."""
+        raise DovetailError(f"KV-cache manager {type(self).__name__} can't place checkpoints")
 
     @abstractmethod
     def free(self, request: Request) -> None:

@@ -245,7 +245,7 @@ class PrefixCache(KVCacheManager):
     `free`. Hashes of a beginning shared with the previous request aren't recomputed."""
 
     capabilities = KVCapabilities(
-        reuse=True, fork=True, trim=True, groups=True, states=True, media=True
+        reuse=True, fork=True, trim=True, groups=True, states=True, media=True, place=True
     )
     options: PrefixOptions
 
@@ -486,6 +486,27 @@ class PrefixCache(KVCacheManager):
         self._pending.clear()
         self._doubling = [table for table in self._doubling if self._replace_doubles(table)]
         return taken
+
+    def place_checkpoint(self, request: Request, tokens: int) -> Pages | None:
+        table = self._table(request, "place_checkpoint")
+        if not table.publishes or not 0 < tokens <= table.num_committed * self._hash_tokens:
+            return None
+        group = self._groups[-1]
+        hashes = self._chains[request.id].hashes
+        key = group.key(hashes, tokens)
+        if key in self._pool.block_of:
+            return None
+        if key in self._pending:
+            self._drop_pending(self._pending[key].table)
+        if self._widths[-1] > self._pool.available:
+            return None
+        [block] = self._pool.take(1, group.number)
+        if self._facts:
+            self._describe(block, group, hashes, tokens)
+        self._pool.publish(block, key)
+        self._pool.release([block], group.number)
+        table.checkpoints[tokens] = block
+        return self._pool.pages(block)
 
     def free(self, request: Request) -> None:
         self._clock += 1

@@ -40,10 +40,10 @@ def check_manager(kv: KVCacheManager, layout: KVLayout, name: str) -> None:
             "(`trim`), as restoring needs it for this model: leave kv_host_memory and kv_tiers "
             "out, or use the manager `prefix`"
         )
-    if layout.recurrent:
+    if layout.recurrent and not can.place:
         raise UnsupportedError(
-            "kv_host_memory: the recurrent states of this model can't be kept beyond the device "
-            "yet: leave kv_host_memory and kv_tiers out"
+            f"kv_host_memory: KV-cache manager {name} can't restore this model's recurrent states "
+            "(`place`): leave kv_host_memory and kv_tiers out, or use the manager `prefix`"
         )
 
 

@@ -12,6 +12,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -90,7 +91,7 @@ class TierFeature(EngineFeature):
         # pages are left to them
         self._awaited: dict[LiveRequest, tuple[Restoration, float]] = {}
         self._full = False  # one that came earlier waits for pages
-        self._copies: list[PageCopy] = []  # of states, for the next batch
+        self._copies: list[PageCopy] = []  # for the next batch
         self._now = clock.now()
         self._namespaces: Sequence[bytes] | None = None
         self.woken = threading.Event()  # a tier has something to report
@@ -186,7 +187,7 @@ class TierFeature(EngineFeature):
     ) -> Batch:
         self._saves.plan(batch, requests)
         if self._copies:  # first: a request of this batch may start from that state
-            batch = replace(batch, copies=(*self._copies, *batch.copies))
+            batch = replace(batch, copies=joined([*self._copies, *batch.copies]))
             self._copies = []
         return batch
 
@@ -199,6 +200,8 @@ class TierFeature(EngineFeature):
     def _poll(self, now: float) -> None:
         """Take what has ended since the last call."""
         self._now = now
+        # of a step that was planned and granted nothing: perhaps to pages that are free again
+        self._copies += self._kv.take_copies()
         self.stats.host_bytes = self._pool.bytes
         self.stats.host_frames = self._pool.frames
         for transfer in self._transfers.finished():
@@ -291,7 +294,10 @@ class TierFeature(EngineFeature):
         return self._now < visit.until
 
     def _begin(self, visit: _Visit, best: Prospect, deadline: float) -> bool:
-        """Begin to restore, if there is room."""
+        """Begin to restore, if there is room. Not before the next batch has run copies that wait
+        for it, since the pages that they write may belong to others by then."""
+        if self._copies:
+            return False
         shadow = self._restores.shadow(visit.request, best.tokens)
         if self._kv.lookup(shadow) != best.cached:
             self._kv.free(shadow)
@@ -445,3 +451,18 @@ class TierFeature(EngineFeature):
         while (self._saves.pending or self._restores.active) and time.monotonic() < until:
             self._poll(self._clock.now())
             time.sleep(LOOK_S)
+
+
+def joined(copies: Sequence[PageCopy]) -> tuple[PageCopy, ...]:
+    """Return copies with the effect of `copies`, run one after the other, of which none reads or
+    writes what one before it has written."""
+    sources: dict[int, int] = {}  # page -> the page whose old content it has in the end
+    for copy in copies:
+        sources[copy.dst] = sources.get(copy.src, copy.src)
+    sources = {dst: src for dst, src in sources.items() if dst != src}
+    ordered: list[PageCopy] = []
+    while sources:
+        read = Counter(sources.values())
+        ready = [dst for dst in sources if not read[dst]] or [*sources]
+        ordered += [PageCopy(sources.pop(dst), dst) for dst in ready]
+    return tuple(ordered)

@@ -129,11 +129,11 @@ class Restores:
         return min(self._kv.pages_needed(shadow, tokens), self._layout.most_pages(tokens, chunk))
 
     def begin(self, restoration: Restoration) -> bool:
-        """Give it pages, or change nothing and return False. Its pieces that have a frame hold
-        it."""
+        """Give it pages, or change nothing and return False. The manager has no copies to be taken."""
         shadow = restoration.shadow
         if not self._allocate(shadow, restoration.cached, restoration.frames):
             return False
+        self._kv.take_copies()  # to its own state, which is restored instead
         tables = self._kv.tables(shadow)
         for piece in restoration.pieces:
             piece.pages = self._place(piece, tables, restoration.cached)
@@ -231,9 +231,7 @@ class Restores:
             whole = index + 1
         if not whole:
             return
-        if self._layout.recurrent:
-            whole = restoration.frames if not restoration.missing and not restoration.cut else 0
-        if whole:
+        if not self._layout.recurrent:
             restoration.restored = whole * self._frames.tokens
             self._kv.commit(restoration.shadow, restoration.restored)
 
@@ -250,10 +248,23 @@ class Restores:
         restoration.to_copy = deque(piece for piece in restoration.to_copy if not piece.dropped)
         restoration.missing = {at: n for at, n in restoration.missing.items() if at < index}
 
+    def _commit_state(self, restoration: Restoration) -> None:
+        """Commit the prefix, and let the state that was restored to the shadow's own be found."""
+        shadow = restoration.shadow
+        tokens = restoration.frames * self._frames.tokens
+        self._kv.commit(shadow, tokens)
+        live = self._kv.tables(shadow)[-1]
+        pages = self._kv.place_checkpoint(shadow, tokens)
+        if pages is not None:
+            restoration.restored = tokens
+            restoration.copies = [PageCopy(*pair) for pair in zip(live, pages, strict=True)]
+
     def end(self, restoration: Restoration) -> list[PageCopy]:
         """Release the pages of a restoration that has ended. Returns the copies that the next batch
         has to run first."""
         self.active.remove(restoration)
+        if self._layout.recurrent and restoration.cut is None:
+            self._commit_state(restoration)
         for piece in restoration.pieces:
             self.names.pop(piece.name, None)
         self._kv.free(restoration.shadow)

@@ -144,9 +144,10 @@ class Saves:
         by_row = {request.row: request for request in requests}
         for checkpoint in batch.checkpoints:
             request = by_row[checkpoint.row]
-            if request not in self._running:
+            index, rest = divmod(checkpoint.tokens, self._frames.tokens)
+            index -= 1
+            if request not in self._running or rest:
                 continue
-            index = checkpoint.tokens // self._frames.tokens - 1
             chain = self._running[request].chain
             name = FrameName(group.number, chain.extend(index + 1)[index])
             pages = tuple(checkpoint.pages.tolist())

@@ -17,6 +17,9 @@ CLAUSES: Marks = {
         "`trim`": held("trim"),
         "`groups`": held("table", "private"),
         "`states`": held("states", "state_copies"),
+        "`place`": promised(
+            "kv_cache/test_states.py::test_a_placed_checkpoint_is_found", by=("states",)
+        ),
         "`media`": promised(
             "kv_cache/test_media.py::test_a_hit_ends_before_another_picture", by=("media",)
         ),
@@ -84,6 +87,9 @@ CLAUSES: Marks = {
         "count as held": held("counts", "checkpoint_found", "no_leak"),
         "*": TOLD,
     },
+    "KVCacheManager.place_checkpoint": promised(
+        "kv_cache/test_states.py::test_a_placed_checkpoint_is_found", by=("states",)
+    ),
     "KVCacheManager.free": {
         "can be found": held("no_leak", "generated", "reuse"),
         "even if it holds no blocks": held("lawful", "forgets"),

@@ -1,0 +1,162 @@
+"""Time to first token of prefixes that are restored from host memory or a disk, beside computing
+them; and agents' turns with and without KV beyond the device.
+
+    python -m bench.kv_tiers prefix --shape qwen3-8b --tokens 10000
+    python -m bench.kv_tiers agents --shape qwen3-8b --users 16 --turns 8
+    python -m bench.kv_tiers prefix --model demo --tokens 400 --dtype float32      # on a CPU
+
+`prefix`: a prompt is computed; then the prefix cache forgets it, and the host pool restores it; then
+another engine loads it from the disk. Medians of `--runs` runs with fresh prompts each. `agents`:
+users take turns, and each turn adds tokens to a user's prompt; the device's cache holds a part of
+the prompts only. Random weights in the model's true shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.shapes import SHAPES, write_checkpoint
+from dovetail import LLMEngine, SamplingParams
+
+ANSWER = 64  # tokens of an agent's turn
+
+
+def fresh(chance: random.Random, count: int) -> list[int]:
+    """Return token ids that no prompt had before, in all likelihood."""
+    return [chance.randrange(5, 1000) for _ in range(count)]
+
+
+def first_token_s(engine: LLMEngine, name: str, prompt: list[int], tokens: int = 1) -> float:
+    """Run one request to its end; return its time to first token."""
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False)
+    engine.add_request(name, prompt, params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            metrics = output.metrics
+    assert metrics is not None
+    assert metrics.first_token_time is not None
+    while engine.core.finish_start():  # saves and stores end
+        pass
+    return metrics.first_token_time - metrics.arrival_time
+
+
+def settings_of(args: argparse.Namespace, directory: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "model": directory,
+        "load_format": "dummy" if args.model is None else "auto",
+        "dtype": args.dtype,
+        "max_num_seqs": 16,
+        "generation_config": "none",
+    }
+    if args.kv_cache_memory is not None:
+        settings["kv_cache_memory"] = args.kv_cache_memory
+    return settings
+
+
+def tiers_of(args: argparse.Namespace, folder: str) -> dict[str, Any]:
+    return {
+        "kv_host_memory": args.host_memory,
+        "kv_tiers": [{"name": "disk", "path": folder, "size": "200GiB"}],
+    }
+
+
+def prefix(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    """Measure one prompt: computed, restored from host memory, and loaded from a disk."""
+    chance = random.Random(args.seed)
+    prompts = [fresh(chance, args.tokens) for _ in range(args.runs)]
+    times: dict[str, list[float]] = {"computed": [], "host": [], "disk": []}
+    with tempfile.TemporaryDirectory(dir=args.disk) as folder:
+        made = settings | tiers_of(args, str(Path(folder, "frames")))
+        with LLMEngine.from_config(made) as engine:
+            first_token_s(engine, "warm", fresh(chance, args.tokens))
+            for number, prompt in enumerate(prompts):
+                times["computed"].append(first_token_s(engine, f"a{number}", prompt))
+                engine.core.kv.reset()
+                times["host"].append(first_token_s(engine, f"b{number}", prompt))
+            stats = engine.core.stats.tiers
+            assert stats is not None
+            saved = stats.saved_bytes // (args.runs + 1)
+        with LLMEngine.from_config(made) as engine:
+            first_token_s(engine, "warm", fresh(chance, args.tokens))
+            for number, prompt in enumerate(prompts):
+                times["disk"].append(first_token_s(engine, f"c{number}", prompt))
+            loaded = dict(engine.core.stats.tiers.loaded_bytes) if engine.core.stats.tiers else {}
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    return {
+        "prompt_tokens": args.tokens,
+        "frame_bytes_of_a_prompt": saved,
+        "ttft_ms": {name: round(1e3 * value, 2) for name, value in medians.items()},
+        "host_gb_per_s": round(saved / medians["host"] / 1e9, 2),
+        "loaded_bytes": loaded,
+    }
+
+
+def agents(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    """Measure agents' turns, without tiers and with a host pool."""
+    results: dict[str, Any] = {}
+    for name, more in (("without", {}), ("with", {"kv_host_memory": args.host_memory})):
+        chance = random.Random(args.seed)
+        prompts = [fresh(chance, args.tokens) for _ in range(args.users)]
+        times: list[float] = []
+        with LLMEngine.from_config(settings | more) as engine:
+            first_token_s(engine, "warm", fresh(chance, 64))
+            begun = time.perf_counter()
+            for turn in range(args.turns):
+                for user, prompt in enumerate(prompts):
+                    took = first_token_s(engine, f"{turn}:{user}", prompt, ANSWER)
+                    if turn:
+                        times.append(took)
+                    prompt += fresh(chance, args.added)
+            seconds = time.perf_counter() - begun
+        results[name] = {
+            "ttft_p50_ms": round(1e3 * statistics.median(times), 2),
+            "tokens_per_s": round(args.users * args.turns * ANSWER / seconds, 1),
+        }
+    return results
+
+
+@contextmanager
+def directory_of(args: argparse.Namespace) -> Iterator[str]:
+    """Give the model: one that is installed, or random weights of a shape."""
+    if args.model is not None:
+        yield args.model
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(SHAPES[args.shape], Path(folder, "model"))
+        yield str(Path(folder, "model"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("prefix", "agents"))
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--model", help="instead of a shape: a model with weights")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tokens", type=int, default=10_000, help="of the first prompt")
+    parser.add_argument("--users", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--added", type=int, default=2_000, help="tokens added in each turn")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--host-memory", default="48GiB")
+    parser.add_argument("--kv-cache-memory", help="of the device; default: as the engine's")
+    parser.add_argument("--disk", help="folder in which the disk tier's is made")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with directory_of(args) as directory:
+        measure = prefix if args.what == "prefix" else agents
+        print(json.dumps(measure(args, settings_of(args, directory)), indent=2))
+
+
+if __name__ == "__main__":
+    main()
