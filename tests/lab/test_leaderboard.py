@@ -212,6 +212,8 @@ def test_a_leaderboard_resumes(tmp_path: Path, made_up: list[BoardRun]) -> None:
     assert "5 of 12 runs are in" in said
     assert len(made_up) == 8 + 7
     assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 12
+    whole = lab(*common[:-1], 2, "--only", "fcfs,sjf,slo")
+    assert "12 of 12 runs are in" in whole, "several processes with nothing to do"
     found = json.loads((tmp_path / "leaderboard.json").read_text())
     assert [(one["scheduler"], one["scores"]["all"]["group"]) for one in found["standings"]] == [
         ("sjf", 1),

@@ -146,7 +146,7 @@ def run_all(
     """Yield `make(run)` for each planned run, in order. With several processes `make` must be
     picklable. Shows a progress bar on stderr if that is a terminal. Raises the errors of a run."""
     with tqdm(total=len(planned), desc=desc, unit="run", disable=None, leave=False) as bar:
-        if processes == 1 or len(planned) == 1:
+        if processes == 1 or len(planned) <= 1:
             for one in planned:
                 yield make(one.run(progress=partial(_show, bar)))
                 bar.update()
