@@ -70,8 +70,17 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow("makes several engines or many tokens")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", [deepseek, glm])
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        pytest.param(deepseek, "in chunks", marks=pytest.mark.full),
+        (glm, "in chunks"),
+        (deepseek, "preempted"),
+        pytest.param(glm, "preempted", marks=pytest.mark.full),
+        pytest.param(deepseek, "on two ranks", marks=pytest.mark.full),
+        (glm, "on two ranks"),
+    ],
+)
 def test_greedy_tokens_are_those_of_transformers(family: Any, way: str) -> None:
     """Prompts are shorter and longer than what is selected; two begin alike, and the longest comes
     again, so that its pages are found in the prefix cache."""
