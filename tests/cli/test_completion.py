@@ -35,7 +35,7 @@ def offered(line: str, **environment: str) -> list[str]:
 
 def test_kinds_and_the_names_of_a_kind() -> None:
     assert offered("dovetail plugins info ") == list(KINDS)
-    assert offered("dovetail plugins test kv_") == ["kv_cache"]
+    assert offered("dovetail plugins test kv_") == ["kv_cache", "kv_tier"]
     assert {"fcfs", "vtc"} <= set(offered("dovetail plugins info scheduler "))
     assert offered("dovetail plugins info sampler d") == ["default"]
 
