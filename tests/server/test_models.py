@@ -78,7 +78,7 @@ async def test_a_lost_engine_takes_only_its_own_model_with_it(
 ) -> None:
     one, two = fake("one"), fake("two")
     models = Models([model(one, "a"), model(two, "b"), ("c",)])
-    models.lose(2, "c has died before")
+    models.lose(2, "c has died before: /srv/secret/model.yaml")
     async with served(models) as client:
         two.die("b has died")
         models.lose(1, "b has died")
@@ -97,7 +97,7 @@ async def test_a_lost_engine_takes_only_its_own_model_with_it(
         for engine in (one, *(each.engine for each in models)):
             engine.die("all have died")  # type: ignore[attr-defined]  # fakes
         assert (await client.get("/health")).status_code == 503
-    down = {"b": "b has died", "c": "c has died before"}
+    down = {"b": "b has died", "c": "c has died before: …/model.yaml"}
     assert (health.status_code, health.json()) == (200, {"status": "degraded", "down": down})
     assert ready.status_code == 200
     assert [answer.status_code for answer in lost] == [503, 503]

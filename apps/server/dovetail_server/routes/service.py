@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from dovetail.errors import DISTRIBUTION, DovetailError
 from dovetail_server.batches.worker import BatchWorker
-from dovetail_server.errors import HttpError, anthropic_shape
+from dovetail_server.errors import HttpError, anthropic_shape, without_paths
 from dovetail_server.exchange import Endpoint, Exchange
 from dovetail_server.models import Model
 from dovetail_server.protocol.models import (
@@ -28,7 +28,8 @@ async def health(exchange: Exchange) -> None:
     supervisor are dead or hang. `down`: why an engine is down while others work, by its model.
     `batches`: the state of /v1/batches."""
     _check_health(exchange)
-    down = exchange.server.models.down()
+    lost = exchange.server.models.down()
+    down = {name: without_paths(reason) for name, reason in lost.items()}  # no key is asked for
     answer = {"status": "degraded", "down": down} if down else {"status": "ok"}
     worker: BatchWorker | None = exchange.scope["app"].state.batch_worker
     await exchange.reply(answer | ({"batches": worker.status} if worker is not None else {}))
