@@ -326,11 +326,9 @@ def run_tests(profile: str, tests: Sequence[str], cpu_limit_s: float, *options: 
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         output.seek(0)
-        failed = [
-            line.split(" ", 1)[1].split(" - ")[0].strip()
-            for line in output
-            if line.startswith(("FAILED ", "ERROR "))
-        ]
+        failed = re.findall(
+            r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", output.read(), re.MULTILINE
+        )
     if not end:
         endings = {0: "passed", 1: "failed", 2: "failed", 5: "passed"}  # 5: there were no tests
         end = endings.get(process.returncode, f"exit status {process.returncode}")
