@@ -38,6 +38,7 @@ from dovetail.testing.suites.drafter import DrafterSuite
 from dovetail.testing.suites.executor import ExecutorSuite
 from dovetail.testing.suites.grammar import GrammarSuite
 from dovetail.testing.suites.kv_cache import KVCacheSuite
+from dovetail.testing.suites.kv_tier import KVTierSuite
 from dovetail.testing.suites.logits_processor import LogitsProcessorSuite
 from dovetail.testing.suites.model import ModelSuite
 from dovetail.testing.suites.observer import ObserverSuite
@@ -59,6 +60,7 @@ from tests.conformance.odd_backends import (
 from tests.conformance.odd_parsers import CharByChar, Thoughts, WholeCalls
 from tests.conformance.odd_samplers import InClosures, OneBuffer, OnTheHost, Slotted
 from tests.conformance.odd_schedulers import FromItsHeap, InAGenerator
+from tests.conformance.odd_tiers import OnALoop
 from tests.conformance.odd_tokenizers import BytesAsIds, Reluctant
 from tests.support import FULL
 
@@ -251,6 +253,11 @@ def test_a_drafter_in_an_odd_style_conforms(drafter: type[Drafter]) -> None:
 @pytest.mark.slow("serves thousands of requests")
 def test_an_observer_that_keeps_values_by_id_and_has_a_ring_conforms() -> None:
     run_checks(ObserverSuite, component=ByIdWithARing)
+
+
+@pytest.mark.slow("does thousands of jobs, in other processes, too")
+def test_a_tier_on_an_asyncio_loop_conforms() -> None:
+    run_checks(KVTierSuite, component=OnALoop)
 
 
 @pytest.mark.slow("compares with transformers' models")

@@ -86,7 +86,9 @@ def test_a_folder_that_others_can_write_to_or_replace_is_refused(
     with pytest.raises(ConfigError) as caught:
         DiskTier(DiskOptions(**options), CONTEXT)
     assert says.format(tmp_path) in str(caught.value)
-    assert "can change answers: choose another folder, or set `shared: true`" in str(caught.value)
+    assert "can change answers: take that from them (`chmod go-w`), choose another" in str(
+        caught.value
+    )
     assert DiskTier(DiskOptions(**options, shared=True), CONTEXT).capabilities.shared
 
 

@@ -40,6 +40,7 @@ class _Trouble:
 
     spared: int
     hangs: bool
+    met: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
 
 
@@ -47,15 +48,15 @@ _troubles: list[_Trouble] = []
 
 
 @contextmanager
-def medium_that(does: Literal["hangs", "fails"]) -> Iterator[None]:
+def medium_that(does: Literal["hangs", "fails"]) -> Iterator[threading.Event]:
     """Let each use of a file, socket or process by another thread than this one wait until the end
-    of the block, or raise `OSError`. Reads and writes of open files aren't affected. For one thread
-    at a time."""
+    of the block, or raise `OSError`. Yields an event that is set by the first of these. Reads and
+    writes of open files aren't affected. For one thread at a time."""
     _listen()
     trouble = _Trouble(threading.get_ident(), does == "hangs")
     _troubles.append(trouble)
     try:
-        yield
+        yield trouble.met
     finally:
         _troubles.remove(trouble)
         trouble.over.set()
@@ -73,6 +74,7 @@ def _use(event: str, arguments: object) -> None:
     for trouble in tuple(_troubles):
         if threading.get_ident() == trouble.spared:
             continue
+        trouble.met.set()
         if not trouble.hangs:
             raise OSError(errno.EIO, "the suite lets the medium fail")
         trouble.over.wait()

@@ -29,7 +29,8 @@ def own_folder(path: str, *, shared: bool) -> Path:
     if writer is not None:
         raise ConfigError(
             f"kv_tier disk: path: {writer}. Who can write to {shown(path)} can change answers: "
-            "choose another folder, or set `shared: true` if you trust them"
+            "take that from them (`chmod go-w`), choose another folder, or set `shared: true` if "
+            "you trust them"
         )
     return folder
 

@@ -182,6 +182,14 @@ class Appends(InMemory):
         return None
 
 
+@mutant(caught_by="kv_tier.again")
+class RemovesWhatItReplaces(InMemory):
+    def store_frame(self, frame: Frame) -> Why | None:
+        self.kept.pop(frame.key, None)
+        time.sleep(LATE_S)
+        return super().store_frame(frame)
+
+
 # Reports
 
 
@@ -363,10 +371,21 @@ class DropsOnlyOnce(InMemory):
 
 
 @mutant(caught_by="kv_tier.drop")
-class DropsWhatIsStoredLater(Later):
+class DropsWhatIsStoredLater(InMemory):
+    def __init__(self, options: BaseModel, context: TierContext) -> None:
+        super().__init__(options, context)
+        self.dropped: set[bytes] = set()
+
     def drop(self, namespace: bytes) -> None:
+        self.dropped.add(namespace)
         super().drop(namespace)
-        self.later(super().drop, namespace)
+
+    def store_frame(self, frame: Frame) -> Why | None:
+        why = super().store_frame(frame)
+        if frame.key.namespace in self.dropped:
+            self.dropped.discard(frame.key.namespace)
+            self.forget(frame.key.namespace)
+        return why
 
 
 @mutant(caught_by="kv_tier.drop")

@@ -34,6 +34,7 @@ ROUNDS = 30  # of use before the size of a tier is taken
 ROUND_BYTES = 4_096  # that so many rounds may add, for a buffer that isn't full yet
 DROPS = 5
 KILLS = 2
+HUNG_S = 0.5  # within which a thread uses the medium, if the tier has one
 CLOSE_S = 0.2  # given to `close` while the medium hangs
 FILE_LIMIT = 2**19  # bytes of a file, while there is room for no more
 LARGE = 2**20 + 64  # bytes of a frame that exceeds it
@@ -137,11 +138,14 @@ class KVTierSuite(Suite):
     @check("kv_tier.again", since="1.0")
     def test_a_frame_may_be_stored_again(self) -> None:
         """Storing a frame that was there already, also by two jobs at a time, raised, wasn't
-        reported as stored, or left another frame."""
+        reported as stored, left another frame, or kept it from being loaded meanwhile."""
         with self._world() as world:
             keys = world.keys(4)
+            world.store(keys)
             for _ in range(2):
                 ids = [world.begin("store", keys) for _ in range(3)]
+                for _ in range(3):
+                    world.require_loaded(keys, "while it is stored again")
                 for done in world.reports(ids):
                     require(all(done.ok), f"a frame that is there wasn't stored again: {done}")
                 world.require_loaded(keys, "after it was stored again")
@@ -263,7 +267,9 @@ class KVTierSuite(Suite):
                     call()
                 require(not heard, f"{name} called {', '.join(sorted(set(heard)))}")
             ids: list[int | None] = []
-            with medium_that("hangs"):
+            with medium_that("hangs") as hung:
+                world.submit(world.job("store", keys))
+                hung.wait(HUNG_S)
                 for name, call in (*_calls(world, keys), *_calls(world, keys)):
                     in_time(lambda: ids.append(call()), f"{name}, while the medium hangs,")  # noqa: B023
             world.reports(id for id in ids if id is not None)
@@ -380,9 +386,10 @@ class KVTierSuite(Suite):
         with self._world() as world:
             keys = world.keys(2)
             world.store(keys)
-            with medium_that("hangs"):
+            with medium_that("hangs") as hung:
                 for kind in KINDS:
                     world.submit(world.job(kind, keys))
+                hung.wait(HUNG_S)
                 in_time(lambda: world.close(CLOSE_S), f"close({CLOSE_S}), while the medium hangs,")
 
     @check("kv_tier.restart", since="1.0", capability="persistent")
