@@ -43,6 +43,7 @@ PIECE_BYTES = 32 << 20  # of a staging buffer; a page may be larger
 SAVE_PIECES = 4  # staging buffers of saves: later ones delay the steps until one is free
 RESTORE_PIECES = 2  # … and of restores: one is filled while the other is emptied
 MODULUS = 1 << 64
+FRAME_TOKENS = 256  # of the core's frames; larger ones take a moment longer, once
 
 
 class _Queue:
@@ -230,15 +231,19 @@ class PageCopies:
             with suppress(RuntimeError):  # of a device that has failed
                 _cuda().cudaHostUnregister(self._registered.pop())
 
+    def prepare(self, words: int) -> None:
+        """Make the multipliers of a frame's first `words` words, on the stream of the steps."""
+        if words > len(self._multipliers):
+            multipliers = frame_multipliers(0, words).view(np.int64)
+            self._multipliers = to_device(multipliers, self.pool.device)
+
     def _on_device(self, pages: Sequence[int], first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `pages` [n] int64, and the multipliers of their words from number `first` on, both
         on the device, by the stream of the steps."""
         numbers = np.array(pages, np.int64)
         numbers[numbers < 0] = self.pool.waste_page
         end = first + len(pages) * self.page_bytes // WORD
-        if end > len(self._multipliers):
-            multipliers = frame_multipliers(0, end).view(np.int64)
-            self._multipliers = to_device(multipliers, self.pool.device)
+        self.prepare(end)
         return to_device(numbers, self.pool.device), self._multipliers[first:end]
 
     def _sums(self, data: torch.Tensor, multipliers: torch.Tensor, start: int) -> torch.Tensor:
@@ -278,6 +283,12 @@ class PartOfTransfers:
     def __init__(self, copies: PageCopies, rank: int = 0) -> None:
         self.copies = copies
         self._rank = rank
+        layout = copies.pool.planned.layout
+        pages = max(
+            group.blocks(max(FRAME_TOKENS, layout.hit_tokens)) * group.pages_per_block
+            for group in layout.groups
+        )
+        copies.prepare((rank + 1) * pages * copies.page_bytes // WORD)
         self._slabs: dict[int, torch.Tensor] = {}  # [bytes] uint8
 
     def add(self, number: int, memory: mmap.mmap) -> None:
