@@ -8,12 +8,14 @@ from typing import Any
 
 from dovetail.testing.elsewhere import HASH_SEEDS
 from dovetail.testing.suites import (
+    drafter,
     kv_cache,
     observer,
     parser,
     repeatable,
     scheduler,
     scheduler_loads,
+    tokenizer,
 )
 
 # `dovetail.testing.runner.COMMAND`, with fewer examples in the suite's process.
@@ -24,8 +26,8 @@ COMMAND = (
 
 
 def use_fewer(change: Callable[[Any, str, Any], None]) -> None:
-    """Try a twelfth of what the schedulers' suite does, with one hash seed, a sixth of the scripts
-    for KV-cache managers, a fifth of an observer's long run, and a third of the parsers' texts.
+    """Try one hash seed, a twelfth of what the schedulers' suite does, a sixth of the scripts for
+    KV-cache managers, a fifth of an observer's long run, and a third of the parsers' texts.
     `change` is `setattr`, or that of pytest's `monkeypatch`."""
 
     def for_some(among: Any, examples: int, *rest: Any) -> None:
@@ -34,7 +36,8 @@ def use_fewer(change: Callable[[Any, str, Any], None]) -> None:
     change(scheduler, "for_all", for_some)
     # requests: half as many, of which 100 that overtake are still too many
     change(scheduler_loads, "FLOOD_S", 200)
-    change(scheduler, "HASH_SEEDS", HASH_SEEDS[:1])
+    for suite in (drafter, parser, scheduler, tokenizer):
+        change(suite, "HASH_SEEDS", HASH_SEEDS[:1])
     change(scheduler, "LONG_BATCHES", scheduler_loads.LONG_BATCHES // 3)
     change(observer, "LONG", observer.LONG // 5)
     change(parser, "MIXED", parser.MIXED // 3)

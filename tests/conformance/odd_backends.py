@@ -1,4 +1,4 @@
-"""Right managers of memory, drafters, grammars and what runs on a device, in styles that a suite
+"""Right managers of memory, grammars and what runs on a device, in styles that a suite
 might take for wrong."""
 
 from __future__ import annotations
@@ -6,11 +6,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, count
-from threading import Thread
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +26,6 @@ from dovetail.api.attention import (
     LayerCache,
     LayerSpec,
 )
-from dovetail.api.drafter import Drafter
 from dovetail.api.executor import Batch, ExecutorContext, Masks, Result
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarSpec, Matcher
 from dovetail.api.kv_cache import (
@@ -42,7 +39,6 @@ from dovetail.api.kv_cache import (
 from dovetail.api.model import BuildContext, ModelInputs
 from dovetail.errors import DovetailError
 from dovetail.request import Request
-from dovetail_drafters.ngram import NgramDrafter
 from dovetail_executors.local import LocalExecutor
 from dovetail_executors.options import LocalOptions
 from dovetail_grammars.llguidance_backend import LLGuidance
@@ -126,37 +122,6 @@ class LazyLists(KVCacheManager):
         pages = sorted(chain(*empty, *held))
         if pages != list(range(self.context.num_pages)):
             raise DovetailError(f"pages were lost or given out twice: {pages}")
-
-
-class InAThread(NgramDrafter):
-    """Proposes in a thread of its own, which it joins."""
-
-    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int]]:
-        proposed = Future[Sequence[Sequence[int]]]()
-        work = partial(super().propose, requests, most)
-
-        def run() -> None:
-            try:
-                proposed.set_result(work())
-            except BaseException as error:
-                proposed.set_exception(error)
-
-        thread = Thread(target=run)
-        thread.start()
-        thread.join()
-        return proposed.result()
-
-
-class Ranges(Drafter):
-    """Proposes that ids go on by one, as ranges in a tuple."""
-
-    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> tuple[range, ...]:
-        end = self.context.vocab_size or 0
-        lasts = [(*one.prompt_token_ids[-1:], *one.output_token_ids[-1:])[-1] for one in requests]
-        return tuple(
-            range(last + 1, min(last + 1 + limit, end))
-            for last, limit in zip(lasts, most, strict=True)
-        )
 
 
 class AtFirstUse(LLGuidance):

@@ -50,13 +50,12 @@ from dovetail_models.qwen3 import Qwen3
 from tests.conformance.fewer import use_fewer
 from tests.conformance.odd_backends import (
     AtFirstUse,
-    InAThread,
     LazyLists,
     NumbersAsHandles,
     PicksAtTheEnd,
-    Ranges,
     Transposed,
 )
+from tests.conformance.odd_drafters import InAThread, Ranges
 from tests.conformance.odd_parsers import CharByChar, Thoughts, WholeCalls
 from tests.conformance.odd_samplers import InClosures, OneBuffer, OnTheHost, Slotted
 from tests.conformance.odd_schedulers import FromItsHeap, InAGenerator
