@@ -75,7 +75,7 @@ def test_a_drop_comes_after_running_stores_and_before_later_ones(world: TierWorl
     world.do("store", other)
     first, last = world.reports([earlier, later])
     assert all(last.ok)
-    assert first.why == "unavailable"  # for those that hadn't begun
+    assert first.why == "missing"  # of those that hadn't begun
     mine = [act for act, of in tier_of(world).done_in_order if of == namespace]
     assert mine == ["store"] * sum(first.ok) + ["forget", "store"]
 

@@ -166,7 +166,7 @@ class BlockingTier(KVTier):
             given_up = [piece for piece in queue if is_given_up(piece)]
             for piece in given_up:
                 queue.remove(piece)
-                has_report |= self._settle(piece, "unavailable")
+                has_report |= self._settle(piece, "missing")
         return has_report
 
     def _settle(self, piece: _Piece, why: Why | None) -> bool:

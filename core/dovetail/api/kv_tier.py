@@ -23,8 +23,8 @@ from pydantic import BaseModel
 
 from dovetail.api.clock import Clock
 
-# Why a frame wasn't found, stored or loaded: there is no room; there is none of this key; it isn't
-# whole; the medium doesn't work, or the job was given up.
+# Why a frame wasn't found, stored or loaded: there is no room; there is none of this key, or the job
+# was given up; it isn't whole; the medium doesn't work.
 Why = Literal["full", "missing", "damaged", "unavailable"]
 
 
