@@ -30,9 +30,9 @@ from dovetail.testing.suites.process_state import (
 
 KINDS = ("find", "store", "load")
 MANY = 24  # keys of a job
-ROUNDS = 30  # of use before the size of a tier is taken
-ROUND_BYTES = 4_096  # that so many rounds may add, for a buffer that isn't full yet
-DROPS = 5
+ROUNDS = 20  # of use before the size of a tier is taken
+ROUND_BYTES = 2_048  # that so many rounds may add, for a buffer that isn't full yet
+DROPS = 3
 KILLS = 2
 HUNG_S = 0.5  # within which a thread uses the medium, if the tier has one
 CLOSE_S = 0.2  # given to `close` while the medium hangs

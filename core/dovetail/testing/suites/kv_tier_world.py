@@ -17,7 +17,7 @@ from dovetail.api.kv_tier import Done, Frame, FrameKey, Job, KVTier, TierContext
 from dovetail.errors import describe
 from dovetail.testing.checks import fail, require
 
-SIZES = (72, 4_160, 65_600, 1_048_640)  # bytes of frames
+SIZES = (72, 4_160, 65_600, 262_208)  # bytes of frames
 PERIOD = 4_093  # bytes after which the content of a frame repeats; a prime
 BEFORE = 8  # bytes in front of a frame: those in the host pool aren't aligned to a disk's blocks
 JOB_S = 10.0  # a job that takes longer counts as never reported
