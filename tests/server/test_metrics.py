@@ -24,15 +24,19 @@ from dovetail.end_reason import FinishReason
 from dovetail.front.generation_config import GenerationDefaults
 from dovetail.front.intake_facts import IntakeFacts
 from dovetail.request.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from dovetail.serving import TierStats
 from dovetail_server.engine import EngineInfo, Load, ServedEngine
+from dovetail_server.frames import StepFrame, decode_to_front_end, encode
 from dovetail_server.metrics import (
     MAX_CLIENT_CHARS,
     MAX_CLIENTS,
     OTHER,
     Histogram,
     ServerMetrics,
+    tier_metrics,
     token_bounds,
 )
+from dovetail_server.protocol.openai_common import TokenCounts
 from dovetail_server.scrapes import Scrapes, metrics_route
 
 
@@ -308,3 +312,23 @@ def test_scrapes_run_one_at_a_time_and_those_that_wait_share_one() -> None:
         assert text != told[-1][0], "what is asked for later is encoded anew"
 
     asyncio.run(scrape())
+
+
+def test_k_and_v_beyond_the_gpu_are_counted() -> None:
+    stats = TierStats(host_limit=64, saved_frames=5, missed={"damaged": 2})
+    load = Load(tiers=stats)
+    frame = decode_to_front_end(encode(StepFrame(0, 0.0, b"", b"", load)))
+    assert isinstance(frame, StepFrame)
+    assert frame.load == load
+    families = {one.name: one for one in tier_metrics(stats, {"model_name": "m"})}
+    [saved] = families["dovetail_kv_saved_frames"].samples
+    assert (saved.labels, saved.value) == ({"model_name": "m"}, 5)
+    [missed] = families["dovetail_kv_missed_restores"].samples
+    assert (missed.labels["reason"], missed.value) == ("damaged", 2)
+
+
+def test_usage_says_what_was_restored_if_anything_was() -> None:
+    plain = TokenCounts(9, 2, 8).openai_usage()
+    assert plain["prompt_tokens_details"] == {"cached_tokens": 8}
+    restored = TokenCounts(9, 2, 8, restored=5).openai_usage()
+    assert restored["prompt_tokens_details"] == {"cached_tokens": 8, "restored_tokens": 5}

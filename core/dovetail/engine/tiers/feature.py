@@ -76,7 +76,7 @@ class TierFeature(EngineFeature):
         self._layout = layout
         self._kv = kv
         self._transfers = transfers
-        self._pool = pool
+        self.pool = pool
         self._frames = frames
         self._clock = clock
         self._ids = ids = count(1)
@@ -103,7 +103,7 @@ class TierFeature(EngineFeature):
         """Use these tiers, which have names for people, in this order. `namespaces`: returns those
         of the groups' frames; called in a thread, since it may read all weights."""
         self._tiers = [
-            TierJobs(name, tier, self._pool, self._clock, self._ids, self.stats)
+            TierJobs(name, tier, self.pool, self._clock, self._ids, self.stats)
             for name, tier in tiers
         ]
         if tiers:
@@ -122,8 +122,8 @@ class TierFeature(EngineFeature):
         """Use a tier from now on; store what is in the host pool already."""
         assert self._namespaces is not None
         tier.namespaces = self._namespaces
-        for name in self._pool.names:
-            frame = self._pool.find(name)
+        for name in self.pool.names:
+            frame = self.pool.find(name)
             assert frame is not None
             tier.store(frame, self._now)
 
@@ -202,8 +202,8 @@ class TierFeature(EngineFeature):
         self._now = now
         # of a step that was planned and granted nothing: perhaps to pages that are free again
         self._copies += self._kv.take_copies()
-        self.stats.host_bytes = self._pool.bytes
-        self.stats.host_frames = self._pool.frames
+        self.stats.host_bytes = self.pool.bytes
+        self.stats.host_frames = self.pool.frames
         for transfer in self._transfers.finished():
             if not self._saves.finished(transfer):
                 self._restores.finished(transfer)
@@ -252,7 +252,7 @@ class TierFeature(EngineFeature):
             self._restores.cut(visit.restoration, 0, "aborted")
 
     def _prospect(self, visit: _Visit) -> Prospect:
-        return prospect(self._frames, visit.request, visit.chain, self._kv, self._pool, visit.found)
+        return prospect(self._frames, visit.request, visit.chain, self._kv, self.pool, visit.found)
 
     def _ask(self, visit: _Visit, best: Prospect) -> bool:
         """Ask the next tier for the frames that nobody is known to have. Returns False if there is
@@ -316,7 +316,7 @@ class TierFeature(EngineFeature):
         visit.restoration = restoration
         for piece in best.pieces:
             if piece.frame is not None:
-                self._pool.hold(piece.frame)
+                self.pool.hold(piece.frame)
         self._go_on(visit, restoration)
         return True
 
@@ -343,7 +343,7 @@ class TierFeature(EngineFeature):
             for piece in wanted[:JOB_FRAMES]:
                 if piece.tier is not tier:
                     break
-                frame = self._pool.take(piece.group.bytes)
+                frame = self.pool.take(piece.group.bytes)
                 if frame is None:
                     break
                 pieces.append(piece)
@@ -352,7 +352,7 @@ class TierFeature(EngineFeature):
                 return
             if not self._submit(visit, restoration, tier, pieces, frames):
                 for frame in frames:
-                    self._pool.release(frame)
+                    self.pool.release(frame)
                 return
 
     def _submit(
@@ -367,7 +367,7 @@ class TierFeature(EngineFeature):
             visit.jobs -= 1
             for piece, frame, loaded in zip(pieces, frames, ok, strict=True):
                 if loaded and piece.dropped:
-                    self._pool.release(frame)
+                    self.pool.release(frame)
                 elif loaded:
                     piece.frame = frame
                 elif not piece.dropped:
@@ -425,7 +425,7 @@ class TierFeature(EngineFeature):
         self._saves.drop()
         for restoration in self._restores.active:
             self._restores.cut(restoration, 0, "reset")
-        self._pool.clear()
+        self.pool.clear()
         for tier in self._tiers:
             tier.reset(self._clock.now())
 
@@ -441,7 +441,7 @@ class TierFeature(EngineFeature):
             logger.debug("saves are lost", exc_info=True)
         for tier in self._tiers:
             tier.close(CLOSE_S)
-        self._pool.close()
+        self.pool.close()
         if self._thread is not None:
             self._thread.join()
 
