@@ -18,6 +18,7 @@ from tests.small_model import small_demo
 ENGINE = Path(dovetail.engine.__file__).parent
 RUNTIME = Path(dovetail_executors.runtime.__file__).parent
 OF_FEATURES = {
+    *(ENGINE / "tiers").glob("*.py"),
     *(
         ENGINE / f"{name}.py"
         for name in (

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dovetail import LLMEngine, RequestOutput
+from dovetail import LLMEngine, RequestOutput, SamplingParams
 from dovetail.engine.tiers.feature import TierFeature
 from dovetail.engine.tiers.prospect import Pace
 from tests.e2e.test_random_engines import POLICIES, REJECTING, Answer, Case, Plain
@@ -128,6 +128,28 @@ def answers(
     }
 
 
+def is_near_tie(one: Plain, case: Case, answer: Answer) -> bool:
+    """Return True if a greedy answer parts from the plain engine's where that could as well have
+    chosen the other token: the order of sums differs with the size of steps."""
+    expected = one.answer(case)[0][0]
+    given = answer[0][0]
+    same = next(at for at, pair in enumerate(zip(given, expected, strict=True)) if len({*pair}) > 1)
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=4, detokenize=False)
+    one.engine.add_request("tie", [*case.prompt, *expected[:same]], params)
+    [output] = [
+        output
+        for _ in iter(one.engine.has_unfinished_requests, False)
+        for output in one.engine.step()
+        if output.finished
+    ]
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None
+    found = [logprobs[0].get(token) for token in (given[same], expected[same])]
+    values = [each.logprob for each in found if each is not None]
+    greedy = case.fields["temperature"] == 0.0
+    return greedy and len(values) == 2 and abs(values[0] - values[1]) < 1e-4
+
+
 def tried(seed: int, plain: dict[str, Plain], folder: Path) -> Counter[str]:
     """Try an engine; return what its tiers have done."""
     chance = random.Random(seed)
@@ -142,7 +164,10 @@ def tried(seed: int, plain: dict[str, Plain], folder: Path) -> Counter[str]:
                 chosen = chance.sample(cases, len(cases))
                 found = answers(engine, chosen, chance, f"{number}:")
                 for index, answer in found.items():
-                    assert answer == one.answer(chosen[index]), f"{told}: {chosen[index]}"
+                    case = chosen[index]
+                    assert answer == one.answer(case) or is_near_tie(one, case, answer), (
+                        f"{told}: {case}"
+                    )
             stats = tier_feature(engine).stats
             assert not stats.damaged_frames, told
             done["restored"] += stats.restored_tokens
