@@ -33,12 +33,14 @@ CHECKS = {
     "observer.no_effect",
 }  # those that play a failed run, up to the third: then the suite gives up
 LIMIT_S = 4.0
-# `dovetail.testing.runner.COMMAND`, with a suite that starts no processes of its own:
-# test_builtins.py shows what it finds with them.
+# `dovetail.testing.runner.COMMAND`, with a suite that starts no processes of its own, and a shorter
+# long run: test_builtins.py shows what it finds with them.
 COMMAND = """
 import sys
 from dovetail.testing import hygiene
 from dovetail.testing.child import main
+from dovetail.testing.suites import observer
+observer.LONG //= 10
 hygiene.run_python = lambda *args, **environ: None
 main(sys.argv[1])
 """
