@@ -17,7 +17,7 @@ from dovetail.engine.tiers.prospect import Pace
 from tests.engine.policies import FCFS, Chaos, Regrets, RoundRobin
 from tests.engine.world import Shape, Spec, World
 from tests.tiers.test_in_the_loop import WRONG
-from tests.tiers.tiered import FRAME, Tiered, ToyTier
+from tests.tiers.tiered import FRAME, InOrder, Tiered, ToyTier
 
 WORLDS = int(os.environ.get("DOVETAIL_TIER_WORLDS", "4"))
 LAYOUTS: tuple[dict[str, Any], ...] = (
@@ -49,7 +49,7 @@ def random_world(chance: random.Random) -> Tiered:
         adapters=chance.choice([0, 2]),
         **layout,
     )
-    world = World(chance.choice([FCFS, Chaos, Regrets, RoundRobin]), shape)
+    world = World(chance.choice([FCFS, Chaos, Regrets, RoundRobin]), shape, executor=InOrder)
     kinds = chance.sample([ToyTier, ToyTier, *WRONG], chance.choice([0, 1, 1, 2]))
 
     def tiers(clock: Any) -> Sequence[KVTier]:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.api.component import NoOptions
+from dovetail.api.executor import Batch
 from dovetail.api.kv_tier import Done, FrameKey, Job, KVTier, TierCapabilities, TierContext
 from dovetail.engine.tiers.feature import TierFeature
 from dovetail.engine.tiers.host_pool import HostPool
 from dovetail.engine.tiers.keys import FrameLayout, namespaces
+from dovetail.testing import FakeExecutor
 from tests.engine.policies import FCFS
-from tests.engine.world import Shape, World
+from tests.engine.world import RecordingExecutor, Shape, World
 
 FRAME = 8  # tokens
 
@@ -64,6 +66,14 @@ class ToyTier(KVTier):
         self.closed = True
 
 
+class InOrder(RecordingExecutor):
+    """Copies may read what those before them have written: a state is restored, and used."""
+
+    def submit(self, batch: Batch) -> int:
+        self.sent.append(batch)
+        return FakeExecutor.submit(self, batch)
+
+
 @dataclass
 class Tiered:
     """A world with tiers."""
@@ -83,7 +93,7 @@ class Tiered:
         policy: type = FCFS,
         world: World | None = None,
     ) -> Tiered:
-        world = world or World(policy, shape)
+        world = world or World(policy, shape, executor=InOrder)
         transfers = world.executor.transfers()
         layout = world.core.books.layout
         frames = FrameLayout(layout, transfers.page_bytes)

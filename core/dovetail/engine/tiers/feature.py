@@ -12,7 +12,6 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -187,7 +186,7 @@ class TierFeature(EngineFeature):
     ) -> Batch:
         self._saves.plan(batch, requests)
         if self._copies:  # first: a request of this batch may start from that state
-            batch = replace(batch, copies=joined([*self._copies, *batch.copies]))
+            batch = replace(batch, copies=(*self._copies, *batch.copies))
             self._copies = []
         return batch
 
@@ -451,18 +450,3 @@ class TierFeature(EngineFeature):
         while (self._saves.pending or self._restores.active) and time.monotonic() < until:
             self._poll(self._clock.now())
             time.sleep(LOOK_S)
-
-
-def joined(copies: Sequence[PageCopy]) -> tuple[PageCopy, ...]:
-    """Return copies with the effect of `copies`, run one after the other, of which none reads or
-    writes what one before it has written."""
-    sources: dict[int, int] = {}  # page -> the page whose old content it has in the end
-    for copy in copies:
-        sources[copy.dst] = sources.get(copy.src, copy.src)
-    sources = {dst: src for dst, src in sources.items() if dst != src}
-    ordered: list[PageCopy] = []
-    while sources:
-        read = Counter(sources.values())
-        ready = [dst for dst in sources if not read[dst]] or [*sources]
-        ordered += [PageCopy(sources.pop(dst), dst) for dst in ready]
-    return tuple(ordered)
