@@ -25,7 +25,13 @@ import numpy as np
 import torch
 
 from bench.compiling import GPUS, Compiled, compiling_for
-from dovetail.api.attention import AttentionBatch, AttentionContext, KVScales, LayerSpec
+from dovetail.api.attention import (
+    AttentionBatch,
+    AttentionContext,
+    Indexer,
+    KVScales,
+    LayerSpec,
+)
 from dovetail.api.component import NoOptions
 from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.api.sampler import (
@@ -157,6 +163,7 @@ def compiled(case: Case) -> list[Compiled]:
                 launch_states(getattr(torch, case.dtype), shape)
             launch_sampling(getattr(torch, case.dtype))
             launch_towers(getattr(torch, case.dtype), case.arch)
+            launch_indexed(case.dtype)
             if case.dtype != "float32" and case.arch >= FORMATS_FROM:
                 launch_formats(getattr(torch, case.dtype), case.arch)
         else:
@@ -221,6 +228,32 @@ def launch_attention(
         layer.cache_for_fused_write(),
     )
     qkv.norm_turn_write(fused, KV_HEADS, None, 0.0, torch.zeros(64, head_size), slots[0], None)
+
+
+def launch_indexed(dtype: str) -> None:
+    """A decode of a layer with an indexer, in parts and in one piece."""
+    block_size = 16
+    indexer = Indexer(top_k=2048, heads=64, size=128)
+    backend = TritonAttention(NoOptions(), AttentionContext("cpu", dtype, block_size))
+    layer = backend.make_layer(LayerSpec(0, 16, KV_HEADS, 64, 0.1, indexer=indexer))
+    bind_layers(backend, [layer], 4)
+    backend.prepare(max_rows=32, max_tokens=64, max_len=4096)
+    for rows in (1, 32):
+        lens = np.full(rows, 3000, np.int32)
+        queries = np.ones(rows, np.int32)
+        starts = torch.arange(rows + 1, dtype=torch.int32)
+        table = torch.zeros((1, rows, 4096 // block_size), dtype=torch.int32)
+        slots = torch.zeros((1, rows), dtype=torch.int64)
+        on_device = starts, torch.from_numpy(lens), (table,), (slots,)
+        backend.plan(AttentionBatch(rows, rows, *on_device, queries, lens))
+        x = torch.zeros(rows, 16, 64, dtype=backend.dtype)
+        layer.write(x[:, :KV_HEADS], x[:, :KV_HEADS])
+        layer.write_index(torch.zeros(rows, indexer.size, dtype=backend.dtype))
+        layer.select(
+            torch.zeros(rows, indexer.heads, indexer.size, dtype=backend.dtype),
+            torch.zeros(rows, indexer.heads),
+        )
+        layer.attend(x)
 
 
 def launch_layers(dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Attention to selected tokens (DeepSeek-V3.2's layer on one GPU), a decode of the `triton` backend:
+"""Attention to selected tokens, in a decode of DeepSeek-V3.2's layer on one GPU:
 
     python -m bench.indexed                        # 1 and 8 rows of 32k and 128k tokens
     python -m bench.indexed --lens 300 --rows 2 --device cpu      # in Triton's interpreter: no times

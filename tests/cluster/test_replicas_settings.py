@@ -97,7 +97,7 @@ def test_every_option_of_the_server_can_be_given_and_is_read_as_it_was_meant() -
     app = typer.Typer()
     app.command()(serve)
     given = typer.main.get_command(app).make_context("serve", words).params
-    assert given["source"] == "demo"
+    assert [*given["sources"]] == ["demo"]
     assert {name: given[name] for name in options} == {
         **options,
         "max_queued_requests": "null",

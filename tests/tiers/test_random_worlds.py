@@ -19,7 +19,8 @@ from tests.engine.world import Shape, Spec, World
 from tests.tiers.test_in_the_loop import WRONG
 from tests.tiers.tiered import FRAME, InOrder, Tiered, ToyTier
 
-WORLDS = int(os.environ.get("DOVETAIL_TIER_WORLDS", "4"))
+WORLDS = int(os.environ.get("DOVETAIL_TIER_WORLDS", "0"))  # besides those in which most happens
+EVENTFUL = (0, 4, 12)  # seeds: tiers that damage frames, restored prefixes, a reset meanwhile
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {},
     {"window": 6},
@@ -124,13 +125,7 @@ def tried(seed: int) -> Counter[str]:
     )
 
 
-def test_no_traffic_reads_what_was_not_restored() -> None:
-    done = Counter[str]()
-    for seed in range(WORLDS):
-        try:
-            done += tried(seed)
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
-    print(done)
-    assert done["restored"] > 0
+@pytest.mark.parametrize("seed", [*dict.fromkeys([*EVENTFUL, *range(WORLDS)])])
+def test_no_traffic_reads_what_was_not_restored(seed: int) -> None:
+    done = tried(seed)
+    assert seed not in EVENTFUL or done["restored"] + done["damaged"] > 0
