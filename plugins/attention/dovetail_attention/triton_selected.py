@@ -26,7 +26,8 @@ from dovetail_attention.triton_tuning import DecodeTiling
 
 SCORES = 32 << 20  # float32 numbers of all lines that are scored at a time
 SHARE = 1024  # index keys that a program scores
-KEYS = 64  # of a tile
+KEYS = 64  # of a tile, on matrix units
+FEW_KEYS = 16  # of a tile without them, whose products are in registers
 CHOSEN = 1024  # scores, or selected tokens, that a program visits at a time
 MOST_SPLITS = 16  # of a line's selected tokens
 PROGRAMS = 2  # on a multiprocessor, for lines to be split
@@ -169,6 +170,7 @@ class SelectedTokens:
         heads, size = self.indexer.heads, self.indexer.size
         most, length = step.scores.shape
         least = LEAST_M if step.limits.on_matrix_units else 1
+        multiplies_tiles = step.limits.on_matrix_units and self._dtype != torch.float32
         q = q.contiguous()
         weights = weights.contiguous()
         for first in range(0, step.num_lines, most):
@@ -187,7 +189,7 @@ class SelectedTokens:
                 M=max(least, _power_of_two(heads)),
                 D=size,
                 D_PADDED=max(16, _power_of_two(size)),
-                N=KEYS,
+                N=KEYS if multiplies_tiles else FEW_KEYS,
                 SHARE=SHARE,
                 TOP_K=self.indexer.top_k,
                 PRECISION="ieee",
