@@ -91,7 +91,7 @@ def test_an_error_is_logged_once_until_it_has_worked(
             assert world.do("find", keys).why == "unavailable"
         tier.error = None
         assert world.do("find", keys).why == "missing"
-    said = "KV tier Gated: ConnectionRefusedError: no server; not said again until it has worked"
+    said = "KV tier Gated: ConnectionRefusedError: no server; not logged again until the tier works"
     assert caplog.messages == [said] * 2
 
 

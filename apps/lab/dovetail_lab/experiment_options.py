@@ -72,7 +72,7 @@ def cores(jobs: int | None) -> int:
 
 
 class TimeBudget:
-    """Wall time for a study that goes on until something is known."""
+    """Wall-time budget of a sequential study."""
 
     def __init__(self, seconds: float) -> None:
         """Start the time. Raises `ConfigError` unless `seconds` is positive and finite."""
@@ -82,8 +82,8 @@ class TimeBudget:
         self._begun = time.monotonic()
 
     def allows(self, more: int, done: int) -> int:
-        """Return how many of `more` further units fit, if they take as long as each of `done` did
-        since the start; of none, one while there is time."""
+        """Return how many of `more` further units fit into the rest, at the mean time of the `done`
+        units since the start; if `done` is 0, one while there is time."""
         used = time.monotonic() - self._begun
         left = max(0.0, self._seconds - used)
         return int(min(more, left * done / used)) if done and used else int(left > 0)

@@ -1,5 +1,5 @@
-"""The options of a policy as a space to search: their ranges by the constraints of its pydantic
-model, or given by the user."""
+"""The search space of a policy's options: ranges from the constraints of its pydantic model, or
+given by the user."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALLEST = 1e-4  # of the highest value: the lowest one of a range that excludes
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An option with some values."""
+    """A categorical option."""
 
     name: str
     values: tuple[Any, ...]
@@ -53,8 +53,8 @@ Dimension = Choice | Range
 
 
 def parse_ranges(texts: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Parse `name=a..b`s. Raises `ConfigError` unless a and b are finite, a is the smaller one, and
-    no name comes twice."""
+    """Parse ranges `name=a..b`. Raises `ConfigError` unless a and b are finite, a < b, and names are
+    unique."""
     found: dict[str, tuple[float, float]] = {}
     for text in texts:
         name, _, ends = (part.strip() for part in text.partition("="))

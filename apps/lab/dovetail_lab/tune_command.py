@@ -54,7 +54,7 @@ def tune(
     held_out: Annotated[
         float,
         typer.Option(
-            "--held-out", metavar="SHARE", help="Part of the trace, its end, to judge by."
+            "--held-out", metavar="SHARE", help="Share of the trace, at its end, that is held out."
         ),
     ] = 0.3,
     step_time_error: Annotated[
@@ -69,7 +69,7 @@ def tune(
     step_time: StepTime = None,
     settings: Settings = [],  # noqa: B006 typer makes a list of its own
 ) -> None:
-    """Search a policy's options, and judge the gain on requests that the search hasn't seen."""
+    """Search a policy's options, and evaluate the gain on requests that the search hasn't seen."""
     need("scipy")
     try:
         from dovetail_lab.tuning import Goal, Search
@@ -126,8 +126,8 @@ def _parts(trace: Trace, held_out: float) -> tuple[Trace, Trace]:
 def _verdict(
     search: Search, best: Mapping[str, Any], unseen: Trace, step_time_error: float | None
 ) -> dict[str, Any]:
-    """Return whether the gain survives on requests that the search hasn't seen, also if the step
-    times are wrong by their error."""
+    """Return whether the gain survives on held-out requests, also with the step times scaled by
+    their error."""
     from dovetail_lab.simulate import replay
     from dovetail_lab.step_error import StepErrors
 

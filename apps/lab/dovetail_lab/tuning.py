@@ -1,7 +1,7 @@
-"""`tune`: searches a policy's options on one part of a trace, and judges the gain on the rest.
+"""`tune`: searches a policy's options on one part of a trace, and evaluates the gain on the rest.
 
 The search is optuna's TPE (Bergstra et al., "Algorithms for Hyper-Parameter Optimization", NeurIPS
-2011). Its trials are in a journal, so that a killed search goes on where it was.
+2011). A journal keeps the trials, so a killed search can be resumed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STATES = optuna.trial.TrialState
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The figure to improve; `slo`: what goodput counts."""
+    """The figure to optimize. `slo`: the objectives that goodput counts."""
 
     figure: str
     slo: Slo | None
@@ -64,7 +64,7 @@ class Goal:
 
     @property
     def says(self) -> str:
-        """The figure that `change` is of."""
+        """Name of the figure that `change` compares."""
         return "share of requests that meet --goodput" if self.figure == GOODPUT else self.figure
 
     def value(self, run: RunResult) -> float:
@@ -77,9 +77,9 @@ class Goal:
         return summary.mean if statistic.q is None else summary.percentiles[int(100 * statistic.q)]
 
     def change(self, base: RunResult, other: RunResult) -> Change:
-        """Return the change of the figure (of goodput: of the share of requests) on the same
-        requests, with an interval of 95 % by resampled blocks of requests; without one for
-        rates."""
+        """Return the change of the figure on the same requests, with a 95 % interval from
+        resampled blocks of requests. For goodput, compare the share of requests that meet the
+        objectives. Rates have no interval."""
         if self.figure in RATES:
             a = self.value(base)
             b = self.value(other)
@@ -122,13 +122,13 @@ class Search:
 
     @property
     def name(self) -> str:
-        """Name of the study: another one if anything that affects a trial changes."""
+        """Name of the study, which is different if anything that affects a trial changes."""
         parts = (self.config({}).scheduler, self.engine, self.space, self.goal, self.seed)
         return xxhash.xxh64_hexdigest(repr((parts, self.trace.requests)).encode())
 
     def run(self, folder: Path, trials: int) -> optuna.Study:
-        """Search until `trials` trials have ended, and return the study. `folder` has those of an
-        earlier call, even if it was killed."""
+        """Search until `trials` trials have ended, and return the study. Resumes from the trials in
+        `folder`, even if an earlier call was killed."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(
             storage=JournalStorage(JournalFileBackend(str(folder / "trials.log"))),
@@ -146,8 +146,8 @@ class Search:
         return study
 
     def _try(self, study: optuna.Study, base: RunResult) -> None:
-        """Make one trial. Options that the policy rejects, or with which fewer requests complete
-        than with the present ones, are no result: latencies are of completed requests."""
+        """Run one trial. It fails if the policy rejects the options, or, for latencies, if fewer
+        requests complete than with the current options: latencies are of completed requests."""
         trial = study.ask()
         options = {one.name: one.suggest(trial) for one in self.space}
         try:

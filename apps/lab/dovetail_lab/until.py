@@ -1,5 +1,5 @@
-"""`--until 5%`: adds seeds to a comparison until the interval of one figure is narrow enough. It is
-one that holds however often one looks (`power.anytime_half`)."""
+"""`--until 5%`: adds seeds to a comparison until the interval of one figure is narrow enough. The
+interval is valid however often one looks (`power.anytime_half`)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ FIGURES = (
     *RATES,
 )
 DEFAULT = "ttft_mean"
-FEWEST = 5  # seeds before their spread says how many more are needed
+FEWEST = 5  # seeds from which their spread estimates how many more are needed
 
 
 def parts_of(figure: str) -> tuple[str, Statistic]:
-    """Return the metric and the statistic of one of `FIGURES` that is a latency."""
+    """Return the metric and the statistic of a latency of `FIGURES`."""
     metric, _, name = figure.partition("_")
     return metric, next(one for one in STATISTICS if one.name == name)
 
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """The figure, and half the width that its interval may have, as a share: 0.05 is 5 %."""
+    """The figure, and the maximum half-width of its interval as a share: 0.05 is 5 %."""
 
     figure: str
     share: float
@@ -61,7 +61,7 @@ class Until:
         return log_changes(base, other, *parts_of(self.figure))
 
     def look(self, runs: Mapping[str, Sequence[RunResult]]) -> list[Look]:
-        """Return the intervals of all policies' changes from the first."""
+        """Return the interval of each other policy's change from the first."""
         (base, base_runs), *others = runs.items()
         return [
             Look(self, base, name, self._logs(base_runs, other_runs)) for name, other_runs in others
@@ -94,8 +94,8 @@ class Look:
 
     @property
     def more(self) -> float:
-        """Number of seeds still needed, if differences vary as they did, and up to `FEWEST`;
-        infinite for very many, NaN if none would do."""
+        """Estimated number of further seeds needed; with fewer than `FEWEST` seeds, the number
+        missing to that. Infinite for very many, NaN if no number suffices."""
         if not np.isfinite(self.logs).all():
             return math.nan
         if len(self.logs) < FEWEST:

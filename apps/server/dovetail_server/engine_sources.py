@@ -1,5 +1,5 @@
-"""`EngineSource`: an engine as the command line names it. `sources_of` tells several apart, and
-shares the memory out among them."""
+"""`EngineSource`: an engine on the command line. `sources_of` names several engines, and divides
+the memory among them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from dovetail_server.settings import ServerSettings
 
 GPU_SHARE = "gpu_memory_utilization"
 CPU_SHARE = "cpu_memory_utilization"
-# what an engine needs besides weights, K and V: the device's context, and the largest step
+# memory of an engine besides weights, K and V: the device's context, and the largest step
 BESIDE_WEIGHTS_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
 class EngineSource:
-    """The config of an engine, a file or a model and `--set`s, and what its server adds."""
+    """The config of an engine (a file or a model, and `--set`s), and the server's additions."""
 
     source: str
     overrides: Sequence[str]
-    names: tuple[str, ...] = ()  # of its model; empty for that in `engine.yaml`
+    names: tuple[str, ...] = ()  # of its model; if empty, the name in `engine.yaml`
     adapters: tuple[str, ...] = ()  # NAME=PATH of those to load
-    # keys of `engine.yaml` that share the memory out; empty for a single engine
+    # keys of `engine.yaml` that divide the memory; empty for a single engine
     shares: Mapping[str, float] = field(default_factory=dict)
 
     def overrides_beside(self, others: Sequence[EngineSource]) -> list[str]:
-        """Return its `--set`s for a start while the engines `others` run. An executor counts all
-        memory in use on its GPU, so its limit includes the shares of others."""
+        """Return its `--set`s if it starts while the engines `others` run. An executor counts all
+        memory in use on its GPU, so its limit includes the shares of the others."""
         shares = dict(self.shares)
         if GPU_SHARE in shares:
             shares[GPU_SHARE] += sum(other.shares[GPU_SHARE] for other in others)
@@ -41,9 +41,9 @@ class EngineSource:
 def sources_of(
     sources: Sequence[str], overrides: Sequence[str], settings: ServerSettings
 ) -> list[EngineSource]:
-    """Return the engines of a server, which serve a config or a model each. `overrides`: `--set`s
-    for all. Raises `ConfigError` if they can't be served together, and `ModelLoadError` for one of
-    several models that can't be found."""
+    """Return the engines of a server, one for each config or model. `overrides`: `--set`s for all.
+    Raises `ConfigError` if they can't be served together, and `ModelLoadError` if one of several
+    models can't be found."""
     names = settings.served_model_name
     adapters = settings.lora_modules
     if len(sources) == 1:
@@ -70,7 +70,8 @@ def sources_of(
 
 
 def _names_of(configs: Sequence[EngineConfig], given: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a name for each model. Raises `ConfigError` if two have the same."""
+    """Return a name for each model. Raises `ConfigError` for a wrong number of names and for
+    duplicates."""
     if given and len(given) != len(configs):
         raise ConfigError(
             f"--served-model-name: {len(configs)} models need one name each, in their order; got "
@@ -89,9 +90,9 @@ def _names_of(configs: Sequence[EngineConfig], given: tuple[str, ...]) -> tuple[
 def _shares_of(
     key: str, files: Sequence[EngineConfig], sizes: Sequence[int], given: Mapping[str, object]
 ) -> list[float]:
-    """Return each engine's share of a kind of memory: what its file says; the others divide the
-    rest of the command line's value, or of the default, by their sizes in bytes. Raises
-    `ConfigError` if there is none."""
+    """Return each engine's share of a kind of memory: the value in its file; the others divide the
+    rest of the command line's value, or of the default, in proportion to their sizes in bytes.
+    Raises `ConfigError` if too little is left."""
     own = [getattr(file, key) if key in file.model_fields_set else None for file in files]
     told = sum(share for share in own if share is not None)
     total = EngineConfig.load_with({}, {key: given[key]} if key in given else {})
@@ -109,6 +110,6 @@ def _shares_of(
 
 
 def _size(config: EngineConfig) -> int:
-    """Return about how many bytes a model needs without K and V, by the sizes of its files."""
+    """Estimate the bytes that a model needs without K and V, by the sizes of its files."""
     registry = Registry.discover(config.plugins, enforce_require=False)
     return weights_bytes(config.model.path, registry) + BESIDE_WEIGHTS_BYTES

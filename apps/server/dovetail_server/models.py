@@ -1,5 +1,5 @@
-"""`Models`: the models that a front end serves; `Model`: one of them, and what belongs to its
-engine."""
+"""`Models`: the models that a front end serves. `Model`: one of them, with its engine, admission,
+parsers and metrics."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MOST_LISTED = 2_000  # characters of names in an error
 
 @dataclass(frozen=True)
 class Model:
-    """A served model. After a restart of its engine another takes its place."""
+    """A served model. A restart of its engine replaces it."""
 
     names: tuple[str, ...]  # names that requests may use; answers use the first by default
     engine: ServedEngine
-    registry: Registry  # of the plugins that the engine's config admits
+    registry: Registry  # of the plugins that the engine's config allows
     admission: Admission
     parsing: AnswerParsing
     metrics: ServerMetrics
@@ -38,8 +38,8 @@ class Model:
         names: tuple[str, ...] = (),
         front_end: int = 0,
     ) -> Model:
-        """Return the model of an engine. `names`: empty for the model's name in `engine.yaml`.
-        `front_end`: see `create_app`. Raises `ConfigError` or `PluginError` for settings that don't
+        """Make the model of an engine. `names`: if empty, the model's name in `engine.yaml`.
+        `front_end`: see `create_app`. Raises `ConfigError` or `PluginError` if the settings don't
         fit the model."""
         info = engine.info
         if settings.chat_template is not None:
@@ -62,36 +62,36 @@ class Models:
     """The served models, in the order of the command line."""
 
     def __init__(self, places: Sequence[Model | tuple[str, ...]]) -> None:
-        """`places`: a model each, or the names of one whose engine is being started."""
+        """`places`: for each, a model, or the names of one whose engine is starting."""
         self._places = list(places)
-        self._lost: dict[int, str] = {}  # why engines are down, by place
+        self._lost: dict[int, str] = {}  # reasons why engines are down, by place
 
     def __iter__(self) -> Iterator[Model]:
         return (one for one in self._places if isinstance(one, Model))
 
     @property
     def first(self) -> Model:
-        """The model of requests that name none."""
+        """The model of requests that don't name one."""
         return next(iter(self))
 
     @property
     def adapted(self) -> Model:
-        """The first model that takes adapters; the first if none does."""
+        """The first model that accepts adapters; the first model if none does."""
         takers = (model for model in self if model.engine.info.intake.has_adapters)
         return next(takers, self.first)
 
     def put(self, place: int, model: Model) -> None:
-        """Serve `model` at a place, whose engine has been started."""
+        """Serve `model`, whose engine has started, at a place."""
         self._lost.pop(place, None)
         self._places[place] = model
 
     def lose(self, place: int, reason: str) -> None:
-        """Note that an engine has died."""
+        """Record the death of an engine."""
         self._lost[place] = reason
 
     def named(self, name: str | None) -> Model:
-        """Return the model of that name, or the one that serves the adapter of that name. Raises
-        `HttpError` 404 for an unknown name, 503 while the model's engine is down."""
+        """Return the model with that name or with an adapter of that name; the first if `name` is
+        None. Raises `HttpError`: 404 for an unknown name, 503 while the model's engine is down."""
         if name is None:
             return self.first
         for place, reason in self._lost.items():
@@ -113,19 +113,19 @@ class Models:
         return tuple(name for model in self for name in model.names)
 
     def with_adapter(self, name: str) -> Model | None:
-        """Return the model that serves an adapter of that name."""
+        """Return the model that serves the adapter of that name, or None."""
         return next((model for model in self if name in model.engine.adapters), None)
 
     @property
     def json_bounds(self) -> JsonBounds:
-        """The largest of the models' bounds on JSON: a body is parsed before its model is known."""
+        """The largest JSON bounds of all models: a body is parsed before its model is known."""
         limits = [model.engine.info.intake.limits for model in self]
         return JsonBounds(
             max(one.max_json_parts for one in limits), max(one.max_json_depth for one in limits)
         )
 
     def down(self) -> dict[str, str]:
-        """Return why engines are down, by the first name of their model."""
+        """Return the reasons why engines are down, by the first name of their model."""
         problems = ((place, self._problem(place)) for place in range(len(self._places)))
         return {self._names_at(place)[0]: problem for place, problem in problems if problem}
 
@@ -150,7 +150,7 @@ class Models:
 
 
 def _use_chat_template(engine: ServedEngine, text: str) -> None:
-    """Take a chat template instead of the model's own. Raises `ConfigError` if it can't render a
+    """Replace the model's chat template. Raises `ConfigError` if the new one can't render a
     message."""
     engine.tokenizer.use_chat_template(text)
     try:

@@ -1,8 +1,8 @@
-"""`BlockingTier`: base class of tiers whose medium has blocking calls, such as files, or a client of
-a server.
+"""`BlockingTier`: base class of tiers whose medium has blocking calls, such as files or the client
+of a server.
 
-It has the queue, the threads and the reports. A subclass has four methods that may block and raise,
-each for one frame or namespace:
+It provides the queue, the threads and the reports. A subclass implements four methods, which may
+block and raise, each for one frame or namespace:
 
     class Folder(BlockingTier):
         def find_frame(self, key): ...
@@ -56,15 +56,16 @@ class _Piece:
 
 
 class BlockingTier(KVTier):
-    """A tier that calls its medium in threads of its own, for each frame of a job separately.
+    """A tier that calls its medium in its own threads, separately for each frame of a job.
 
-    The four methods run in these threads, several at a time, also for equal keys. They may block,
-    and raise any exception: the frame is then reported as "unavailable", and the log says it once.
-    Finds and loads go before stores, and never wait until all threads have stored.
+    The four methods run in these threads, several at a time, even for equal keys. They may block,
+    and raise any exception: the frame is then reported as "unavailable", and the exception is
+    logged once until the tier works again. Finds and loads take precedence over stores; with two
+    threads or more, one never stores.
     """
 
     threads: int = 4
-    """Threads that use the medium. A constructor may set it, too."""
+    """Number of threads that use the medium. A constructor may set it."""
 
     def __init__(self, options: BaseModel, context: TierContext) -> None:
         super().__init__(options, context)
@@ -83,20 +84,21 @@ class BlockingTier(KVTier):
 
     @abstractmethod
     def find_frame(self, key: FrameKey) -> Why | None:
-        """Return None if there is a frame of this key, otherwise why not: "missing"."""
+        """Return None if there is a frame with this key, otherwise "missing"."""
 
     @abstractmethod
     def store_frame(self, frame: Frame) -> Why | None:
-        """Keep the frame, also if there is one of its key. Return None once others can load it,
-        otherwise why it wasn't kept."""
+        """Store the frame, even if there is one with its key. Return None once others can load it,
+        otherwise the reason, such as "full"."""
 
     @abstractmethod
     def load_frame(self, frame: Frame) -> Why | None:
-        """Fill `frame.data`. Return None if it was filled whole, otherwise why not."""
+        """Fill `frame.data` completely and return None, otherwise return "missing" or
+        "damaged"."""
 
     @abstractmethod
     def forget(self, namespace: bytes) -> None:
-        """Remove all frames of a namespace. No other method runs for it meanwhile."""
+        """Remove all frames of a namespace. No other method runs for the namespace meanwhile."""
 
     def submit(self, job: Job) -> bool:
         with self._changed:
@@ -134,8 +136,7 @@ class BlockingTier(KVTier):
             self.context.wake()
 
     def close(self, timeout_s: float) -> None:
-        """End the threads. A thread whose call of the medium hangs isn't waited for any longer than
-        `timeout_s`."""
+        """End the threads. Wait at most `timeout_s`, even if a call of the medium hangs."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             self._closed = True
@@ -149,7 +150,7 @@ class BlockingTier(KVTier):
             worker.join(max(0.0, deadline - time.monotonic()))
 
     def _begin(self) -> None:
-        """Let the threads look for work; they are started with the first. Locked by the caller."""
+        """Wake the threads, after starting them on the first call. The caller holds the lock."""
         while len(self._workers) < self.threads:
             name = f"{type(self).__name__}-{len(self._workers)}"
             # daemons: a medium that hangs must not keep the process from ending
@@ -159,8 +160,8 @@ class BlockingTier(KVTier):
         self._changed.notify_all()
 
     def _give_up(self, is_given_up: Callable[[_Piece], bool]) -> bool:
-        """Settle queued pieces without doing them. Returns True if a job is reported thereby.
-        Locked by the caller."""
+        """Settle queued pieces as missing. Return True if this completes a job. The caller holds
+        the lock."""
         has_report = False
         for queue in (self._urgent, self._stores):
             given_up = [piece for piece in queue if is_given_up(piece)]
@@ -170,7 +171,8 @@ class BlockingTier(KVTier):
         return has_report
 
     def _settle(self, piece: _Piece, why: Why | None) -> bool:
-        """Note the result of a piece. Returns True if its job is reported. Locked by the caller."""
+        """Record the result of a piece. Return True if this completes its job. The caller holds the
+        lock."""
         progress = piece.progress
         progress.ok[piece.index] = why is None
         progress.why = progress.why or why
@@ -194,7 +196,7 @@ class BlockingTier(KVTier):
             found = None  # a waiting thread must not hold a frame
 
     def _take(self) -> _Piece | bytes | None:
-        """Remove and return what a thread can do next. Locked by the caller."""
+        """Remove and return the next piece of work for a thread. The caller holds the lock."""
         for namespace in self._drops:
             if not self._active[namespace]:
                 self._drops.remove(namespace)
@@ -237,7 +239,7 @@ class BlockingTier(KVTier):
             self.context.wake()
 
     def _end(self, namespace: bytes) -> None:
-        """Note that a piece or drop of a namespace has ended. Locked by the caller."""
+        """Record the end of a piece or drop of a namespace. The caller holds the lock."""
         self._active[namespace] -= 1
         if not self._active[namespace]:
             del self._active[namespace]
@@ -254,7 +256,7 @@ class BlockingTier(KVTier):
         if not self._has_failed:
             self._has_failed = True
             logger.warning(
-                "KV tier %s: %s; not said again until it has worked",
+                "KV tier %s: %s; not logged again until the tier works",
                 type(self).__name__,
                 describe(error),
             )

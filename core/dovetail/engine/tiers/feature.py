@@ -1,9 +1,10 @@
-"""`TierFeature`: restores prefixes to the prefix cache before their requests are shown to the
-policy, and saves what steps compute.
+"""`TierFeature`: restores prefixes to the prefix cache before the policy sees their requests, and
+saves what steps compute.
 
-A waiting request whose cached prefix goes on in the host pool or in a tier is hidden while that is
-restored, if computing would take longer. Neither the policy nor the KV-cache manager knows: the
-request, once shown, finds a longer prefix by an ordinary lookup.
+If the host pool or a tier has a longer prefix of a waiting request than the prefix cache, and
+computing it would take longer than restoring it, the request is hidden until it is restored.
+Neither the policy nor the KV-cache manager is involved: once shown, the request finds the longer
+prefix by an ordinary lookup.
 """
 
 from __future__ import annotations
@@ -36,30 +37,30 @@ from dovetail.engine.tiers.tier_jobs import JOB_FRAMES, TierJobs
 
 logger = logging.getLogger("dovetail")
 
-LOOK_S = 0.001  # how often an idle engine looks whether a copy has ended
-IDLE_S = 0.01  # how long it waits for tiers at a time, while there is no request
-RESTORATIONS = 2  # the most at a time
-JOBS = 2  # loads of one restoration at a time
-CLOSE_S = 5.0  # for what waits to be saved and stored when the engine ends
+LOOK_S = 0.001  # interval at which an idle engine polls copies
+IDLE_S = 0.01  # longest wait for tiers at a time while there is no request
+RESTORATIONS = 2  # maximum at a time
+JOBS = 2  # maximum number of loads of one restoration at a time
+CLOSE_S = 5.0  # timeout for pending saves and stores when the engine stops
 
 
 @dataclass(slots=True, eq=False)
 class _Visit:
-    """A waiting request of which a longer prefix may be restored."""
+    """A waiting request for which a longer prefix may be restored."""
 
     request: LiveRequest
     chain: FrameChain
     to_ask: list[TierJobs]
     found: dict[FrameName, TierJobs] = field(default_factory=dict)
     finding: bool = False
-    # hidden until then at most, while nothing of it is restored; None: it has just come
+    # latest time until which it is hidden before its restoration begins; None: it has just arrived
     until: float | None = None
     restoration: Restoration | None = None
     jobs: int = 0  # loads of its restoration
 
 
 class TierFeature(EngineFeature):
-    """The tiers of one engine. It concerns each request."""
+    """Engine feature for K and V beyond the device. It applies to every request."""
 
     def __init__(
         self,
@@ -86,10 +87,10 @@ class TierFeature(EngineFeature):
         self._restores = Restores(layout, frames, kv, pool, transfers, ids, self.stats)
         self._visits: dict[LiveRequest, _Visit] = {}
         self._hidden: set[LiveRequest] = set()
-        # Requests whose prefix is restored and that aren't admitted: what of it, and until when its
-        # pages are left to them
+        # requests with a restored prefix that aren't admitted yet: their restoration, and the time
+        # until which its pages are reserved for them
         self._awaited: dict[LiveRequest, tuple[Restoration, float]] = {}
-        self._full = False  # one that came earlier waits for pages
+        self._full = False  # an earlier request waits for pages
         self._copies: list[PageCopy] = []  # for the next batch
         self._now = clock.now()
         self._namespaces: Sequence[bytes] | None = None
@@ -99,8 +100,8 @@ class TierFeature(EngineFeature):
     def use(
         self, tiers: Sequence[tuple[str, KVTier]], namespaces: Callable[[], Sequence[bytes]]
     ) -> None:
-        """Use these tiers, which have names for people, in this order. `namespaces`: returns those
-        of the groups' frames; called in a thread, since it may read all weights."""
+        """Use these tiers in this order; each has a display name. `namespaces`: returns the
+        namespace of each group's frames; called in a thread, since it may read all weights."""
         self._tiers = [
             TierJobs(name, tier, self.pool, self._clock, self._ids, self.stats)
             for name, tier in tiers
@@ -118,7 +119,7 @@ class TierFeature(EngineFeature):
             logger.exception("the KV tiers stay unused: the model's content has no name")
 
     def _open(self, tier: TierJobs) -> None:
-        """Use a tier from now on; store what is in the host pool already."""
+        """Begin to use a tier, and store the frames that the host pool already has."""
         assert self._namespaces is not None
         tier.namespaces = self._namespaces
         for name in self.pool.names:
@@ -132,7 +133,7 @@ class TierFeature(EngineFeature):
             self._thread.join()
 
     def measure(self, fit: StepTimeFit) -> None:
-        """Compare restoring with computing by this fit of step times."""
+        """Estimate the time of computing by this fit of step times."""
         self.pace.fit = fit
 
     # Requests
@@ -197,9 +198,9 @@ class TierFeature(EngineFeature):
         self._saves.collected(flight)
 
     def _poll(self, now: float) -> None:
-        """Take what has ended since the last call."""
+        """Process transfers and jobs that have ended since the last call."""
         self._now = now
-        # of a step that was planned and granted nothing: perhaps to pages that are free again
+        # of a planned step that granted nothing: their target pages may be free again
         self._copies += self._kv.take_copies()
         self.stats.host_bytes = self.pool.bytes
         self.stats.host_frames = self.pool.frames
@@ -219,7 +220,7 @@ class TierFeature(EngineFeature):
     # What is waiting
 
     def _hides(self, visit: _Visit) -> bool:
-        """Go on with a request. Returns True while it is hidden."""
+        """Advance a request. Return True while it is hidden."""
         request = visit.request
         if request.status is Status.GATED:
             return False
@@ -254,8 +255,8 @@ class TierFeature(EngineFeature):
         return prospect(self._frames, visit.request, visit.chain, self._kv, self.pool, visit.found)
 
     def _ask(self, visit: _Visit, best: Prospect) -> bool:
-        """Ask the next tier for the frames that nobody is known to have. Returns False if there is
-        none to ask."""
+        """Ask the next tier for the frames that haven't been found. Return False if there is no
+        tier left to ask."""
         while visit.to_ask:
             tier = visit.to_ask.pop(0)
 
@@ -270,7 +271,7 @@ class TierFeature(EngineFeature):
         return False
 
     def _may_restore(self, visit: _Visit, best: Prospect) -> bool:
-        """Begin to restore if that is quicker than computing, and there is room. Returns True while
+        """Begin to restore if that is quicker than computing and there is room. Return True while
         the request is hidden."""
         if not best.pieces:
             self._forget(visit)
@@ -285,7 +286,7 @@ class TierFeature(EngineFeature):
         if visit.until is None:
             visit.until = self._now + patience
         if any(piece.name in self._restores.names for piece in best.pieces):
-            return True  # it is restored for another request; look then
+            return True  # another request restores it; look again afterwards
         if self._may_begin:
             if self._begin(visit, best, self._now + patience):
                 return True
@@ -293,8 +294,8 @@ class TierFeature(EngineFeature):
         return self._now < visit.until
 
     def _begin(self, visit: _Visit, best: Prospect, deadline: float) -> bool:
-        """Begin to restore, if there is room. Not before the next batch has run copies that wait
-        for it, since the pages that they write may belong to others by then."""
+        """Begin to restore, if there is room. Return False otherwise, and while copies wait for the
+        next batch, since the pages that they write might be allocated to others by then."""
         if self._copies:
             return False
         shadow = self._restores.shadow(visit.request, best.tokens)
@@ -326,7 +327,7 @@ class TierFeature(EngineFeature):
         self._restores.copy(restoration, self.pace.most_copying)
 
     def _load(self, visit: _Visit, restoration: Restoration) -> None:
-        """Load the next frames of it that are in a tier, as far as the host pool has room."""
+        """Load its next frames from tiers, as far as the host pool has room."""
         while visit.jobs < JOBS:
             wanted = [
                 piece
@@ -386,7 +387,7 @@ class TierFeature(EngineFeature):
     # What has been restored
 
     def _end(self, restoration: Restoration) -> None:
-        """Release the pages of a restoration, so that its request finds them."""
+        """End a restoration, and release its pages so that its request finds them."""
         self._copies += self._restores.end(restoration)
         if restoration.cut is not None:
             add(self.stats.missed, restoration.cut)

@@ -1,4 +1,4 @@
-"""`HostPool`: frames in host memory, of which the least recently used make room for others."""
+"""`HostPool`: frames in host memory, with least-recently-used eviction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dovetail.errors import ConfigError, DovetailError
 logger = logging.getLogger("dovetail")
 
 SLAB_BYTES = 256 << 20  # allocated at a time; pinning as much takes some 50 ms
-AT_ONCE_BYTES = 64 << 20  # a pool of this size is allocated by the start
+AT_ONCE_BYTES = 64 << 20  # up to this size, a pool is allocated in the constructor
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,7 @@ class HostFrame:
     slab: int
     offset: int  # of the header in the slab
     data: memoryview = field(repr=False)  # header and pages
-    name: FrameName | None = None  # found by it; None: not found
+    name: FrameName | None = None  # key of `find`; None: not published
     seed: int = 0
     checksum: int = 0  # of the pages
     users: int = 0
@@ -45,11 +45,12 @@ class HostPool:
     """Memory for frames of a few sizes: each slab is divided into frames of one size. The engine's
     thread calls it; a thread of its own allocates the slabs.
 
-    A frame is taken, filled, and published under its name. Whoever uses it holds it meanwhile.
+    A frame is taken, filled, and published under its name. Users hold a frame while they use it.
     """
 
     def __init__(self, allocate: Callable[[int], Slab], limit: int, sizes: Iterable[int]) -> None:
-        """`limit`: bytes. `sizes`: of frames' pages, in bytes. Raises `ConfigError` if too few fit."""
+        """`limit`: bytes. `sizes`: bytes of the frames' pages. Raises `ConfigError` if `limit` is
+        too small."""
         slots = {HEADER_BYTES + size for size in sizes}
         largest = max(slots)
         count = max(limit // SLAB_BYTES, len(slots) + 1)
@@ -62,13 +63,13 @@ class HostPool:
             )
         self.limit = self._left * self._slab_bytes
         self._allocate = allocate
-        self._slabs: deque[Slab] = deque()  # allocated, and of no size yet
+        self._slabs: deque[Slab] = deque()  # allocated, and not divided yet
         self._divided: dict[int, tuple[Slab, list[HostFrame]]] = {}  # by number, with its frames
         self._free: dict[int, list[HostFrame]] = {size: [] for size in slots}
-        # Frames that nobody uses, by size; the least recently used first
+        # published frames without users, by size; the least recently used first
         self._unused: dict[int, dict[HostFrame, None]] = {size: {} for size in slots}
         self._named: dict[FrameName, HostFrame] = {}
-        self.bytes = 0  # of the frames that are found
+        self.bytes = 0  # of the published frames
         self._closed = False
         self._thread: threading.Thread | None = None
         if self.limit <= AT_ONCE_BYTES:
@@ -94,7 +95,7 @@ class HostPool:
 
     def take(self, size: int, *, evicts: bool = True) -> HostFrame | None:
         """Return an unnamed frame for `size` bytes of pages, held once; None if there is none.
-        `evicts`: another may lose its place for it."""
+        `evicts`: another frame may be evicted for it."""
         slot = HEADER_BYTES + size
         if not self._free[slot]:
             self._divide(slot)
@@ -107,7 +108,7 @@ class HostPool:
         return frame
 
     def _divide(self, slot: int) -> None:
-        """Divide a new slab, if there is one, into frames."""
+        """Divide an undivided slab, if there is one, into frames."""
         if self._slabs:
             slab = self._slabs.popleft()
             starts = range(0, len(slab.data) - slot + 1, -(-slot // 8) * 8)
@@ -118,8 +119,8 @@ class HostPool:
             self._free[slot] += reversed(frames)
 
     def _evict(self, slot: int) -> None:
-        """Free the least recently used frame of a size. A size without memory takes the slab of
-        another, in which nothing is used."""
+        """Free the least recently used frame of a size. A size without any slab takes one from
+        another size whose frames are all unused."""
         if self._unused[slot]:
             self._forget(next(iter(self._unused[slot])))
             return
@@ -132,7 +133,7 @@ class HostPool:
                 return
 
     def _empty(self, slab: Slab, frames: list[HostFrame]) -> None:
-        """Take a slab, of which no frame is used, from its size."""
+        """Take a slab without used frames from its size."""
         for frame in frames:
             if frame.name is not None:
                 self._forget(frame)
@@ -143,7 +144,7 @@ class HostPool:
         self._slabs.appendleft(slab)
 
     def _forget(self, frame: HostFrame) -> None:
-        """Make an unused frame free."""
+        """Free an unused frame."""
         size = len(frame.data)
         del self._unused[size][frame]
         self._unname(frame)
@@ -156,7 +157,7 @@ class HostPool:
         self.bytes -= frame.bytes
 
     def publish(self, frame: HostFrame, name: FrameName) -> bool:
-        """Let a filled frame be found from now on. Returns False if there is one of that name."""
+        """Publish a filled frame under `name`. Return False if the name is taken."""
         if name in self._named:
             return False
         frame.name = name
@@ -165,7 +166,7 @@ class HostPool:
         return True
 
     def find(self, name: FrameName) -> HostFrame | None:
-        """Return the frame of that name, which counts as used now; None: there is none."""
+        """Return the frame of that name, or None, and mark it as the most recently used."""
         frame = self._named.get(name)
         if frame is not None and not frame.users:
             unused = self._unused[len(frame.data)]
@@ -177,13 +178,13 @@ class HostPool:
         return name in self._named
 
     def hold(self, frame: HostFrame) -> None:
-        """Use a named frame, once more."""
+        """Add a use of a named frame."""
         if not frame.users:
             del self._unused[len(frame.data)][frame]
         frame.users += 1
 
     def release(self, frame: HostFrame) -> None:
-        """End one use. A frame without a name is free then."""
+        """End one use. An unnamed frame without users becomes free."""
         frame.users -= 1
         if frame.users:
             return
@@ -193,8 +194,8 @@ class HostPool:
             self._unused[len(frame.data)][frame] = None
 
     def drop(self, name: FrameName) -> None:
-        """Forget the frame of that name, if there is one; its memory is free once nobody uses
-        it."""
+        """Forget the frame of that name, if there is one; its memory is freed once it has no
+        users."""
         frame = self._named.get(name)
         if frame is None:
             return
@@ -210,12 +211,12 @@ class HostPool:
 
     @property
     def names(self) -> tuple[FrameName, ...]:
-        """The names of all frames that are found."""
+        """The names of all published frames."""
         return tuple(self._named)
 
     @property
     def frames(self) -> int:
-        """Number of frames that are found."""
+        """Number of published frames."""
         return len(self._named)
 
     def close(self) -> None:
@@ -225,7 +226,7 @@ class HostPool:
             self._thread.join()
 
     def check_integrity(self) -> None:
-        """Raise `DovetailError` unless each frame is free, unused or used, and in one state only.
+        """Raise `DovetailError` unless each frame is in exactly one state: free, unused or used.
         For tests."""
         for size, free in self._free.items():
             unused = self._unused[size]

@@ -1,8 +1,8 @@
-"""Frames: which blocks each consists of, how it is named, and its header in a tier.
+"""Frames: their blocks, their names, and their headers in tiers.
 
 A frame is the K and V of one cache group for tokens [k F, (k + 1) F), or the state after (k + 1) F
-tokens. Its name is a SHA-256 of all tokens up to its end. The prefix cache's own hashes are seeded
-for each process, and may be of a function that doesn't withstand attacks.
+tokens. Its name contains a SHA-256 of all tokens up to its end. The hashes of the prefix cache
+can't be used: they are seeded per process, and needn't be collision-resistant.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dovetail.api.kv_tier import FrameKey
 from dovetail.request import Request
 from dovetail.request.media import MediaSpan, keys_between
 
-FRAME_TOKENS = 256  # the most tokens of a frame, unless a prefix can't be divided so
+FRAME_TOKENS = 256  # maximum tokens of a frame, unless the layout's `hit_tokens` is larger
 FORMAT = b"DovKV\x00\x00\x01"  # of a frame in a tier, with its version
 HEADER_BYTES = 64
 MASK = (1 << 64) - 1
@@ -30,7 +30,7 @@ _FIELDS = struct.Struct("<8sQQQ")  # format, bytes of the pages, seed, checksum
 
 
 class FrameName(NamedTuple):
-    """Names a frame in this process: its cache group, and the SHA-256 of what precedes its end."""
+    """Name of a frame in this process: its cache group, and the SHA-256 of all up to its end."""
 
     group: int
     chain: bytes
@@ -38,7 +38,7 @@ class FrameName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupFrames:
-    """Frames of one cache group. Those of one group are equally long."""
+    """Frames of one cache group, all of the same length."""
 
     number: int
     spec: CacheGroup
@@ -46,22 +46,22 @@ class GroupFrames:
     page_bytes: int
 
     def blocks(self, index: int) -> range:
-        """Return the blocks of frame `index`: those that hold its tokens. Of a window shorter than
-        a frame, only those that tokens after the frame see."""
+        """Return the blocks that hold the tokens of frame `index`. With a window shorter than a
+        frame, only those that later tokens see."""
         end = (index + 1) * self.tokens
         first = index * self.tokens // self.spec.block_tokens
         visible = self.spec.first_visible_block(end)
         return range(max(first, visible), end // self.spec.block_tokens)
 
     def pages(self, index: int, table: Pages) -> Pages:
-        """Return the pages of frame `index` in a block table, which is long enough."""
+        """Return the pages of frame `index` in a block table that contains them."""
         blocks = self.blocks(index)
         width = self.spec.pages_per_block
         return table[blocks.start * width : blocks.stop * width]
 
     def needed(self, tokens: int) -> range:
-        """Return the frames that a prefix of `tokens` tokens, a multiple of a frame's, consists of
-        for the tokens after it."""
+        """Return the frames of a prefix of `tokens` tokens, a multiple of the frame length, that
+        later tokens read."""
         last = tokens // self.tokens
         if self.spec.recurrent:
             return range(last - 1, last)
@@ -79,7 +79,7 @@ class FrameLayout:
     """Divides the prefixes of a layout into frames."""
 
     def __init__(self, layout: KVLayout, page_bytes: int) -> None:
-        """`page_bytes`: of a page, as it is saved."""
+        """`page_bytes`: size of a saved page."""
         self.tokens = layout.hit_tokens
         if not layout.recurrent:  # a state is kept wherever there is one
             self.tokens *= max(1, FRAME_TOKENS // layout.hit_tokens)
@@ -95,9 +95,9 @@ class FrameLayout:
 
 
 class FrameChain:
-    """Hashes of the frames of one text, each computed once: `extend(n)[k]` covers the request's
-    `cache_keys`, all tokens up to the end of frame k, the images that they are of, and of a layout
-    that `reads_next` the token after them."""
+    """Hashes of the frames of one request, each computed once: `extend(n)[k]` covers `cache_keys`,
+    all tokens up to the end of frame k, their images, and the next token if the layout
+    `reads_next`."""
 
     def __init__(self, request: Request, frames: FrameLayout) -> None:
         self._request = request
@@ -107,7 +107,7 @@ class FrameChain:
         self._hashes: list[bytes] = []
 
     def extend(self, count: int) -> Sequence[bytes]:
-        """Return the hashes of at least the first `count` frames, of known tokens."""
+        """Return the hashes of at least the first `count` frames, whose tokens must be known."""
         media = self._request.media
         for index in range(len(self._hashes), count):
             start = index * self._tokens
@@ -126,7 +126,7 @@ def _media_key(media: Sequence[MediaSpan], start: int, end: int) -> bytes:
 
 
 def _packed(parts: Iterable[bytes]) -> bytes:
-    """Join `parts` such that no other parts give the same."""
+    """Join `parts` injectively: different parts give different bytes."""
     each = [*parts]
     lengths = [struct.pack("<Q", len(part)) for part in each]
     return struct.pack("<Q", len(each)) + b"".join([*lengths, *each])
@@ -146,7 +146,7 @@ def token_bytes(request: Request, start: int, end: int) -> bytes:
 def namespaces(model: bytes, layout: KVLayout, transfers: str) -> tuple[bytes, ...]:
     """Return the namespace [32 bytes] of each group's frames.
 
-    `model`: a digest of all that decides K and V besides the layout and the tokens. `transfers`:
+    `model`: digest of all that determines K and V besides the layout and the tokens. `transfers`:
     `KVTransfers.name`.
     """
     shape = repr((layout, FORMAT)).encode()
@@ -164,8 +164,8 @@ def header(key: FrameKey, size: int, seed: int, checksum: int) -> bytes:
 
 
 def read_header(data: memoryview, key: FrameKey) -> tuple[int, int] | None:
-    """Return the seed and the checksum of a frame that a tier has filled; None if its header is
-    damaged, or another frame's."""
+    """Return the seed and the checksum of a loaded frame; None if its header is damaged or belongs
+    to another frame."""
     fields = bytes(data[: _FIELDS.size])
     digest = hashlib.sha256(fields + key.namespace + key.chain).digest()
     if bytes(data[_FIELDS.size : HEADER_BYTES]) != digest:

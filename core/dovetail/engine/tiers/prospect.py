@@ -1,4 +1,5 @@
-"""What could be restored for a request, and whether that is quicker than computing it."""
+"""Finds the longest restorable prefix of a request, and estimates whether restoring it is quicker
+than computing it."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from dovetail.engine.tiers.keys import FrameChain, FrameLayout, FrameName
 from dovetail.engine.tiers.restores import Piece, Restoration
 from dovetail.engine.tiers.tier_jobs import TierJobs
 
-LEAST_COPYING = 64 << 20  # bytes that may be copied at a time, however slow that is
-COPYING_S = 0.03  # at the measured rate, copies that take as long are enqueued
-UNKNOWN_S = 1.0  # a request waits as long at most while computing isn't measured
-OPTIMISM = 1.02  # how much quicker copies are taken to be each time that they are too slow
+LEAST_COPYING = 64 << 20  # bytes that may be copied at a time, at any rate
+COPYING_S = 0.03  # copies that take this long at the measured rate may be enqueued at a time
+UNKNOWN_S = 1.0  # longest wait of a request while the time of computing is unknown
+OPTIMISM = 1.02  # factor on estimated rates after each restoration rejected as too slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,10 @@ class Prospect:
     """The longest prefix of a request that can be restored."""
 
     cached: int  # tokens that the prefix cache has
-    frames: int  # of the whole prefix
-    tokens: int  # of these
-    pieces: list[Piece]  # in order; none: nothing can be restored
-    missing: Sequence[FrameName]  # of a longer prefix: nobody is known to have them
+    frames: int  # number of frames of the whole prefix
+    tokens: int  # number of their tokens
+    pieces: list[Piece]  # in order; empty: nothing can be restored
+    missing: Sequence[FrameName]  # frames of a longer prefix that haven't been found
 
     @property
     def is_complete(self) -> bool:
@@ -43,7 +44,7 @@ def prospect(
     pool: HostPool,
     found: Mapping[FrameName, TierJobs],
 ) -> Prospect:
-    """Return what could be restored for a waiting `request`. `found`: frames in tiers."""
+    """Return what can be restored for a waiting `request`. `found`: frames known to be in tiers."""
     most = min(frames.named(request.num_tokens), (request.num_tokens - 1) // frames.tokens)
     cached = kv.lookup(request)
     first = cached // frames.tokens
@@ -96,7 +97,7 @@ def _longest(
 
 
 class Pace:
-    """How long restoring and computing take, as measured."""
+    """Measured rates of restoring and computing."""
 
     def __init__(self) -> None:
         self.fit: StepTimeFit | None = None  # of steps
@@ -105,20 +106,20 @@ class Pace:
         self._looked: tuple[float, float] = (0.0, 0.0)  # the time of the last look, and before it
 
     def looked(self, now: float, restoring: bool) -> None:
-        """Note a look whether copies have ended."""
+        """Record the time of a poll for ended copies."""
         before = self._looked[1]
         self._looked = before, now
         if restoring:
             self._looks_s += 0.1 * (now - before - self._looks_s)
 
     def computing_s(self, tokens: int, context: int) -> float:
-        """Estimate how long computing `tokens` tokens takes; infinity: it isn't known yet."""
+        """Estimate the seconds of computing `tokens` tokens; infinity if nothing is measured yet."""
         if self.fit is None or not self.fit.steps:
             return math.inf
         return self.fit.estimate_s(tokens, 0, context)
 
     def loading_s(self, pieces: Sequence[Piece]) -> float:
-        """Estimate how long restoring takes. What isn't measured takes no time."""
+        """Estimate the seconds of restoring `pieces`. What isn't measured yet counts as 0."""
         seconds = self._looks_s
         if self._rate:
             seconds += sum(piece.group.bytes for piece in pieces) / self._rate
@@ -128,21 +129,21 @@ class Pace:
         return seconds
 
     def patience_s(self, computing_s: float) -> float:
-        """Return how long a request may wait for what takes `computing_s` to compute."""
+        """Return how many seconds a request may wait for what takes `computing_s` to compute."""
         return UNKNOWN_S if computing_s == math.inf else computing_s
 
     def too_slow(self, pieces: Sequence[Piece]) -> None:
-        """Note that restoring was estimated to take too long: it is tried again some day."""
+        """Make estimates a little more optimistic, so that restoring is tried again eventually."""
         self._rate *= OPTIMISM
         self._looks_s /= OPTIMISM
         for tier in {piece.tier for piece in pieces if piece.tier is not None}:
             tier.rate *= OPTIMISM
 
     def restored(self, restoration: Restoration, now: float) -> None:
-        """Learn from a restoration from the host pool that ends now, after the last look."""
+        """Update the rate by a restoration that has just ended. Ignores restorations from tiers."""
         if any(piece.tier is not None for piece in restoration.pieces):
             return
-        # it may have ended right after the look before
+        # it may have ended right after the previous poll
         seconds = max(self._looked[0] - restoration.begun, 0.1 * (now - restoration.begun))
         if seconds > 0:
             rate = restoration.restored_bytes / seconds
@@ -150,5 +151,5 @@ class Pace:
 
     @property
     def most_copying(self) -> int:
-        """The most bytes to copy at a time."""
+        """Maximum number of bytes to copy at a time."""
         return max(LEAST_COPYING, int(COPYING_S * self._rate))

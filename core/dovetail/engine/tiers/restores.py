@@ -1,9 +1,9 @@
-"""`Restoration`: the frames of one prefix on their way into the prefix cache.
+"""`Restoration`: copies the frames of one prefix into the prefix cache.
 
-The pages belong to a request of the feature's own, the *shadow*, which has the tokens of the prefix
-and one more. What arrived with the right checksum is committed, frame by frame in order, as if the
-shadow had computed it; once the shadow is freed, any request finds these blocks by an ordinary
-lookup. What has another checksum is never committed.
+An internal request, the *shadow*, owns the pages. It has the tokens of the prefix and one more.
+Frames with the right checksum are committed in order, as if the shadow had computed them; once the
+shadow is freed, any request finds these blocks by an ordinary lookup. Frames with a wrong checksum
+are never committed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Restoration:
-    """A prefix of `frames` frames that is being restored; `cached` tokens were there before."""
+    """A prefix of `frames` frames that is being restored; `cached` tokens were cached before."""
 
     request: LiveRequest
     shadow: Request
@@ -59,7 +59,7 @@ class Restoration:
     restored: int = 0  # tokens that are committed
     begun: float = 0.0
     deadline: float = 0.0  # for the tiers
-    cut: str | None = None  # why it ends before its end
+    cut: str | None = None  # why it is incomplete
     to_copy: deque[Piece] = field(default_factory=deque)
     # by frame index, the number of pieces that haven't arrived
     missing: dict[int, int] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Restoration:
 
     @property
     def ended(self) -> bool:
-        """True once nothing of it is under way or to come."""
+        """True once no transfer is in flight and no frame is missing."""
         return not self.copying and not self.missing
 
 
@@ -123,17 +123,18 @@ class Restores:
     # Its begin
 
     def pages_needed(self, shadow: Request, frames: int) -> int:
-        """Return the number of available pages that restoring takes at a time, at most."""
+        """Return an upper bound on the pages that restoring holds at a time."""
         tokens = frames * self._frames.tokens
         chunk = CHUNK_FRAMES * self._frames.tokens
         return min(self._kv.pages_needed(shadow, tokens), self._layout.most_pages(tokens, chunk))
 
     def begin(self, restoration: Restoration) -> bool:
-        """Give it pages, or change nothing and return False. The manager has no copies to be taken."""
+        """Allocate its pages, or change nothing and return False. The manager must have no pending
+        copies."""
         shadow = restoration.shadow
         if not self._allocate(shadow, restoration.cached, restoration.frames):
             return False
-        self._kv.take_copies()  # to its own state, which is restored instead
+        self._kv.take_copies()  # into the shadow's own state, which is restored instead
         tables = self._kv.tables(shadow)
         for piece in restoration.pieces:
             piece.pages = self._place(piece, tables, restoration.cached)
@@ -145,7 +146,7 @@ class Restores:
         return True
 
     def _allocate(self, shadow: Request, cached: int, frames: int) -> bool:
-        """Give the shadow the blocks of its prefix that later tokens see, or none."""
+        """Allocate the blocks of the shadow's prefix that later tokens see, or none."""
         end = frames * self._frames.tokens
         tokens = cached
         while tokens < end:
@@ -159,8 +160,8 @@ class Restores:
         return True
 
     def _place(self, piece: Piece, tables: Sequence[Pages], cached: int) -> Pages:
-        """Return where the pages of a frame go; `HOLE` for those of blocks that the cache has, or
-        that no later token sees."""
+        """Return the target pages of a frame; `HOLE` for blocks that the cache has, or that no
+        later token sees."""
         group = piece.group
         table = tables[group.number]
         if group.spec.recurrent:
@@ -173,8 +174,8 @@ class Restores:
     # Its progress
 
     def copy(self, restoration: Restoration, most_bytes: int) -> None:
-        """Begin to copy the pieces that have arrived in the host pool, in order, while at most
-        `most_bytes` are being copied."""
+        """Begin to copy pieces in order, as far as they are in the host pool, with at most
+        `most_bytes` in flight."""
         while restoration.to_copy:
             piece = restoration.to_copy[0]
             frame = piece.frame
@@ -192,8 +193,7 @@ class Restores:
             self._transfers.restore(transfer)
 
     def finished(self, transfer: Transferred) -> None:
-        """Note the end of a transfer, unless it isn't of a restoration, and commit what is whole
-        then."""
+        """Record the end of a transfer, and commit complete frames. Ignores transfers of saves."""
         restoration, piece = self._copying.pop(transfer.id, (None, None))
         if restoration is None or piece is None:
             return
@@ -222,7 +222,7 @@ class Restores:
             self._commit(restoration)
 
     def _commit(self, restoration: Restoration) -> None:
-        """Commit the tokens of the frames that are whole, from the first on."""
+        """Commit the tokens of complete frames, from the first to the first incomplete one."""
         whole = 0
         for index in sorted(restoration.missing):
             if restoration.missing[index]:
@@ -236,7 +236,7 @@ class Restores:
             self._kv.commit(restoration.shadow, restoration.restored)
 
     def cut(self, restoration: Restoration, index: int, why: str) -> None:
-        """End it before frame `index`."""
+        """Truncate it before frame `index`."""
         restoration.cut = restoration.cut or why
         for piece in restoration.pieces:
             if piece.index >= index:
@@ -249,7 +249,7 @@ class Restores:
         restoration.missing = {at: n for at, n in restoration.missing.items() if at < index}
 
     def _commit_state(self, restoration: Restoration) -> None:
-        """Commit the prefix, and let the state that was restored to the shadow's own be found."""
+        """Commit the prefix, and copy the state restored to the shadow into a checkpoint."""
         shadow = restoration.shadow
         tokens = restoration.frames * self._frames.tokens
         self._kv.commit(shadow, tokens)
@@ -260,8 +260,8 @@ class Restores:
             restoration.copies = [PageCopy(*pair) for pair in zip(live, pages, strict=True)]
 
     def end(self, restoration: Restoration) -> list[PageCopy]:
-        """Release the pages of a restoration that has ended. Returns the copies that the next batch
-        has to run first."""
+        """Release the pages of an ended restoration. Return the copies that the next batch must run
+        first."""
         self.active.remove(restoration)
         if self._layout.recurrent and restoration.cut is None:
             self._commit_state(restoration)

@@ -1,9 +1,8 @@
-"""`Saves`: copies frames that steps have computed from the device to the host pool.
+"""`Saves`: copies computed frames from the device to the host pool.
 
-A frame is saved right after the step that computes its last token was submitted: the copy reads
-after this step, and pages that are released afterwards are written by later steps only. It is
-named, and found, once the step's results show that its row hasn't failed; by then its tokens are
-known.
+A frame is saved right after the submission of the step that computes its last token: the copy reads
+after this step, and only later steps write to pages that are released afterwards. The frame is
+published once the step's results show that its row hasn't failed; by then its tokens are known.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from dovetail.engine.tiers.stats import TierStats, add
 
 
 class _Progress:
-    """How far the frames of a running request are saved."""
+    """Progress of the saves of a running request."""
 
     __slots__ = ("chain", "due", "found", "next")
 
     def __init__(self, chain: FrameChain, frames: FrameLayout, found: int) -> None:
         self.chain = chain
         self.due: float = frames.tokens  # computed tokens at which there is something to save
-        self.found = found  # frames that others have computed
+        self.found = found  # number of frames found in the prefix cache
         # by group, but for a recurrent one: the frame to save next
         self.next = [0 for group in frames.groups if not group.spec.recurrent]
 
@@ -67,8 +66,8 @@ class Saves:
         saved: Callable[[HostFrame], None],
         is_kept: Callable[[FrameName], bool],
     ) -> None:
-        """`ids`: of transfers. `saved`: called with each frame that can be found now. `is_kept`:
-        returns True of a frame that a tier has."""
+        """`ids`: ids of transfers. `saved`: called with each newly published frame. `is_kept`:
+        returns True if a tier has the frame."""
         self._frames = frames
         self._kv = kv
         self._pool = pool
@@ -90,12 +89,12 @@ class Saves:
         return bool(self._copying)
 
     def begin(self, request: LiveRequest, chain: FrameChain) -> None:
-        """`request` runs from now on; its `num_computed` tokens were found."""
+        """Begin to save frames of `request`, whose `num_computed` tokens were found in the cache."""
         found = request.num_computed // self._frames.tokens
         self._running[request] = _Progress(chain, self._frames, found)
 
     def end(self, request: LiveRequest) -> None:
-        """`request` runs no more. What is being saved of it goes on."""
+        """Plan no more saves of `request`. Saves in flight continue."""
         progress = self._running.pop(request, None)
         if progress is not None and progress.due < math.inf:
             whole = request.num_computed // self._frames.tokens
@@ -106,8 +105,8 @@ class Saves:
     # A step
 
     def plan(self, batch: Batch, requests: Iterable[LiveRequest]) -> None:
-        """Choose what to save once `batch` is submitted: frames of its `requests` that are computed
-        with it, and states that it keeps."""
+        """Choose what to save once `batch` is submitted: frames of its `requests` that it completes,
+        and states that it keeps."""
         running = self._running
         planning = False
         for request in requests:
@@ -155,7 +154,7 @@ class Saves:
                 self._add(request, chain, group, index, pages, name, True)
 
     def _is_wanted(self, name: FrameName | None, pages: Pages, is_new: bool) -> bool:
-        """Return False of a frame that is there already, or whose pages aren't all held."""
+        """Return False if the frame is saved already, or some of its pages were released."""
         if HOLE in pages:
             return False
         if name is None:
@@ -165,8 +164,8 @@ class Saves:
         return is_new or not self._is_kept(name)
 
     def _has_room(self, group: GroupFrames) -> bool:
-        """Return True if a frame can be saved without delaying steps; a large one if nothing else
-        is saved in the step."""
+        """Return True if a frame can be saved without delaying steps, or it is the only save of the
+        step."""
         return group.bytes <= self._capacity or (self._capacity > 0 and not self._planned)
 
     def _add(
@@ -179,8 +178,8 @@ class Saves:
         name: FrameName | None,
         is_new: bool,
     ) -> None:
-        """Plan to save a frame, if the pool has room. What was found in the prefix cache takes no
-        other frame's place, since it would do so at each of its uses."""
+        """Plan to save a frame, if the pool has room. Frames found in the prefix cache evict no
+        others, since they would do so at each use."""
         frame = self._pool.take(group.bytes, evicts=is_new)
         if frame is None:
             add(self._stats.dropped_frames, "full")
@@ -189,7 +188,7 @@ class Saves:
         self._planned.append(_Save(request, chain, group.number, index, frame, pages, name))
 
     def submitted(self, step: int) -> None:
-        """Save what was planned: its batch is submitted."""
+        """Enqueue the planned saves, after the submission of their batch."""
         for save in self._planned:
             if save.name is not None:
                 self._underway.add(save.name)
@@ -204,7 +203,7 @@ class Saves:
             self._planned = []
 
     def collected(self, flight: InFlightStep) -> None:
-        """Name what was saved after a step, whose results have come, unless its row has failed."""
+        """Publish the frames of a collected step, except those of failed rows."""
         if flight.result.failed:
             self._fail([flight.requests[index] for index in flight.result.failed])
         for save in self._uncollected.pop(flight.index, ()):
@@ -214,16 +213,16 @@ class Saves:
             self._settle(save)
 
     def _name(self, save: _Save) -> FrameName | None:
-        """Return the name of a frame whose tokens are known by now. An aborted request's may not
-        be."""
+        """Return the name of a frame; None if its tokens aren't known, as of an aborted request, or
+        if it is being saved already."""
         if self._frames.named(save.request.num_tokens) <= save.index:
             return None
         name = FrameName(save.group, save.chain.extend(save.index + 1)[save.index])
         return None if name in self._underway else name
 
     def _fail(self, failed: list[LiveRequest]) -> None:
-        """Drop what is being saved of the requests `failed`, and of those that share pages with
-        them; save no more of these."""
+        """Drop the saves of the requests `failed` and of those that share pages with them, and plan
+        no more of them."""
         tainted: set[int] = set()
         for request in failed:
             if not request.capacity:  # its pages aren't known any more
@@ -250,7 +249,7 @@ class Saves:
     # Their ends
 
     def finished(self, transfer: Transferred) -> bool:
-        """Note the end of a transfer; return False if it isn't a save."""
+        """Record the end of a transfer. Return False if it isn't a save."""
         save = self._copying.pop(transfer.id, None)
         if save is None:
             return False
@@ -260,7 +259,7 @@ class Saves:
         return True
 
     def _settle(self, save: _Save) -> None:
-        """Publish a frame that is copied and named; free one that isn't wanted."""
+        """Publish a frame once it is copied and its step collected; release it if dropped."""
         if not (save.copied and save.collected):
             return
         if save.name is not None:
@@ -275,7 +274,8 @@ class Saves:
         self._pool.release(save.frame)
 
     def drop(self) -> None:
-        """Drop all saves: the K and V of running requests are worth nothing to later ones."""
+        """Drop all saves, and plan no more for running requests: their K and V mustn't be
+        reused."""
         for progress in self._running.values():
             progress.due = math.inf
         for saves in self._uncollected.values():
@@ -285,7 +285,8 @@ class Saves:
             save.dropped = True
 
     def forget(self) -> None:
-        """The executor's transfers are void. Nothing is running, and no step in flight."""
+        """Forget all saves after the executor's transfers were lost. No request may be running, and
+        no step in flight."""
         for save in self._copying.values():
             self._pool.release(save.frame)
         self._copying.clear()

@@ -1,7 +1,9 @@
-"""`TierJobs`: the jobs of one tier: their queue, their deadlines, and when the tier is switched off.
+"""`TierJobs`: the jobs of one tier, with their queue and deadlines, and the switch-off of failing
+tiers.
 
-A tier that misses a deadline keeps the frames of that job until it reports it. One that fails three
-times in a row is switched off for a while: finds and loads are misses then, and stores are dropped.
+A tier that misses a deadline keeps the job's frames until it reports the job. A tier that fails
+three times in a row is switched off for a while: finds and loads are then misses, and stores are
+dropped.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from dovetail.engine.tiers.stats import TierStats, add
 
 logger = logging.getLogger("dovetail")
 
-JOB_FRAMES = 8  # the most of a store or a load
-FIND_S = 0.25  # a request waits as long for what a tier finds
-STORE_S = 60.0
-QUEUE_SHARE = 0.25  # of the host pool, for what waits to be stored
-KEPT_NAMES = 1 << 17  # of frames that are known to be in a tier
-FAILURES = 3  # in a row, until a tier is switched off
-OFF_S = 30.0  # the first time; each time in a row doubles it
+JOB_FRAMES = 8  # maximum frames of a store or load
+FIND_S = 0.25  # timeout of a find, for which a request waits
+STORE_S = 60.0  # timeout of a store
+QUEUE_SHARE = 0.25  # maximum share of the host pool that waits to be stored
+KEPT_NAMES = 1 << 17  # maximum number of names known to be in a tier
+FAILURES = 3  # consecutive failures that switch a tier off
+OFF_S = 30.0  # the first time; doubled each time in a row
 LONGEST_OFF_S = 600.0
 
 Then = Callable[[Sequence[bool]], None]
@@ -58,7 +60,7 @@ class TierJobs:
         ids: count[int],
         stats: TierStats,
     ) -> None:
-        """`name`: for people. `ids`: of jobs."""
+        """`name`: display name. `ids`: ids of jobs."""
         self.name = name
         self.tier = tier
         self.namespaces: Sequence[bytes] = ()  # of groups; none: the tier isn't used yet
@@ -68,17 +70,17 @@ class TierJobs:
         self._ids = ids
         self._stats = stats
         self._queue: deque[HostFrame] = deque()  # to be stored; each is held
-        self._queued_bytes = 0  # of these, and of those in jobs
+        self._queued_bytes = 0  # in the queue and in store jobs
         self._jobs: dict[int, _Job] = {}
         self._kept: OrderedDict[FrameName, None] = OrderedDict()
-        # in a row, of stores and of all else: a tier may be able to do one of them only
+        # consecutive, of stores (True) and of other jobs: a tier may serve only one of these
         self._failures = {True: 0, False: 0}
         self._off_until = 0.0
         self._off_s = OFF_S
 
     @property
     def pending(self) -> bool:
-        """True while frames are being stored in time, or wait for it."""
+        """True while frames wait to be stored, or are being stored and not late."""
         return bool(self._queue) or any(
             job.kind == "store" and not job.late for job in self._jobs.values()
         )
@@ -88,7 +90,7 @@ class TierJobs:
         return name in self._kept
 
     def lost(self, name: FrameName) -> None:
-        """Note that a loaded frame has other bytes than were stored: it is worth storing again."""
+        """Forget that the tier has a frame, which was damaged, so that it is stored again."""
         self._kept.pop(name, None)
 
     def is_used(self, now: float) -> bool:
@@ -96,7 +98,7 @@ class TierJobs:
 
     @property
     def _hangs(self) -> bool:
-        """True if all jobs that the tier may have are late."""
+        """True if the tier has its maximum number of jobs, and all are late."""
         return len(self._jobs) >= self.tier.capabilities.max_jobs and all(
             job.late for job in self._jobs.values()
         )
@@ -104,7 +106,7 @@ class TierJobs:
     # Jobs
 
     def store(self, frame: HostFrame, now: float) -> None:
-        """Store a named frame, unless too much waits already."""
+        """Queue a named frame to be stored, or drop it if the queue is full or the tier off."""
         if frame.name is None or frame.name in self._kept:
             return
         if not self.is_used(now):
@@ -117,7 +119,7 @@ class TierJobs:
             self._queued_bytes += frame.bytes
 
     def find(self, names: Sequence[FrameName], now: float, then: Then) -> bool:
-        """Ask which of these frames the tier has. Returns False if it can't be asked now."""
+        """Ask which of these frames the tier has. Return False if it can't be asked now."""
         return self._begin("find", names, (), now, FIND_S, then)
 
     def load(
@@ -128,8 +130,8 @@ class TierJobs:
         within_s: float,
         then: Then,
     ) -> bool:
-        """Load frames to memory that the caller holds. It is the caller's again if this returns
-        False, and of those that `then` reports as loaded; that of others is released."""
+        """Load frames into memory that the caller holds. The caller keeps the hold if this returns
+        False, and on frames that `then` reports as loaded; others are released."""
         return self._begin("load", names, frames, now, within_s, then)
 
     def _begin(
@@ -162,7 +164,7 @@ class TierJobs:
     # Their progress
 
     def poll(self, now: float) -> None:
-        """Take reports, give up what is late, and begin stores."""
+        """Process reports, time out late jobs, and begin stores."""
         if self._jobs:
             reports: Sequence[Done] = self._call(self.tier.done, now) or ()
             for done in reports:
@@ -180,7 +182,7 @@ class TierJobs:
             pass
 
     def _call(self, method: Callable[[], Any], now: float) -> Any:
-        """Call a method of the tier. One that raises has failed, and returns None."""
+        """Call a method of the tier. An exception counts as a failure, and gives None."""
         try:
             return method()
         except Exception as error:
@@ -217,7 +219,7 @@ class TierJobs:
             self._pool.release(frame)
 
     def _loaded(self, job: _Job, ok: Sequence[bool], now: float) -> list[bool]:
-        """Release the frames that can't be used. Returns which can."""
+        """Release frames with unusable headers. Return which frames are usable."""
         sound = []
         loaded_bytes = 0
         for name, frame, loaded in zip(job.names, job.frames, ok, strict=True):
@@ -265,7 +267,7 @@ class TierJobs:
             add(self._stats.off, self.name)
 
     def _store(self, now: float) -> bool:
-        """Begin the next store. Returns False if it has to wait."""
+        """Begin the next store. Return False if it must wait."""
         if not self.is_used(now) or self._hangs:
             self._drop_queue()
             return False
@@ -302,14 +304,14 @@ class TierJobs:
     # Its end
 
     def reset(self, now: float) -> None:
-        """Forget all frames of this engine's namespaces, in the tier, too."""
+        """Forget all frames of this engine's namespaces, and drop them from the tier."""
         self._drop_queue()
         self._kept.clear()
         for namespace in self.namespaces:
             self._call(partial(self.tier.drop, namespace), now)
 
     def close(self, timeout_s: float) -> None:
-        """Store what waits, within `timeout_s`, and end the tier's threads."""
+        """Store queued frames, for at most `timeout_s`, and close the tier."""
         until = time.monotonic() + timeout_s
         try:
             while self.pending and (left := until - time.monotonic()) > 0:
