@@ -442,8 +442,8 @@ class TierFeature(EngineFeature):
         for tier in self._tiers:
             tier.close(CLOSE_S)
         self.pool.close()
-        if self._thread is not None:
-            self._thread.join()
+        if self._thread is not None:  # it may still read weights, for which nobody waits
+            self._thread.join(CLOSE_S)
 
     def _drain(self, timeout_s: float) -> None:
         """Wait until all copies have ended."""
