@@ -33,6 +33,7 @@ from dovetail.errors import UnsupportedError
 from dovetail.request import Request
 from dovetail.testing.checks import Absent, CheckFailed, checks_of
 from dovetail.testing.suite import Suite
+from dovetail.testing.suites import observer
 from dovetail.testing.suites.attention import AttentionSuite
 from dovetail.testing.suites.drafter import DrafterSuite
 from dovetail.testing.suites.executor import ExecutorSuite
@@ -177,6 +178,7 @@ class PlacesRowsByIndex(Qwen3):
         return model  # type: ignore[no-any-return]
 
 
+LONG = observer.LONG
 ITS_TOKENIZER = DrafterContext(
     max_drafts=8, vocab_size=32_000, max_model_len=4096, encode=lambda text: [7, 8]
 )
@@ -250,7 +252,10 @@ def test_a_drafter_in_an_odd_style_conforms(drafter: type[Drafter]) -> None:
 
 
 @pytest.mark.slow("serves thousands of requests")
-def test_an_observer_that_keeps_values_by_id_and_has_a_ring_conforms() -> None:
+def test_an_observer_that_keeps_values_by_id_and_has_a_ring_conforms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(observer, "LONG", LONG)  # in fewer rounds the ring isn't full
     run_checks(ObserverSuite, component=ByIdWithARing)
 
 

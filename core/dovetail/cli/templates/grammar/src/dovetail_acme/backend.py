@@ -21,6 +21,7 @@ class AcmeBackend(GrammarBackend):
         for id, text in enumerate(context.token_bytes):
             if text and id not in context.stop_ids:
                 self.ids.setdefault(text, []).append(id)
+        self.longest = max(map(len, self.ids), default=1)  # bytes of a token
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         if spec.kind != "choice":
@@ -58,7 +59,9 @@ class AcmeMatcher(Matcher):
     def allowed(self) -> set[int]:
         if self.ended:
             return set()
-        rests = [choice[len(self.text) :] for choice in self.choices if choice.startswith(self.text)]
+        start = len(self.text)
+        end = start + self.backend.longest
+        rests = [choice[start:end] for choice in self.choices if choice.startswith(self.text)]
         ids = {id for rest in rests for text in beginnings(rest) for id in self.backend.ids.get(text, ())}
         if not ids and b"" not in rests:
             raise DovetailError(f"no token of the vocabulary can go on behind {self.text!r}")
