@@ -7,6 +7,7 @@ is still being restored; a world checks all tokens against its oracle.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from dovetail.api.executor import Result
 from dovetail.api.kv_tier import Done, FrameKey, Job, KVTier
-from dovetail.engine.tiers import tier_jobs
+from dovetail.engine.tiers import feature, tier_jobs
 from dovetail.engine.tiers.prospect import Pace
 from tests.engine.policies import FCFS
 from tests.engine.world import RecordingExecutor, Shape, Spec, World
@@ -147,7 +148,8 @@ def test_what_a_failed_row_computed_is_not_kept() -> None:
 
     world = World(FCFS, SHAPE, executor=Failing)
     tiered = Tiered.of(world=world)
-    world.add(Spec("bad", PROMPT))
+    prompt = tuple(range(1, 90))
+    world.add(Spec("bad", prompt))
     while world.core.has_unfinished():
         world.step()
     tiered.settle()
@@ -374,3 +376,106 @@ def test_the_end_of_an_engine_ends_its_tiers() -> None:
     tiered = with_tier()
     tiered.world.core.stop()
     assert tier_of(tiered).closed
+
+
+def test_a_reset_forgets_what_is_being_restored() -> None:
+    tiered = with_prefix(Tiered.of(SHAPE))
+    world = tiered.world
+    world.add(Spec("again", PROMPT))
+    while not world.kv.counts.held:  # by the restoration
+        world.step()
+    world.core.reset_cache()
+    world.abort("again")  # it would compute and save them
+    while world.core.has_unfinished():
+        world.step()
+    tiered.settle()
+    tiered.check()
+    assert not tiered.pool.frames
+
+
+def test_a_row_that_fails_late_takes_back_what_was_kept_of_its_prompt() -> None:
+    class FailsLast(RecordingExecutor):
+        """Fails each row that would yield a token, while `failing`."""
+
+        failing = True
+
+        def collect(self, handle: Any) -> Result:
+            result = super().collect(handle)
+            batch = next(batch for batch in self.sent if batch.step == result.step)
+            rows = batch.yields_token.nonzero()[0].tolist() if self.failing else []
+            return replace(result, failed=dict.fromkeys(rows, "NaN"))
+
+    world = World(FCFS, replace(SHAPE, token_budget=8), executor=FailsLast)
+    tiered = Tiered.of(world=world, tiers=lambda clock: [ToyTier(clock, 0.0)])
+    prompt = tuple(range(1, 90))
+    world.add(Spec("bad", prompt))
+    while world.core.has_unfinished():
+        world.step()
+    tiered.settle()
+    tier = tier_of(tiered)
+    assert tier.kept  # they were stored before
+    assert not tiered.pool.frames
+    world.executor.failing = False
+    tier.kept = dict.fromkeys(tier.kept, b"")
+    world.add(Spec("again", prompt, max_tokens=2))
+    while world.core.has_unfinished():
+        world.step()
+    tiered.settle()
+    assert world.requests["again"].cached_tokens == 0
+    assert all(tier.kept.values())  # computed again, they replace these
+    tiered.pool.check_integrity()
+
+
+def test_an_engine_ends_while_its_weights_are_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature, "READING_S", 0.0)
+    read = threading.Event()
+    tiered = Tiered.of(SHAPE)
+    tier = ToyTier(tiered.world.clock)
+
+    def namespaces() -> Sequence[bytes]:
+        read.wait()
+        return ()
+
+    tiered.feature.use([("slow", tier)], namespaces)
+    try:
+        tiered.world.core.stop()
+        assert tier.closed
+    finally:
+        read.set()
+        tiered.feature.wait_until_open()
+
+
+def test_a_tier_that_raises_while_it_ends_leaves_the_others_to_end() -> None:
+    class Raising(ToyTier):
+        def close(self, timeout_s: float) -> None:
+            raise OSError("a test")
+
+    tiered = Tiered.of(SHAPE, tiers=lambda clock: [Raising(clock), ToyTier(clock)])
+    tiered.world.core.stop()
+    assert isinstance(tiered.tiers[1], ToyTier)
+    assert tiered.tiers[1].closed
+
+
+def test_few_requests_are_looked_at_in_a_step_however_many_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiered = with_prefix(Tiered.of(SHAPE))
+    looks = 0
+    seen = []
+    plain = feature.prospect
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return plain(*arguments)
+
+    monkeypatch.setattr(feature, "prospect", counted)
+    for number in range(60):
+        tiered.world.add(Spec(str(number), (*PROMPT, number), max_tokens=2))
+    while tiered.world.core.has_unfinished():
+        before = looks
+        tiered.world.step()
+        seen.append(looks - before)
+    assert 0 < max(seen) <= feature.FIRST_LOOKS + feature.LATER_LOOKS
+    tiered.settle()
+    tiered.check()

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from dovetail.api.clock import Clock
-from dovetail.api.executor import Capacity, Executor, ExecutorConfig
+from dovetail.api.executor import Capacity, Executor, ExecutorConfig, ExecutorContext
 from dovetail.api.kv_cache import KVCacheManager, KVLayout
 from dovetail.api.kv_tier import KVTier, TierContext
 from dovetail.config.engine import EngineConfig
@@ -17,11 +17,13 @@ from dovetail.config.parts import Parts
 from dovetail.engine.tiers.feature import CLOSE_S, TierFeature
 from dovetail.engine.tiers.host_pool import HostPool
 from dovetail.engine.tiers.keys import HEADER_BYTES, FrameLayout, namespaces
-from dovetail.errors import DISTRIBUTION, UnsupportedError
+from dovetail.errors import DISTRIBUTION, DovetailError, UnsupportedError
 
 logger = logging.getLogger("dovetail")
 
 _WEIGHTS = {".safetensors", ".gguf", ".bin", ".pt", ".pth"}
+# which say what the weights are: the others are of the tokenizer, or defaults of requests
+_CONFIGS = {"config.json", "hf_quant_config.json", "model.safetensors.index.json"}
 # of the engine, which change K and V without a change of their layout
 _SETTINGS = ("load_format", "quantization", "kv_cache_dtype", "kv_cache_scales", "state_dtype")
 
@@ -85,7 +87,7 @@ def make_tier_feature(
         pool.close()
         raise
     name = transfers.name
-    own = executor.context.config
+    own = executor.context
     dtype = capacity.details.get("dtype", "")
     feature.use(made, lambda: namespaces(model_digest(own, dtype), layout, name))
     _log(pool, frames, made)
@@ -112,19 +114,51 @@ def _size(number: int) -> str:
     return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
 
 
-def model_digest(config: ExecutorConfig, dtype: str) -> bytes:
+def model_digest(context: ExecutorContext, dtype: str) -> bytes:
     """Return a digest of what decides K and V besides their layout and the tokens: the settings,
-    and the content of the models' config and weights, of which all is read. `dtype`: of
-    activations."""
-    settings = [dtype, *(str(getattr(config, name)) for name in _SETTINGS)]
-    is_dummy = config.load_format == "dummy"
-    if is_dummy:
-        settings.append(str(config.seed))
-    total = hashlib.sha256(repr((metadata.version(DISTRIBUTION), settings)).encode())
-    for directory in filter(None, (config.model, config.draft_model)):
-        for file in sorted(Path(directory).iterdir()):
-            if file.name == "config.json" or (file.suffix in _WEIGHTS and not is_dummy):
-                with file.open("rb") as opened:
-                    digest = hashlib.file_digest(opened, "sha256").digest()
-                total.update(repr((file.name, digest)).encode())
+    the packages that have models and weight formats, and the content of the models' config and
+    weights, of which all is read. `dtype`: of activations.
+
+    Raises `DovetailError` if a file changes meanwhile: the device may have other weights.
+    """
+    config = context.config
+    packages = {ref.name.partition(":")[0] for ref in (*context.models, *context.quantizations)}
+    head = config.draft_head
+    parts = (
+        [dtype, *(str(getattr(config, name)) for name in _SETTINGS)],
+        [(name, _version(name)) for name in sorted({DISTRIBUTION, *packages})],
+        None if head is None else (head.name, sorted(head.options.items())),
+        config.seed if config.load_format == "dummy" else None,
+    )
+    total = hashlib.sha256(repr(parts).encode())
+    files = _model_files(config)
+    stamps = [_stamp(file) for file in files]
+    for file in files:
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").digest()
+        total.update(repr((file.name, digest)).encode())
+    if [_stamp(file) for file in files] != stamps:
+        raise DovetailError(f"files of {config.model} were changed after the engine's start")
     return total.digest()
+
+
+def _model_files(config: ExecutorConfig) -> list[Path]:
+    wanted = {".json"} if config.load_format == "dummy" else {".json", *_WEIGHTS}
+    return [
+        file
+        for directory in filter(None, (config.model, config.draft_model))
+        for file in sorted(Path(directory).iterdir())
+        if file.suffix in wanted and (file.suffix != ".json" or file.name in _CONFIGS)
+    ]
+
+
+def _stamp(file: Path) -> tuple[int, int, int]:
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""

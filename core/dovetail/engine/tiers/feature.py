@@ -13,6 +13,7 @@ import logging
 import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -40,8 +41,14 @@ logger = logging.getLogger("dovetail")
 LOOK_S = 0.001  # interval at which an idle engine polls copies
 IDLE_S = 0.01  # longest wait for tiers at a time while there is no request
 RESTORATIONS = 2  # maximum at a time
+# Maximum number of waiting requests per step for which the restorable prefix is determined. Each
+# takes about 0.1 ms, and a thousand may wait.
+FIRST_LOOKS = 16
+LATER_LOOKS = 4  # of those that could not begin before
 JOBS = 2  # maximum number of loads of one restoration at a time
 CLOSE_S = 5.0  # timeout for pending saves and stores when the engine stops
+READING_S = 0.5  # timeout for the thread that hashes the weights when the engine stops
+SUSPECTS = 1 << 16  # maximum number of names of frames that are not trusted
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +62,7 @@ class _Visit:
     finding: bool = False
     # latest time until which it is hidden before its restoration begins; None: it has just arrived
     until: float | None = None
+    waits_for: FrameName | None = None  # another request's restoration of it
     restoration: Restoration | None = None
     jobs: int = 0  # loads of its restoration
 
@@ -91,7 +99,10 @@ class TierFeature(EngineFeature):
         # until which its pages are reserved for them
         self._awaited: dict[LiveRequest, tuple[Restoration, float]] = {}
         self._full = False  # an earlier request waits for pages
+        self._first_looks = self._later_looks = 0  # left in this step
         self._copies: list[PageCopy] = []  # for the next batch
+        # of requests whose rows failed; those in tiers aren't used until they were computed again
+        self._suspects: OrderedDict[FrameName, None] = OrderedDict()
         self._now = clock.now()
         self._namespaces: Sequence[bytes] | None = None
         self.woken = threading.Event()  # a tier has something to report
@@ -174,6 +185,8 @@ class TierFeature(EngineFeature):
         self._poll(now)
         self._hidden = set()
         self._full = False
+        self._first_looks = FIRST_LOOKS
+        self._later_looks = LATER_LOOKS
         for visit in [*self._visits.values()]:
             if self._hides(visit):
                 self._hidden.add(visit.request)
@@ -195,7 +208,18 @@ class TierFeature(EngineFeature):
         self._saves.submitted(step)
 
     def collected(self, flight: InFlightStep, delivery: Delivery) -> None:
+        for index in flight.result.failed:
+            self._distrust(flight.requests[index])
         self._saves.collected(flight)
+
+    def _distrust(self, request: LiveRequest) -> None:
+        """Use no frame of a request whose row has failed, as the prefix cache uses none of its
+        blocks: NaN in K and V is noticed only once there are logits, steps later."""
+        for name in self._saves.names(request):
+            self.pool.drop(name)
+            self._suspects[name] = None
+        while len(self._suspects) > SUSPECTS:
+            self._suspects.popitem(last=False)
 
     def _poll(self, now: float) -> None:
         """Process transfers and jobs that have ended since the last call."""
@@ -230,10 +254,25 @@ class TierFeature(EngineFeature):
         if visit.restoration is not None:
             self._go_on(visit, visit.restoration)
             return True
-        if visit.finding:
+        if visit.finding or visit.waits_for in self._restores.names:
             return True
-        if visit.until is not None and not self._may_begin:
+        if visit.until is None or visit.waits_for is not None:
+            return self._looks_first(visit)
+        if not self._may_begin or not self._later_looks:
             return self._now < visit.until
+        self._later_looks -= 1
+        return self._looks(visit)
+
+    def _looks_first(self, visit: _Visit) -> bool:
+        """Look at a request that is new, or whose prefix was restored for another one."""
+        if not self._first_looks:
+            return True
+        self._first_looks -= 1
+        visit.waits_for = None
+        return self._looks(visit)
+
+    def _looks(self, visit: _Visit) -> bool:
+        """Look what can be restored for a request. Returns True while it is hidden."""
         best = self._prospect(visit)
         if best.is_complete or not self._ask(visit, best):
             return self._may_restore(visit, best)
@@ -262,8 +301,9 @@ class TierFeature(EngineFeature):
 
             def then(ok: Sequence[bool], tier: TierJobs = tier) -> None:
                 visit.finding = False
-                found = [name for name, here in zip(best.missing, ok, strict=True) if here]
-                visit.found.update(dict.fromkeys(found, tier))
+                for name, here in zip(best.missing, ok, strict=True):
+                    if here and name not in self._suspects:
+                        visit.found[name] = tier
 
             if tier.find(best.missing, self._now, then):
                 visit.finding = True
@@ -285,8 +325,10 @@ class TierFeature(EngineFeature):
         patience = self.pace.patience_s(computing_s)
         if visit.until is None:
             visit.until = self._now + patience
-        if any(piece.name in self._restores.names for piece in best.pieces):
-            return True  # another request restores it; look again afterwards
+        names = self._restores.names
+        visit.waits_for = next((piece.name for piece in best.pieces if piece.name in names), None)
+        if visit.waits_for is not None:
+            return True
         if self._may_begin:
             if self._begin(visit, best, self._now + patience):
                 return True
@@ -403,12 +445,17 @@ class TierFeature(EngineFeature):
                 self._awaited[restoration.request] = restoration, until
 
     def _saved(self, frame: HostFrame) -> None:
+        assert frame.name is not None
+        if frame.name in self._suspects:  # it is computed again, and replaces those in the tiers
+            del self._suspects[frame.name]
+            for tier in self._tiers:
+                tier.lost(frame.name)
         for tier in self._tiers:
             if tier.namespaces:
                 tier.store(frame, self._now)
 
     def _is_kept(self, name: FrameName) -> bool:
-        return any(tier.has(name) for tier in self._tiers)
+        return name not in self._suspects and any(tier.has(name) for tier in self._tiers)
 
     # Between requests, and their end
 
@@ -442,8 +489,8 @@ class TierFeature(EngineFeature):
         for tier in self._tiers:
             tier.close(CLOSE_S)
         self.pool.close()
-        if self._thread is not None:  # it may still read weights, for which nobody waits
-            self._thread.join(CLOSE_S)
+        if self._thread is not None:  # it may still read weights, and ends with the process then
+            self._thread.join(READING_S)
 
     def _drain(self, timeout_s: float) -> None:
         """Wait until all copies have ended."""

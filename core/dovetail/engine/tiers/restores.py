@@ -203,7 +203,7 @@ class Restores:
         self.copying_bytes -= frame.bytes
         restoration.copying -= 1
         sound = transfer.checksum == frame.checksum
-        if sound and frame.name is None:
+        if sound and frame.name is None and not piece.dropped:  # a reset drops it
             self._pool.publish(frame, piece.name)
         elif not sound and frame.name is not None:
             self._pool.drop(frame.name)

@@ -239,9 +239,23 @@ class Saves:
         for request in affected:
             self._running[request].due = math.inf
         suspects = {*affected, *failed}
-        for saves in self._uncollected.values():
-            for save in saves:
-                save.dropped = save.dropped or save.request in suspects
+        for save in self._unsettled():
+            save.dropped = save.dropped or save.request in suspects
+
+    def _unsettled(self) -> list[_Save]:
+        """Return the saves that aren't copied yet, or whose step isn't collected."""
+        uncollected = [save for saves in self._uncollected.values() for save in saves]
+        return [*uncollected, *self._copying.values()]
+
+    def names(self, request: LiveRequest) -> list[FrameName]:
+        """Return the names of all frames of a running request that are computed."""
+        progress = self._running.get(request)
+        if progress is None:
+            return []
+        whole = request.num_computed // self._frames.tokens
+        whole = min(whole, self._frames.named(request.num_tokens))
+        hashes = progress.chain.extend(whole)[:whole]
+        return [FrameName(group.number, name) for name in hashes for group in self._frames.groups]
 
     def _pages(self, request: LiveRequest) -> set[int]:
         return set().union(*self._kv.tables(request)) if request.capacity else set()
@@ -278,10 +292,7 @@ class Saves:
         reused."""
         for progress in self._running.values():
             progress.due = math.inf
-        for saves in self._uncollected.values():
-            for save in saves:
-                save.dropped = True
-        for save in self._copying.values():
+        for save in self._unsettled():
             save.dropped = True
 
     def forget(self) -> None:

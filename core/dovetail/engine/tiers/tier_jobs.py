@@ -46,6 +46,7 @@ class _Job:
     begun: float
     deadline: float
     late: bool = False
+    outdated: bool = False  # the tier has dropped all since
 
 
 class TierJobs:
@@ -206,7 +207,7 @@ class TierJobs:
         if job.then is not None and not job.late:
             job.then(ok)
         for name, here in zip(job.names, ok, strict=True):
-            self._note(name, here)
+            self._note(name, here and not job.outdated)
 
     def _stored(self, job: _Job, ok: Sequence[bool]) -> None:
         for frame, stored in zip(job.frames, ok, strict=True):
@@ -309,6 +310,8 @@ class TierJobs:
         self._kept.clear()
         for namespace in self.namespaces:
             self._call(partial(self.tier.drop, namespace), now)
+        for job in self._jobs.values():
+            job.outdated = True
 
     def close(self, timeout_s: float) -> None:
         """Store queued frames, for at most `timeout_s`, and close the tier."""
@@ -318,4 +321,5 @@ class TierJobs:
                 self.poll(self._clock.now())
                 time.sleep(min(left, 0.001))
         finally:
-            self.tier.close(max(0.1, until - time.monotonic()))
+            left = max(0.1, until - time.monotonic())
+            self._call(partial(self.tier.close, left), self._clock.now())
