@@ -95,6 +95,15 @@ def test_pages_come_back_to_other_pages_and_no_others_change(name: str) -> None:
     assert torch.equal(after, before)
 
 
+def test_slabs_take_no_more_memory_than_was_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "available_ram_bytes", lambda: 1 << 13)
+    own = LocalTransfers(PageCopies(pool_of("plain")), "test")
+    own.allocate(1 << 12)
+    own.allocate(1 << 12)
+    with pytest.raises(DovetailError, match="available"):
+        own.allocate(8)
+
+
 def test_a_transfer_of_several_ranks_survives_its_message() -> None:
     transfer = Transfer(0, 3, (1 << 40) + 8, (7, HOLE, 2), SEED)
     assert from_words(to_words((1 << 33) + 1, transfer)) == ((1 << 33) + 1, transfer)

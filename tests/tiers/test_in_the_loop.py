@@ -16,7 +16,7 @@ import pytest
 
 from dovetail.api.executor import Result
 from dovetail.api.kv_tier import Done, FrameKey, Job, KVTier
-from dovetail.engine.tiers import feature, tier_jobs
+from dovetail.engine.tiers import feature, restores, tier_jobs
 from dovetail.engine.tiers.prospect import Pace
 from tests.engine.policies import FCFS
 from tests.engine.world import RecordingExecutor, Shape, Spec, World
@@ -479,3 +479,30 @@ def test_few_requests_are_looked_at_in_a_step_however_many_wait(
     assert 0 < max(seen) <= feature.FIRST_LOOKS + feature.LATER_LOOKS
     tiered.settle()
     tiered.check()
+
+
+def test_few_frames_are_copied_at_a_time_however_small_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(restores, "MOST_COPIES", 2)
+    tiered = with_prefix(Tiered.of(SHAPE))
+    kind = type(tiered.world.executor.transfers())
+    copying = [0]
+    restore, finished = kind.restore, kind.finished
+
+    def counted(self: Any, transfer: Any) -> None:
+        copying.append(copying[-1] + 1)
+        restore(self, transfer)
+
+    def ended(self: Any) -> Any:
+        done = finished(self)
+        copying.append(copying[-1] - len(done))
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "restore", counted)
+        patch.setattr(kind, "finished", ended)
+        tiered.world.add(Spec("again", PROMPT, max_tokens=1))
+        tiered.world.drain()
+    assert max(copying) == 2
+    assert tiered.world.requests["again"].restored_tokens == 40

@@ -122,7 +122,8 @@ def model_digest(context: ExecutorContext, dtype: str) -> bytes:
     Raises `DovetailError` if a file changes meanwhile: the device may have other weights.
     """
     config = context.config
-    packages = {ref.name.partition(":")[0] for ref in (*context.models, *context.quantizations)}
+    names = [ref.name for ref in context.models] + [ref.name for ref in context.quantizations]
+    packages = {name.partition(":")[0] for name in names}
     head = config.draft_head
     parts = (
         [dtype, *(str(getattr(config, name)) for name in _SETTINGS)],

@@ -123,6 +123,7 @@ class RankedTransfers(KVTransfers):
         self._pending: dict[int, tuple[int, Copying]] = {}  # number -> id and own part
 
     def allocate(self, size: int) -> Slab:
+        self._own.require_room(size)
         number = self._allocated
         start = self._slabs.grow(size)
         memory = self._slabs.map(start, size)

@@ -29,6 +29,7 @@ from dovetail.request.sampling_params import SamplingParams
 
 Tokens = NDArray[np.int32]
 
+MOST_COPIES = 64  # at a time: enqueuing one takes about 0.1 ms, and executors limit them
 CHUNK_FRAMES = 8  # allocated at a time, so that windows release their blocks in between
 
 
@@ -175,13 +176,13 @@ class Restores:
 
     def copy(self, restoration: Restoration, most_bytes: int) -> None:
         """Begin to copy pieces in order, as far as they are in the host pool, with at most
-        `most_bytes` in flight."""
+        `most_bytes`, and `MOST_COPIES` transfers, in flight."""
         while restoration.to_copy:
             piece = restoration.to_copy[0]
             frame = piece.frame
-            if frame is None or (
-                self.copying_bytes and self.copying_bytes + frame.bytes > most_bytes
-            ):
+            if frame is None or len(self._copying) >= MOST_COPIES:
+                return
+            if self.copying_bytes and self.copying_bytes + frame.bytes > most_bytes:
                 return
             restoration.to_copy.popleft()
             transfer = Transfer(

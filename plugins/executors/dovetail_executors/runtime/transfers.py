@@ -38,6 +38,7 @@ from dovetail.api.kv_transfers import (
 from dovetail.errors import DISTRIBUTION, DovetailError
 from dovetail.nn.transfer import HostCopy, to_device
 from dovetail_executors.runtime.kv_pool import KVPool
+from dovetail_executors.runtime.memory import available_ram_bytes, readable_bytes
 
 PIECE_BYTES = 32 << 20  # of a staging buffer; a page may be larger
 SAVE_PIECES = 4  # staging buffers of saves: later ones delay the steps until one is free
@@ -290,6 +291,15 @@ class PartOfTransfers:
         )
         copies.prepare((rank + 1) * pages * copies.page_bytes // WORD)
         self._slabs: dict[int, torch.Tensor] = {}  # [bytes] uint8
+        self._most = 0  # bytes that slabs may have together
+
+    def require_room(self, size: int) -> None:
+        """Raise `DovetailError` unless the slabs and `size` more bytes fit into the memory that was
+        available before the first. The system gives more, and ends the process once it is used."""
+        if not self._slabs:
+            self._most = available_ram_bytes()
+        if sum(slab.nbytes for slab in self._slabs.values()) + size > self._most:
+            raise DovetailError(f"{readable_bytes(self._most)} of memory were available")
 
     def add(self, number: int, memory: mmap.mmap) -> None:
         """Use `memory` as a slab. Raises `DovetailError` if the device can't."""
@@ -318,6 +328,7 @@ class LocalTransfers(KVTransfers):
         self._pending: list[tuple[int, Copying]] = []
 
     def allocate(self, size: int) -> Slab:
+        self._own.require_room(size)
         try:
             memory = mmap.mmap(-1, size)
         except (OSError, ValueError, OverflowError) as error:
