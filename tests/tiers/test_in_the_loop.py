@@ -280,6 +280,14 @@ class Short(ToyTier):
         return super().do(job) if job.kind == "store" else []
 
 
+class Nonsense(ToyTier):
+    """Reports what is no report."""
+
+    def done(self) -> Sequence[Done]:
+        super().done()
+        return [Done([], None)]  # type: ignore[arg-type]
+
+
 class Busy(ToyTier):
     def submit(self, job: Job) -> bool:
         return job.kind == "store" and super().submit(job)
@@ -299,7 +307,10 @@ class Moody(ToyTier):
         return self.chance.random() < 0.5 and super().load(key, data)
 
 
-WRONG = [Lying, Exchanging, Mixing, Flipping, Raising, Short, Busy, Moody, Hanging, HangingLoads]
+WRONG = [
+    *(Lying, Exchanging, Mixing, Flipping, Raising, Short, Nonsense, Busy, Moody),
+    *(Hanging, HangingLoads),
+]
 
 
 @pytest.mark.parametrize("kind", WRONG)

@@ -167,7 +167,7 @@ class TierJobs:
     def poll(self, now: float) -> None:
         """Process reports, time out late jobs, and begin stores."""
         if self._jobs:
-            reports: Sequence[Done] = self._call(self.tier.done, now) or ()
+            reports: Sequence[Done] = self._call(self._reports, now) or ()
             for done in reports:
                 job = self._jobs.pop(done.job, None)
                 if job is not None:
@@ -181,6 +181,13 @@ class TierJobs:
                         job.then([False] * len(job.names))
         while self._queue and self._store(now):
             pass
+
+    def _reports(self) -> list[Done]:
+        """Return the tier's reports. Raises if one is malformed: its job then ends late."""
+        return [
+            Done(int(done.job), tuple(bool(ok) for ok in done.ok), done.why)
+            for done in self.tier.done()
+        ]
 
     def _call(self, method: Callable[[], Any], now: float) -> Any:
         """Call a method of the tier. An exception counts as a failure, and gives None."""
