@@ -177,6 +177,7 @@ def test_a_leaderboard_adds_seeds_until_neighbours_are_apart_or_the_time_is_up(
     assert ("by 10.0 ±0.0: apart" in said, "open; " in said) == (noise == 0, noise > 0)
 
 
+@pytest.mark.slow("simulates whole traces")
 def test_a_run_gives_its_figures_and_one_that_fails_its_reason() -> None:
     made = BoardRun("fcfs", "overload", 0).run()
     assert isinstance(made, Figures)

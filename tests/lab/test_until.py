@@ -48,6 +48,7 @@ def test_a_senseless_goal_is_refused(text: str) -> None:
         Until.parse(text, 0.95)
 
 
+@pytest.mark.slow("simulates a trace with several seeds")
 def test_seeds_are_added_up_to_the_width_or_the_budget(tmp_path: Path) -> None:
     engines = [write_engine(tmp_path / f"{name}.yaml", name) for name in ("fcfs", "sjf")]
     command = ("compare", *engines, "--jobs", 1, "--resamples", 100)
