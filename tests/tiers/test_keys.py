@@ -11,7 +11,6 @@ from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.api.kv_tier import FrameKey
 from dovetail.engine.tiers.keys import (
     HEADER_BYTES,
-    FrameChain,
     FrameLayout,
     header,
     namespaces,
@@ -57,38 +56,37 @@ def test_names_differ_if_anything_before_the_end_differs() -> None:
         request(keys=("salt",)),
         request(keys=("sa", "lt")),
         request(keys=("", "salt")),
+        request(keys=("\ud800",)),
         request(media=(image,)),
         request(media=(MediaSpan(digest=b"b" * 16, start=2, stop=6),)),
         request(media=(MediaSpan(digest=b"a" * 16, start=1, stop=6),)),
     ]
-    names = [FrameChain(text, frames()).extend(2) for text in texts]
+    names = [frames().chain(text).extend(2) for text in texts]
     for one, other in combinations(names, 2):
         assert not {*one} & {*other}
 
 
 def test_names_are_equal_whatever_follows_the_frame() -> None:
-    same = FrameChain(request(), frames()).extend(1)[0]
-    assert FrameChain(request((*PROMPT[:16], 9, 9)), frames()).extend(1)[0] == same
+    same = frames().chain(request()).extend(1)[0]
+    assert frames().chain(request((*PROMPT[:16], 9, 9))).extend(1)[0] == same
     later = MediaSpan(digest=b"a" * 16, start=16, stop=18)
-    assert FrameChain(request(media=(later,)), frames()).extend(1)[0] == same
+    assert frames().chain(request(media=(later,))).extend(1)[0] == same
 
 
 def test_names_cover_the_next_token_where_k_and_v_do() -> None:
     layout = frames(reads_next=True)
     assert layout.named(16) == 0
     assert layout.named(17) == 1
-    one, other = (
-        FrameChain(request((*PROMPT[:16], after, 5)), layout).extend(1)[0] for after in (3, 4)
-    )
+    one, other = (layout.chain(request((*PROMPT[:16], after, 5))).extend(1)[0] for after in (3, 4))
     assert one != other
-    again = FrameChain(request((*PROMPT[:16], 3, 6)), layout).extend(1)[0]
+    again = layout.chain(request((*PROMPT[:16], 3, 6))).extend(1)[0]
     assert one == again
 
 
 def test_names_are_those_of_a_chain_extended_at_once() -> None:
-    slow = FrameChain(request(), frames())
+    slow = frames().chain(request())
     slow.extend(1)
-    assert [*slow.extend(2)] == [*FrameChain(request(), frames()).extend(2)]
+    assert [*slow.extend(2)] == [*frames().chain(request()).extend(2)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -153,6 +151,6 @@ def test_output_tokens_count_like_those_of_a_prompt() -> None:
         cut = chance.randrange(1, 33)
         mixed = Answered("r", PROMPT[:20], SamplingParams(), max_tokens=50)
         assert mixed.num_tokens == len(PROMPT)
-        chain = FrameChain(mixed, layout)
+        chain = layout.chain(mixed)
         chain.extend(cut // 16)
-        assert [*chain.extend(2)] == [*FrameChain(request(), layout).extend(2)]
+        assert [*chain.extend(2)] == [*layout.chain(request()).extend(2)]

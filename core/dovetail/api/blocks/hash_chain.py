@@ -93,7 +93,7 @@ class HashChain:
         if len(hashes) >= num_blocks:
             return hashes
         first = len(hashes) * self._block_size + self._after
-        data = _token_bytes(self.request, first, num_blocks * self._block_size + self._after)
+        data = token_bytes(self.request, first, num_blocks * self._block_size + self._after)
         width = self._block_size * TOKEN_BYTES
         digest = self._digest
         media = self.request.media
@@ -109,11 +109,11 @@ class HashChain:
 
     def _before_blocks(self) -> bytes:
         """Return what the first hash covers besides its own block and the root."""
-        tokens = _token_bytes(self.request, 0, self._after)
+        tokens = token_bytes(self.request, 0, self._after)
         return tokens + keys_between(self.request.media, 0, self._after)
 
 
-def _token_bytes(request: Request, start: int, end: int) -> bytes:
+def token_bytes(request: Request, start: int, end: int) -> bytes:
     """Return token ids `start` … `end` - 1 of prompt and output, `TOKEN_BYTES` each."""
     prompt = request.prompt_tokens
     data = request.prompt_array[start:end].tobytes()

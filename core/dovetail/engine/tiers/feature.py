@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from dovetail.api.blocks.hash_chain import Beginning, HashChain
 from dovetail.api.clock import Clock
 from dovetail.api.executor import Batch
 from dovetail.api.kv_cache import KVCacheManager, KVLayout, PageCopy
@@ -29,7 +30,7 @@ from dovetail.engine.flight import Delivery, InFlightStep
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.step_times import StepTimeFit
 from dovetail.engine.tiers.host_pool import HostFrame, HostPool
-from dovetail.engine.tiers.keys import FrameChain, FrameLayout, FrameName
+from dovetail.engine.tiers.keys import FrameLayout, FrameName
 from dovetail.engine.tiers.prospect import Pace, Prospect, prospect
 from dovetail.engine.tiers.restores import Piece, Restoration, Restores
 from dovetail.engine.tiers.saves import Saves
@@ -56,7 +57,7 @@ class _Visit:
     """A waiting request for which a longer prefix may be restored."""
 
     request: LiveRequest
-    chain: FrameChain
+    chain: HashChain
     to_ask: list[TierJobs]
     found: dict[FrameName, TierJobs] = field(default_factory=dict)
     finding: bool = False
@@ -103,6 +104,7 @@ class TierFeature(EngineFeature):
         self._copies: list[PageCopy] = []  # for the next batch
         # of requests whose rows failed; those in tiers aren't used until they were computed again
         self._suspects: OrderedDict[FrameName, None] = OrderedDict()
+        self._latest: Beginning | None = None  # of the newest chain
         self._now = clock.now()
         self._namespaces: Sequence[bytes] | None = None
         self.woken = threading.Event()  # a tier has something to report
@@ -152,11 +154,14 @@ class TierFeature(EngineFeature):
     def arrived(self, request: LiveRequest) -> None:
         self._visit(request)
 
+    def _chain(self, request: LiveRequest) -> HashChain:
+        chain = self._frames.chain(request, self._latest)
+        self._latest = chain.beginning
+        return chain
+
     def _visit(self, request: LiveRequest) -> None:
         if not request.indivisible and request.params.prompt_logprobs is None:
-            self._visits[request] = _Visit(
-                request, FrameChain(request, self._frames), [*self._tiers]
-            )
+            self._visits[request] = _Visit(request, self._chain(request), [*self._tiers])
 
     def admitted(self, request: LiveRequest) -> None:
         awaited = self._awaited.pop(request, None)
@@ -169,7 +174,7 @@ class TierFeature(EngineFeature):
         if visit is not None:
             self._give_up(visit)
         if not request.indivisible:
-            self._saves.begin(request, FrameChain(request, self._frames))
+            self._saves.begin(request, self._chain(request))
 
     def left(self, request: LiveRequest) -> None:
         self._saves.end(request)

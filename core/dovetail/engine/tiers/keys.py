@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from dovetail.api.blocks.hash_chain import Beginning, HashChain, make_digest
 from dovetail.api.kv_cache import CacheGroup, KVLayout, Pages
 from dovetail.api.kv_tier import FrameKey
 from dovetail.request import Request
-from dovetail.request.media import MediaSpan, keys_between
 
 FRAME_TOKENS = 256  # maximum tokens of a frame, unless the layout's `hit_tokens` is larger
 FORMAT = b"DovKV\x00\x00\x01"  # of a frame in a tier, with its version
 HEADER_BYTES = 64
-MASK = (1 << 64) - 1
+_SHA256 = make_digest("sha256")
 _FIELDS = struct.Struct("<8sQQQ")  # format, bytes of the pages, seed, checksum
 
 
@@ -93,36 +89,11 @@ class FrameLayout:
         """Return the number of frames whose names follow from the first `known` tokens."""
         return max(0, known - self.after) // self.tokens
 
-
-class FrameChain:
-    """Hashes of the frames of one request, each computed once: `extend(n)[k]` covers `cache_keys`,
-    all tokens up to the end of frame k, their images, and the next token if the layout
-    `reads_next`."""
-
-    def __init__(self, request: Request, frames: FrameLayout) -> None:
-        self._request = request
-        self._tokens = frames.tokens
-        self._after = frames.after
-        self._sum = hashlib.sha256(_packed(key.encode() for key in request.cache_keys))
-        self._hashes: list[bytes] = []
-
-    def extend(self, count: int) -> Sequence[bytes]:
-        """Return the hashes of at least the first `count` frames, whose tokens must be known."""
-        media = self._request.media
-        for index in range(len(self._hashes), count):
-            start = index * self._tokens
-            end = start + self._tokens
-            self._sum.update(token_bytes(self._request, start, end))
-            self._sum.update(_packed([_media_key(media, start, end)]))
-            last = self._sum.copy()
-            last.update(token_bytes(self._request, end, end + self._after))
-            last.update(_packed([_media_key(media, end, end + self._after)]))
-            self._hashes.append(last.digest())
-        return self._hashes
-
-
-def _media_key(media: Sequence[MediaSpan], start: int, end: int) -> bytes:
-    return keys_between(media, start, end) if media else b""
+    def chain(self, request: Request, like: Beginning | None = None) -> HashChain:
+        """Return the hashes by which the frames of a request are named, of all that precedes the
+        end of each. `like`: another chain of this layout, whose hashes of a common beginning are
+        copied."""
+        return HashChain(request, self.tokens, _SHA256, like, self.after)
 
 
 def _packed(parts: Iterable[bytes]) -> bytes:
@@ -130,17 +101,6 @@ def _packed(parts: Iterable[bytes]) -> bytes:
     each = [*parts]
     lengths = [struct.pack("<Q", len(part)) for part in each]
     return struct.pack("<Q", len(each)) + b"".join([*lengths, *each])
-
-
-def token_bytes(request: Request, start: int, end: int) -> bytes:
-    """Return the known tokens [start, end) of a request as little-endian int32."""
-    prompt: NDArray[np.int32] = request.prompt_array[start:end]
-    data = prompt.astype("<i4", copy=False).tobytes()
-    if end > request.prompt_tokens:
-        first = max(0, start - request.prompt_tokens)
-        output = request.output_token_ids[first : end - request.prompt_tokens]
-        data += np.array(array("q", output), "<i4").tobytes()
-    return data
 
 
 def namespaces(model: bytes, layout: KVLayout, transfers: str) -> tuple[bytes, ...]:

@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dovetail.api.blocks.hash_chain import HashChain
 from dovetail.api.kv_cache import KVCacheManager
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.step_times import StepTimeFit
 from dovetail.engine.tiers.host_pool import HostPool
-from dovetail.engine.tiers.keys import FrameChain, FrameLayout, FrameName
+from dovetail.engine.tiers.keys import FrameLayout, FrameName
 from dovetail.engine.tiers.restores import Piece, Restoration
 from dovetail.engine.tiers.tier_jobs import TierJobs
 
@@ -39,7 +40,7 @@ class Prospect:
 def prospect(
     frames: FrameLayout,
     request: LiveRequest,
-    chain: FrameChain,
+    chain: HashChain,
     kv: KVCacheManager,
     pool: HostPool,
     found: Mapping[FrameName, TierJobs],

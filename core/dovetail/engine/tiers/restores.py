@@ -15,8 +15,8 @@ from itertools import count
 from secrets import token_hex
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dovetail.api.blocks.hash_chain import token_bytes
 from dovetail.api.kv_cache import HOLE, KVCacheManager, KVLayout, PageCopy, Pages
 from dovetail.api.kv_transfers import KVTransfers, Transfer, Transferred
 from dovetail.engine.live_request import LiveRequest
@@ -26,8 +26,6 @@ from dovetail.engine.tiers.stats import TierStats, add
 from dovetail.engine.tiers.tier_jobs import TierJobs
 from dovetail.request import Request
 from dovetail.request.sampling_params import SamplingParams
-
-Tokens = NDArray[np.int32]
 
 MOST_COPIES = 64  # at a time: enqueuing one takes about 0.1 ms, and executors limit them
 CHUNK_FRAMES = 8  # allocated at a time, so that windows release their blocks in between
@@ -74,15 +72,6 @@ class Restoration:
         return not self.copying and not self.missing
 
 
-def known_tokens(request: Request, count: int) -> Tokens:
-    """Return the first `count` known tokens of `request`: int32 [count]."""
-    prompt = request.prompt_array[:count]
-    if count <= request.prompt_tokens:
-        return prompt
-    output = request.output_token_ids[: count - request.prompt_tokens]
-    return np.concatenate([prompt, np.array([*output], np.int32)])
-
-
 class Restores:
     """The restorations of one engine."""
 
@@ -114,7 +103,7 @@ class Restores:
         known = tokens + 1 + self._frames.after
         return Request(
             f"restoring {next(self._ids)} {token_hex(8)}",  # no user can guess it
-            known_tokens(request, min(known, request.num_tokens)),
+            np.frombuffer(token_bytes(request, 0, min(known, request.num_tokens)), np.int32),
             SamplingParams(),
             max_tokens=1,
             cache_keys=request.cache_keys,

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from itertools import count
 from secrets import randbits
 
+from dovetail.api.blocks.hash_chain import HashChain
 from dovetail.api.executor import Batch
 from dovetail.api.kv_cache import HOLE, KVCacheManager, Pages
 from dovetail.api.kv_transfers import KVTransfers, Transfer, Transferred
 from dovetail.engine.flight import InFlightStep
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.tiers.host_pool import HostFrame, HostPool
-from dovetail.engine.tiers.keys import FrameChain, FrameLayout, FrameName, GroupFrames
+from dovetail.engine.tiers.keys import FrameLayout, FrameName, GroupFrames
 from dovetail.engine.tiers.stats import TierStats, add
 
 
@@ -28,7 +29,7 @@ class _Progress:
 
     __slots__ = ("chain", "due", "found", "next")
 
-    def __init__(self, chain: FrameChain, frames: FrameLayout, found: int) -> None:
+    def __init__(self, chain: HashChain, frames: FrameLayout, found: int) -> None:
         self.chain = chain
         self.due: float = frames.tokens  # computed tokens at which there is something to save
         self.found = found  # number of frames found in the prefix cache
@@ -41,7 +42,7 @@ class _Save:
     """A frame that is being saved."""
 
     request: LiveRequest
-    chain: FrameChain
+    chain: HashChain
     group: int
     index: int
     frame: HostFrame
@@ -88,7 +89,7 @@ class Saves:
         """True while pages are being copied."""
         return bool(self._copying)
 
-    def begin(self, request: LiveRequest, chain: FrameChain) -> None:
+    def begin(self, request: LiveRequest, chain: HashChain) -> None:
         """Begin to save frames of `request`, whose `num_computed` tokens were found in the cache."""
         found = request.num_computed // self._frames.tokens
         self._running[request] = _Progress(chain, self._frames, found)
@@ -171,7 +172,7 @@ class Saves:
     def _add(
         self,
         request: LiveRequest,
-        chain: FrameChain,
+        chain: HashChain,
         group: GroupFrames,
         index: int,
         pages: Pages,
