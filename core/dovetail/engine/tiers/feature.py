@@ -34,7 +34,7 @@ from dovetail.engine.tiers.keys import FrameLayout, FrameName
 from dovetail.engine.tiers.prospect import Pace, Prospect, prospect
 from dovetail.engine.tiers.restores import Piece, Restoration, Restores
 from dovetail.engine.tiers.saves import Saves
-from dovetail.engine.tiers.stats import TierStats, add
+from dovetail.engine.tiers.stats import TierStats
 from dovetail.engine.tiers.tier_jobs import JOB_FRAMES, TierJobs
 
 logger = logging.getLogger("dovetail")
@@ -323,7 +323,7 @@ class TierFeature(EngineFeature):
             return False
         computing_s = self.pace.computing_s(best.tokens - best.cached, best.tokens)
         if self.pace.loading_s(best.pieces) >= computing_s:
-            add(self.stats.missed, "slower")
+            self.stats.missed["slower"] += 1
             self.pace.too_slow(best.pieces)
             self._forget(visit)
             return False
@@ -437,7 +437,7 @@ class TierFeature(EngineFeature):
         """End a restoration, and release its pages so that its request finds them."""
         self._copies += self._restores.end(restoration)
         if restoration.cut is not None:
-            add(self.stats.missed, restoration.cut)
+            self.stats.missed[restoration.cut] += 1
         seconds = self._now - restoration.begun
         self.stats.restore_s += seconds
         if restoration.cut is None:

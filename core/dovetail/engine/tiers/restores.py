@@ -22,7 +22,7 @@ from dovetail.api.kv_transfers import KVTransfers, Transfer, Transferred
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.tiers.host_pool import HostFrame, HostPool
 from dovetail.engine.tiers.keys import FrameLayout, FrameName, GroupFrames
-from dovetail.engine.tiers.stats import TierStats, add
+from dovetail.engine.tiers.stats import TierStats
 from dovetail.engine.tiers.tier_jobs import TierJobs
 from dovetail.request import Request
 from dovetail.request.sampling_params import SamplingParams
@@ -200,7 +200,7 @@ class Restores:
         self._pool.release(frame)
         piece.frame = None
         if not sound:
-            add(self._stats.damaged_frames, "host" if piece.tier is None else piece.tier.name)
+            self._stats.damaged_frames["host" if piece.tier is None else piece.tier.name] += 1
             if piece.tier is not None:
                 piece.tier.lost(piece.name)
             self.cut(restoration, piece.index, "damaged")

@@ -21,7 +21,7 @@ from dovetail.engine.flight import InFlightStep
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.tiers.host_pool import HostFrame, HostPool
 from dovetail.engine.tiers.keys import FrameLayout, FrameName, GroupFrames
-from dovetail.engine.tiers.stats import TierStats, add
+from dovetail.engine.tiers.stats import TierStats
 
 
 class _Progress:
@@ -101,7 +101,7 @@ class Saves:
             whole = request.num_computed // self._frames.tokens
             left = sum(max(0, whole - index) for index in progress.next)
             if left:
-                add(self._stats.dropped_frames, "busy", left)
+                self._stats.dropped_frames["busy"] += left
 
     # A step
 
@@ -183,7 +183,7 @@ class Saves:
         others, since they would do so at each use."""
         frame = self._pool.take(group.bytes, evicts=is_new)
         if frame is None:
-            add(self._stats.dropped_frames, "full")
+            self._stats.dropped_frames["full"] += 1
             return
         self._capacity -= group.bytes
         self._planned.append(_Save(request, chain, group.number, index, frame, pages, name))
@@ -279,13 +279,10 @@ class Saves:
             return
         if save.name is not None:
             self._underway.discard(save.name)
-        if save.dropped or save.name is None:
-            self._pool.release(save.frame)
-            return
-        if self._pool.publish(save.frame, save.name):
-            self._stats.saved_frames += 1
-            self._stats.saved_bytes += save.frame.bytes
-            self._saved(save.frame)
+            if not save.dropped and self._pool.publish(save.frame, save.name):
+                self._stats.saved_frames += 1
+                self._stats.saved_bytes += save.frame.bytes
+                self._saved(save.frame)
         self._pool.release(save.frame)
 
     def drop(self) -> None:

@@ -21,7 +21,7 @@ from dovetail.api.clock import Clock
 from dovetail.api.kv_tier import Done, Frame, FrameKey, Job, KVTier
 from dovetail.engine.tiers.host_pool import HostFrame, HostPool
 from dovetail.engine.tiers.keys import FrameName, header, read_header
-from dovetail.engine.tiers.stats import TierStats, add
+from dovetail.engine.tiers.stats import TierStats
 
 logger = logging.getLogger("dovetail")
 
@@ -111,9 +111,9 @@ class TierJobs:
         if frame.name is None or frame.name in self._kept:
             return
         if not self.is_used(now):
-            add(self._stats.dropped_frames, "unavailable")
+            self._stats.dropped_frames["unavailable"] += 1
         elif self._queued_bytes + frame.bytes > QUEUE_SHARE * self._pool.limit:
-            add(self._stats.dropped_frames, "slow")
+            self._stats.dropped_frames["slow"] += 1
         else:
             self._pool.hold(frame)
             self._queue.append(frame)
@@ -220,10 +220,10 @@ class TierJobs:
         for frame, stored in zip(job.frames, ok, strict=True):
             self._queued_bytes -= frame.bytes
             if stored:
-                add(self._stats.stored_frames, self.name)
-                add(self._stats.stored_bytes, self.name, frame.bytes)
+                self._stats.stored_frames[self.name] += 1
+                self._stats.stored_bytes[self.name] += frame.bytes
             else:
-                add(self._stats.dropped_frames, "refused")
+                self._stats.dropped_frames["refused"] += 1
             self._pool.release(frame)
 
     def _loaded(self, job: _Job, ok: Sequence[bool], now: float) -> list[bool]:
@@ -233,17 +233,17 @@ class TierJobs:
         for name, frame, loaded in zip(job.names, job.frames, ok, strict=True):
             found = read_header(frame.data, self._key(name)) if loaded else None
             if loaded and found is None:
-                add(self._stats.damaged_frames, self.name)
+                self._stats.damaged_frames[self.name] += 1
             if found is None:
                 self._pool.release(frame)
             else:
                 frame.seed, frame.checksum = found
                 loaded_bytes += frame.bytes
-                add(self._stats.loaded_frames, self.name)
+                self._stats.loaded_frames[self.name] += 1
             sound.append(found is not None)
-        add(self._stats.loaded_bytes, self.name, loaded_bytes)
+        self._stats.loaded_bytes[self.name] += loaded_bytes
         seconds = now - job.begun
-        self._stats.load_s[self.name] = self._stats.load_s.get(self.name, 0.0) + seconds
+        self._stats.load_s[self.name] += seconds
         if loaded_bytes and seconds > 0:
             rate = loaded_bytes / seconds
             self.rate = rate if not self.rate else 0.7 * self.rate + 0.3 * rate
@@ -272,7 +272,7 @@ class TierJobs:
                 why,
             )
             self._off_s = min(2 * self._off_s, LONGEST_OFF_S)
-            add(self._stats.off, self.name)
+            self._stats.off[self.name] += 1
 
     def _store(self, now: float) -> bool:
         """Begin the next store. Return False if it must wait."""
@@ -295,7 +295,7 @@ class TierJobs:
         if len(self._jobs) >= self.tier.capabilities.max_jobs:
             self._queue.extendleft(reversed(frames))
             return False
-        add(self._stats.dropped_frames, "refused", len(frames))
+        self._stats.dropped_frames["refused"] += len(frames)
         for frame in frames:
             self._unqueue(frame)
         return True
@@ -305,7 +305,7 @@ class TierJobs:
         self._pool.release(frame)
 
     def _drop_queue(self) -> None:
-        add(self._stats.dropped_frames, "unavailable", len(self._queue))
+        self._stats.dropped_frames["unavailable"] += len(self._queue)
         while self._queue:
             self._unqueue(self._queue.popleft())
 
