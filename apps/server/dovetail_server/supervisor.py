@@ -15,31 +15,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from dovetail.api.process_watch import STOPPED_S, TRACED, ProcessWatch, how_ended, process_state
+from dovetail.api.process_watch import STOPPED_S, TRACED, ProcessWatch, process_state
 from dovetail.errors import DovetailError, EngineDeadError
 from dovetail_server.channel import BEAT_S, Channel, Message
+from dovetail_server.child import ENGINE, Child, Pauses
+from dovetail_server.engine_place import EnginePlace, due_engine
 from dovetail_server.engine_sources import EngineSource
 from dovetail_server.settings import ServerSettings
 from dovetail_server.sockets import bind
 
-ENGINE = "engine"  # the name of an engine's process
 TICK_S = 0.25
-LAST_LINES = 5  # of the engine's stderr, reported when it dies
 ENGINE_STOPS_S = 10.0  # timeout for the engine to stop
 # timeout for front ends to end after a drain, or after reporting the engine's death
 FRONT_ENDS_END_S = 6.0
-# a process that works for less than this is restarted after a pause, which doubles each time
-QUICK_DEATH_S = 30.0
-# the first and the longest such pause
-PAUSE_S = 1.0
-MOST_PAUSE_S = 30.0
 # consecutive front ends that end by themselves before they are ready end the server
 FAILED_STARTS = 3
 # without a heartbeat, or a turn of its event loop, for this long a front end counts as hung
@@ -54,80 +47,6 @@ class State(Enum):
     DRAINING = "draining"  # front ends finish their requests
     STOPPING = "stopping"  # the engines stop
     FAILING = "failing"  # all engines are dead; front ends notify their clients
-
-
-@dataclass(eq=False)
-class Child:
-    """A child process and its state."""
-
-    name: str
-    module: str
-    process: subprocess.Popen[bytes]
-    channel: Channel
-    socket: socket.socket | None = None  # a front end's listening socket
-    ready: bool = False
-    ranks: str = ""  # description of an engine's ranks, if it has several
-    groups: str = ""  # line that describes its cache groups, if it has several
-    ready_since: float | None = None
-    refused: str | None = None  # why it failed to start
-    dead: str | None = None  # why it died or was killed
-    heard: float = 0.0  # time of the last message, on the watch's clock
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
-
-    @property
-    def is_engine(self) -> bool:
-        return self.name == ENGINE
-
-    @property
-    def lived_s(self) -> float:
-        """For how many seconds it has been ready."""
-        return 0.0 if self.ready_since is None else time.monotonic() - self.ready_since
-
-    def how_it_ended(self) -> str:
-        """Return how it ended ("was killed by SIGKILL", "ended with exit code 1"), and its reason
-        or last output."""
-        how = how_ended(self.process.returncode)
-        told = (
-            self.dead
-            or self.refused
-            or " | ".join(line for line in self.last_lines if line.strip())
-        )
-        return f"{how}: {told}" if told else how
-
-
-class Pauses:
-    """How long to wait before a process is restarted: longer each time if it dies quickly."""
-
-    def __init__(self) -> None:
-        self._quick_deaths = 0  # consecutive
-
-    def next_s(self, lived_s: float) -> float:
-        """Return the seconds after the death of a process that has worked for `lived_s`."""
-        self._quick_deaths = self._quick_deaths + 1 if lived_s < QUICK_DEATH_S else 0
-        if self._quick_deaths < 2:
-            return 0.0
-        return min(PAUSE_S * 2.0 ** (self._quick_deaths - 2), MOST_PAUSE_S)
-
-
-@dataclass(eq=False)
-class EnginePlace:
-    """An engine on the command line, whose processes come and go."""
-
-    source: EngineSource
-    place: int
-    child: Child | None = None  # its process
-    starts: int = 0  # processes so far
-    down: str | None = None  # why its last process has died, until the next one is ready
-    due: float = 0.0  # when the next one starts, on the supervisor's clock
-    pauses: Pauses = field(default_factory=Pauses)
-
-    @property
-    def is_starting(self) -> bool:
-        return self.child is not None and not self.child.ready
-
-    @property
-    def works(self) -> bool:
-        return self.child is not None and self.child.ready
 
 
 class ServeFailed(EngineDeadError):
@@ -185,36 +104,12 @@ class Supervisor:
 
     # Starting
 
-    def _address(self, engine: EnginePlace) -> str:
-        """Return the address of an engine's process, or of the next one if there is none."""
-        number = engine.starts if engine.child is None else engine.starts - 1
-        return f"ipc://{self._directory}/engine-{engine.place}.{number}"
-
     def _start_due_engine(self) -> None:
-        """Start an engine if one is due and no other is starting: each measures what others have
-        left of the memory."""
-        if any(engine.is_starting for engine in self._engines):
-            return
-        for engine in self._engines:
-            if engine.child is None and engine.due <= self._clock.now:
-                others = [one.source for one in self._engines if one.works]
-                start = {
-                    "source": engine.source.source,
-                    "set": engine.source.overrides_beside(others),
-                    "address": self._address(engine),
-                }
-                engine.child = self._start(ENGINE, "dovetail_server.engine_process", start)
-                engine.starts += 1
-                return
-
-    def _end_of(self, engine: EnginePlace) -> Message:
-        """Return what a front end must know to use an engine."""
-        return {
-            "address": self._address(engine),
-            "names": engine.source.names,
-            "adapters": engine.source.adapters,
-            "down": engine.down,
-        }
+        """Start an engine if one is due."""
+        if (engine := due_engine(self._engines, self._clock.now)) is not None:
+            others = [one for one in self._engines if one.works]
+            start = engine.start(self._directory, others)
+            engine.child = self._start(ENGINE, "dovetail_server.engine_process", start)
 
     def _start(
         self, name: str, module: str, start: Message, sock: socket.socket | None = None
@@ -229,7 +124,7 @@ class Supervisor:
             start_new_session=True,  # only the supervisor gets the terminal's signals
         )
         theirs.close()
-        child = Child(name, module, process, Channel(ours), sock)
+        child = Child(name, process, Channel(ours))
         child.channel.send(**start, directory=self._directory)
         ours.setblocking(False)
         self._selector.register(ours, selectors.EVENT_READ, child)
@@ -245,11 +140,15 @@ class Supervisor:
         start = {
             "name": name,
             "place": place,
-            "engines": [self._end_of(engine) for engine in self._engines],
+            "engines": [engine.end(self._directory) for engine in self._engines],
             "settings": self._settings.model_dump(mode="json"),
             "socket": sock.fileno(),
         }
         self._front_ends[place] = self._start(name, "dovetail_server.front_end", start, sock)
+
+    @property
+    def _engine_children(self) -> list[Child]:
+        return [engine.child for engine in self._engines if engine.child is not None]
 
     # Watching
 
@@ -304,12 +203,9 @@ class Supervisor:
     def _note(self, child: Child, message: Message) -> None:
         child.heard = self._clock.now
         if "ready" in message:
-            child.ready, child.ranks, child.groups = (
-                True,
-                message.get("ranks", ""),
-                message.get("groups", ""),
-            )
             child.ready_since = time.monotonic()
+            child.ranks = message.get("ranks", "")
+            child.groups = message.get("groups", "")
             self._failed_starts = self._failed_starts if child.is_engine else 0
         elif "refused" in message:
             child.refused = message["refused"]
@@ -317,9 +213,9 @@ class Supervisor:
             child.dead = message["dead"]
         elif child.is_engine:
             if message.get("busy_s", 0) > (limit := self._settings.step_timeout_s):
-                _give_up(child, f"a step took longer than {limit:g} s (--step-timeout)")
+                child.give_up(f"a step took longer than {limit:g} s (--step-timeout)")
         elif message.get("busy_s", 0) > FRONT_END_HANGS_S:
-            _give_up(child, f"its event loop had been blocked for {FRONT_END_HANGS_S:g} s")
+            child.give_up(f"its event loop had been blocked for {FRONT_END_HANGS_S:g} s")
 
     def _heed_signals(self) -> int | None:
         """Process signals; return the exit code if one ends the server immediately."""
@@ -339,7 +235,8 @@ class Supervisor:
         if child is None:
             return
         if self._lives(child, self._settings.step_timeout_s, " (--step-timeout)"):
-            engine.down = None if child.ready else engine.down
+            if child.ready:
+                engine.down = None
             return
         self._drain_pipes(child)
         if self._state is State.STARTING and child.refused is not None:
@@ -350,16 +247,16 @@ class Supervisor:
     def _lose(self, engine: EnginePlace, child: Child) -> None:
         """Schedule the successor of an engine's process that has died. Raises as `_fail` does if no
         other engine works, or the server is starting."""
-        engine.child = None
+        reason = f"the engine's process {child.how_it_ended()}"
+        engine.lose(reason)
         self._release(child)
-        reason = engine.down = f"the engine's process {child.how_it_ended()}"
         if self._state is State.STARTING or not any(one.works for one in self._engines):
             self._fail(reason)
             return
         pause_s = engine.pauses.next_s(child.lived_s)
         engine.due = self._clock.now + pause_s
         _tell_restart(f"{engine.source.names[0]}: {reason}", pause_s)
-        self._tell_front_ends(lost=engine.place, engine=self._end_of(engine))
+        self._tell_front_ends(lost=engine.place, engine=engine.end(self._directory))
 
     def _lives(self, child: Child, silence_s: float, option: str = "") -> bool:
         """Return False if a process has ended. Kill it if it is stopped, or if it is ready and has
@@ -369,9 +266,9 @@ class Supervisor:
         if process_state(child.process.pid) == TRACED:
             child.heard = self._clock.now  # stopped by a debugger
         elif self._clock.is_stopped(child.process.pid):
-            _give_up(child, f"it had been stopped (SIGSTOP) for {STOPPED_S:g} s")
+            child.give_up(f"it had been stopped (SIGSTOP) for {STOPPED_S:g} s")
         elif child.ready and self._clock.now - child.heard > silence_s:
-            _give_up(child, f"it had sent no heartbeat for {silence_s:g} s{option}")
+            child.give_up(f"it had sent no heartbeat for {silence_s:g} s{option}")
         return child.process.returncode is None
 
     def _drain_pipes(self, child: Child) -> None:
@@ -448,8 +345,7 @@ class Supervisor:
 
     def _have_ended(self) -> bool:
         """Return True if no engine has a process that runs."""
-        children = [engine.child for engine in self._engines if engine.child is not None]
-        return all(child.process.poll() is not None for child in children)
+        return all(child.process.poll() is not None for child in self._engine_children)
 
     def _tell_start(self) -> None:
         """Print what is served, and where."""
@@ -462,9 +358,8 @@ class Supervisor:
         print(f"{groups}dovetail serves {', '.join(names)} at {self._url}", flush=True)
 
     def _tell_engines(self, **message: Any) -> None:
-        for engine in self._engines:
-            if engine.child is not None:
-                engine.child.channel.send(**message)
+        for child in self._engine_children:
+            child.channel.send(**message)
 
     def _tell_front_ends(self, **message: Any) -> None:
         for child in self._front_ends.values():
@@ -479,15 +374,14 @@ class Supervisor:
         child.channel.close()
         if child.process.stderr is not None:
             child.process.stderr.close()
-        _kill(child)  # remaining children of it
+        child.kill()  # remaining children of it
         child.process.wait()
 
     def _clean_up(self) -> None:
         """Kill all processes, and remove all files."""
-        engines = [engine.child for engine in self._engines if engine.child is not None]
-        children = [*self._front_ends.values(), *engines]
+        children = [*self._front_ends.values(), *self._engine_children]
         for child in children:
-            _kill(child)
+            child.kill()
         for child in children:
             self._release(child)
         for sock in self._sockets:
@@ -502,16 +396,3 @@ class Supervisor:
 def _tell_restart(what: str, pause_s: float) -> None:
     when = f" in {pause_s:g} s" if pause_s else ""
     print(f"dovetail serve: {what}; restarting it{when}", file=sys.stderr, flush=True)
-
-
-def _give_up(child: Child, why: str) -> None:
-    """Kill a process that hangs."""
-    child.dead = why
-    _kill(child)
-    child.process.wait()
-
-
-def _kill(child: Child) -> None:
-    """Kill a process and its children, which are its process group."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.process.pid, signal.SIGKILL)
