@@ -18,12 +18,7 @@ MOST_STEPS = 4e6  # of matching all expressions with one name, as estimated: 40 
 
 _REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
 _LOOKS = (_constants.ASSERT, _constants.ASSERT_NOT)
-_CHARACTERS = (
-    _constants.LITERAL,
-    _constants.NOT_LITERAL,
-    _constants.ANY,
-    _constants.IN,
-)
+_CHARACTERS = (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY, _constants.IN)
 
 
 class ModuleNames:
@@ -34,8 +29,7 @@ class ModuleNames:
         """Raises `ModelLoadError` for invalid expressions, and those that take too long."""
         patterns = tuple(patterns)
         self.names = frozenset(one for one in patterns if not one.startswith(MARK))
-        # each once
-        expressions = dict.fromkeys(one for one in patterns if one.startswith(MARK))
+        expressions = dict.fromkeys(one for one in patterns if one.startswith(MARK))  # each once
         self._expressions: list[re.Pattern[str]] = []
         steps = 0.0
         for one in expressions:
