@@ -145,6 +145,9 @@ def _as_bytes(value: Any) -> Any:
 
 
 _Bytes = Annotated[int, Field(gt=0, lt=2**63)]
+_Memory = Annotated[
+    _Bytes | None, BeforeValidator(_as_bytes, json_schema_input_type=int | str | None)
+]
 Choice = Annotated[
     InstanceOf[ComponentChoice], BeforeValidator(_as_choice), PlainSerializer(ComponentChoice.plain)
 ]
@@ -380,15 +383,11 @@ class EngineConfig(BaseModel):
     """Share of the free RAM that K and V may use on a CPU; twice that if a single sequence needs
     it."""
 
-    kv_cache_memory: Annotated[
-        _Bytes | None, BeforeValidator(_as_bytes, json_schema_input_type=int | str | None)
-    ] = None
-    """Memory for K and V, such as 4GiB, per rank. null: what `gpu_memory_utilization` or `cpu_memory_utilization`
-    leaves."""
+    kv_cache_memory: _Memory = None
+    """Memory for K and V, such as 4GiB, per rank. null: what `gpu_memory_utilization` or
+    `cpu_memory_utilization` leaves."""
 
-    kv_host_memory: Annotated[
-        _Bytes | None, BeforeValidator(_as_bytes, json_schema_input_type=int | str | None)
-    ] = None
+    kv_host_memory: _Memory = None
     """Memory of the host, such as 16GiB, for K and V that the device's cache evicts: the host pool,
     for all ranks together. null: 4GiB if there are `kv_tiers`, otherwise none."""
 
