@@ -671,7 +671,7 @@ def tier_metrics(stats: TierStats, labels: Mapping[str, str]) -> Iterator[Metric
         ("restored_frames", "Frames restored to the device", stats.restored_frames, None),
         ("restored_bytes", "Bytes of these", stats.restored_bytes, None),
         ("restored_tokens", "Prompt tokens restored and used", stats.restored_tokens, None),
-        ("restore_seconds", "Seconds that requests waited for these", stats.restore_s, None),
+        ("restore_seconds", "Seconds that restorations took", stats.restore_s, None),
         ("missed_restores", "Prefixes not restored, or in part", stats.missed, "reason"),
         ("dropped_frames", "Frames not saved or not stored", stats.dropped_frames, "reason"),
         ("damaged_frames", "Frames with other bytes than saved", stats.damaged_frames, "source"),
@@ -682,11 +682,7 @@ def tier_metrics(stats: TierStats, labels: Mapping[str, str]) -> Iterator[Metric
         ("tier_load_seconds", "Seconds of loads, by tier", stats.load_s, "tier"),
         ("tier_off", "Times that a failing tier was switched off", stats.off, "tier"),
     ):
-        kind = CounterMetricFamily
-        numbers = (
-            dict(value) if isinstance(value, dict) else value
-        )  # the engine's thread may add to it
-        yield family(kind, f"dovetail_kv_{name}", documentation, labels, numbers, by)
+        yield family(CounterMetricFamily, f"dovetail_kv_{name}", documentation, labels, value, by)
 
 
 def family(
