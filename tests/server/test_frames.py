@@ -24,7 +24,7 @@ from dovetail.front.intake_facts import IntakeFacts
 from dovetail.request.media import MediaItem
 from dovetail.request.request import RequestFields
 from dovetail.request.sampling_params import SamplingParams, changed_unchecked
-from dovetail_server.engine import Load
+from dovetail_server.engine import Load, TierStats
 from dovetail_server.frames import (
     Abort,
     Add,
@@ -322,3 +322,12 @@ def test_images_reach_the_host_between_other_messages(tmp_path: Path) -> None:
     assert received[2] == sent[2]
     check_same(received[1], items)
     check_same(received[3], items[:1])
+
+
+def test_what_an_engine_counts_of_its_tiers_reaches_a_front_end() -> None:
+    counted = TierStats(host_limit=9)
+    counted.missed["slower"] += 1
+    counted.load_s["disk"] += 0.5
+    frame = decode_to_front_end(encode(StepFrame(0, 0.0, b"", b"", Load(tiers=counted))))
+    assert isinstance(frame, StepFrame)
+    assert frame.load.tiers == counted

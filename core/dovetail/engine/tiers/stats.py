@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class TierStats:
-    """Counts of frames, bytes, tokens and seconds. Counters are keyed by reason or by tier name."""
+    """Counts of frames, bytes, tokens and seconds. Dicts are keyed by reason or by tier name; a
+    missing key counts 0."""
 
     host_limit: int = 0  # bytes
     host_bytes: int = 0  # of published frames
@@ -16,19 +17,18 @@ class TierStats:
     saved_frames: int = 0  # copied from the device to the host pool
     saved_bytes: int = 0
     # not saved, or not stored in a tier, by reason: see `saves` and `tier_jobs`
-    dropped_frames: Counter[str] = field(default_factory=Counter)
-    stored_frames: Counter[str] = field(default_factory=Counter)  # by tier
-    stored_bytes: Counter[str] = field(default_factory=Counter)
-    loaded_frames: Counter[str] = field(default_factory=Counter)  # by tier, undamaged
-    loaded_bytes: Counter[str] = field(default_factory=Counter)
-    load_s: defaultdict[str, float] = field(
-        default_factory=lambda: defaultdict(float)
-    )  # seconds of load jobs, by tier
+    dropped_frames: dict[str, int] = field(default_factory=Counter)
+    stored_frames: dict[str, int] = field(default_factory=Counter)  # by tier
+    stored_bytes: dict[str, int] = field(default_factory=Counter)
+    loaded_frames: dict[str, int] = field(default_factory=Counter)  # by tier, undamaged
+    loaded_bytes: dict[str, int] = field(default_factory=Counter)
+    # seconds of load jobs, by tier
+    load_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     restored_frames: int = 0  # copied from the host pool to the device, undamaged
     restored_bytes: int = 0
     restored_tokens: int = 0
     restore_s: float = 0.0  # seconds from the begin to the end of restorations
     # by reason: prefixes that were found but not restored, or not completely
-    missed: Counter[str] = field(default_factory=Counter)
-    damaged_frames: Counter[str] = field(default_factory=Counter)  # by source
-    off: Counter[str] = field(default_factory=Counter)  # how often each tier was switched off
+    missed: dict[str, int] = field(default_factory=Counter)
+    damaged_frames: dict[str, int] = field(default_factory=Counter)  # by source
+    off: dict[str, int] = field(default_factory=Counter)  # how often each tier was switched off
