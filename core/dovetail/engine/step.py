@@ -217,13 +217,10 @@ class PlannedStep:
         if max_tokens is not None:
             self._check_count("max_tokens", max_tokens, 0, request)
         self._check_count("min_tokens", min_tokens, 1, request)
-        if min_tokens == 1 and max_tokens != 0 and self._is_full_for(request):
-            refused: Refusal | None = self._no_row(request) or Refusal.PREFILL_LIMIT
-        else:
-            refused = self._try(request, max_tokens, min_tokens, reserve, evict)
-        if refused is not None:
-            self._log(request, Act.REFUSED, reason=refused.name)
-            return _REFUSED[refused]
+        refusal = self._try(request, max_tokens, min_tokens, reserve, evict)
+        if refusal is not None:
+            self._log(request, Act.REFUSED, reason=refusal.name)
+            return _REFUSED[refusal]
         tokens = request.granted
         return _GRANT_OF_ONE if tokens == 1 else Grant(tokens)
 
@@ -360,6 +357,8 @@ class PlannedStep:
         refusal = self._refusal(request) if waits and self._books.asking else None
         if refusal is Refusal.NOT_NOW or self._not_now(request):
             return Refusal.NOT_NOW
+        if waits and min_tokens == 1 and max_tokens != 0 and self._refuses_prefill(request):
+            return self._no_row(request) or Refusal.PREFILL_LIMIT
         source = self._fork_source(request) if waits and request.siblings else None
         start, end = self._span(request, source)
         least = self._least(request, start, max(1, min(min_tokens, end - start)))
@@ -375,8 +374,7 @@ class PlannedStep:
         room_for = end if reserve and self._may_reserve(end) else start + tokens
         if start < request.prefill_end:  # the limits slow computing, and spare no memory
             tokens, limit = self._limited(request, start, tokens, least)
-            if limit is not None:
-                return limit
+            refusal = limit or refusal
         if refusal is not None:
             return refusal
         if not self._take_or_evict(request, source, room_for, evict):
@@ -385,13 +383,11 @@ class PlannedStep:
             self._admit(request)
         return self._book_from(request, start, tokens, end)
 
-    def _is_full_for(self, request: LiveRequest) -> bool:
-        """Return True if the prefill limit refuses even one token of the waiting `request`, however
-        many are cached: a policy may ask for many in each step, and a lookup reads a whole
-        prompt."""
+    def _refuses_prefill(self, request: LiveRequest) -> bool:
+        """Return True if the prefill limit refuses even one token of the waiting `request`, whatever
+        its cached prefix. Saves the prefix-cache lookup, which takes time in proportion to the
+        prompt: a policy may ask for every waiting request in each step."""
         if not self.prefill_tokens or self._tokens_left < 1 or self._prompt_tokens_left() >= 1:
-            return False
-        if request.status is not Status.WAITING or self._not_now(request):
             return False
         return not (request.siblings or request.indivisible or request in self._books.asking)
 
