@@ -118,6 +118,10 @@ class Summary:
             dict(zip(PERCENTILES, points.tolist(), strict=True)),
         )
 
+    def named(self, statistic: str) -> float:
+        """Return "mean", or a percentile by its name, such as "p99"."""
+        return self.mean if statistic == "mean" else self.percentiles[int(statistic[1:])]
+
 
 @dataclass(frozen=True, slots=True)
 class Slo:

@@ -145,10 +145,7 @@ def figures(run: RunResult, objectives: Sequence[Objective] = ()) -> dict[str, f
     latencies = {}
     for name in LATENCIES:
         metric, _, statistic = name.partition("_")
-        summary = metrics.latencies[metric]
-        latencies[name] = (
-            summary.mean if statistic == "mean" else summary.percentiles[int(statistic[1:])]
-        )
+        latencies[name] = metrics.latencies[metric].named(statistic)
     judged = {objective.name: objective.judge([run]) for objective in objectives}
     slo = {
         key: value

@@ -73,8 +73,7 @@ class Goal:
         if self.rises:
             return float(getattr(metrics, self.figure))
         metric, statistic = parts_of(self.figure)
-        summary = metrics.latencies[metric]
-        return summary.mean if statistic.q is None else summary.percentiles[int(100 * statistic.q)]
+        return metrics.latencies[metric].named(statistic.name)
 
     def change(self, base: RunResult, other: RunResult) -> Change:
         """Return the change of the figure on the same requests, with a 95 % interval from

@@ -133,14 +133,10 @@ def _latency_rows(
 ) -> list[tuple[str, list[str]]]:
     """Return a latency's row for each policy: means over seeds of each run's value."""
 
-    def figure(metrics: RunMetrics, column: str) -> float:
-        summary = metrics.latencies[metric]
-        return summary.mean if column == "mean" else summary.percentiles[int(column[1:])]
-
     texts = iter(
         evenly(
             [
-                _mean([figure(one, column) for one in of_policy])
+                _mean([one.latencies[metric].named(column) for one in of_policy])
                 for of_policy in measured.values()
                 for column in _COLUMNS
             ]
