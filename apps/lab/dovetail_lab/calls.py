@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from dovetail_lab.nearest import suggest
 from dovetail_lab.traces.reading import TraceError
 
 _CALL = re.compile(r"(?P<name>\w+)\s*(?:\((?P<arguments>.*)\))?", re.DOTALL)
@@ -32,11 +32,7 @@ def parse_call(text: str, kinds: Mapping[str, type[Model]], what: str) -> Model:
         raise TraceError(f"{what}: expected a name, or name(arguments), got {text!r}")
     kind = kinds.get(match["name"])
     if kind is None:
-        near = difflib.get_close_matches(match["name"], kinds, n=1)
-        raise TraceError(
-            f"{what}: unknown {match['name']!r}"
-            + (f", did you mean {near[0]}?" if near else f"; there are {', '.join(kinds)}")
-        )
+        raise TraceError(f"{what}: unknown {match['name']!r}{suggest(match['name'], kinds)}")
     try:
         return kind(**_arguments(match["arguments"] or "", list(kind.model_fields), text, what))
     except ValidationError as error:

@@ -3,7 +3,6 @@ given by the user."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import types
 from collections.abc import Mapping, Sequence
@@ -14,12 +13,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from dovetail.errors import ConfigError, shown
+from dovetail_lab.nearest import suggest
 
 if TYPE_CHECKING:
     import optuna
 
 WIDE = 100.0  # ratio of a range's ends from which it is searched on a log scale
 SMALLEST = 1e-4  # of the highest value: the lowest one of a range that excludes zero
+_LEAST = math.nextafter(0.0, 1.0)  # low end of a float that must be more than 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,9 @@ def space_of(
     fields = model.model_fields
     for name in ranges:
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"--range: the policy has no option {shown(name)}{hint}")
+            raise ConfigError(
+                f"--range: the policy has no option {shown(name)}{suggest(name, fields)}"
+            )
     space = {name: _dimension(name, field, ranges.get(name)) for name, field in fields.items()}
     found = [dimension for dimension in space.values() if dimension is not None]
     unbounded = [name for name, dimension in space.items() if dimension is None]
@@ -103,13 +104,11 @@ def space_of(
 
 def _dimension(name: str, field: FieldInfo, given: tuple[float, float] | None) -> Dimension | None:
     kind, bounds = _resolved(field.annotation, field.metadata)
-    values = (
-        (False, True) if kind is bool else get_args(kind) if get_origin(kind) is Literal else ()
-    )
-    if values or kind not in (int, float):
+    if kind not in (int, float):
         if given is not None:
             raise ConfigError(f"--range: {name} isn't a number")
-        return Choice(name, values) if values else None
+        values = (False, True) if kind is bool else get_args(kind)
+        return Choice(name, values) if kind is bool or get_origin(kind) is Literal else None
     whole = kind is int
     low, high = _ends(bounds, whole)
     if given is not None:
@@ -123,18 +122,17 @@ def _dimension(name: str, field: FieldInfo, given: tuple[float, float] | None) -
     return Range(name, max(low, SMALLEST * high) if low == _LEAST else low, high, whole)
 
 
-_LEAST = math.nextafter(0.0, 1.0)  # the low end of what must be more than 0
-
-
 def _ends(bounds: Sequence[Any], whole: bool) -> tuple[float, float]:
     """Return the lowest and highest value that the constraints allow."""
 
     def limits(name: str) -> list[float]:
         return [float(one) for bound in bounds if (one := getattr(bound, name, None)) is not None]
 
-    step = {True: lambda value, to: value + math.copysign(1, to), False: math.nextafter}[whole]
-    low = max([-math.inf, *limits("ge"), *(step(value, math.inf) for value in limits("gt"))])
-    high = min([math.inf, *limits("le"), *(step(value, -math.inf) for value in limits("lt"))])
+    def next_to(value: float, to: float) -> float:
+        return value + math.copysign(1, to) if whole else math.nextafter(value, to)
+
+    low = max([-math.inf, *limits("ge"), *(next_to(value, math.inf) for value in limits("gt"))])
+    high = min([math.inf, *limits("le"), *(next_to(value, -math.inf) for value in limits("lt"))])
     return low, high
 
 

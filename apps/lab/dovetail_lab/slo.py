@@ -8,10 +8,9 @@ got their first token within half a second.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from dovetail.errors import ConfigError
 from dovetail_lab.metrics import PER_REQUEST, Slo, itl_s, per_request
+from dovetail_lab.nearest import suggest
 from dovetail_lab.records import RequestRecord, RunResult
 
 Floats = NDArray[np.float64]
@@ -128,7 +128,7 @@ def parse_slo(text: str) -> tuple[Objective, ...]:
     elif text and not re.search("[<>=,]", text):
         raise ConfigError(
             f"--slo: {text!r} is neither an objective, like ttft_p99<0.5, nor a "
-            f"preset{_suggest(text, PRESETS)}"
+            f"preset{suggest(text, PRESETS)}"
         )
     objectives = tuple(_objective(part.strip()) for part in text.split(","))
     names = [objective.name for objective in objectives]
@@ -145,7 +145,7 @@ def _objective(text: str) -> Objective:
     metric = match["metric"]
     statistic = match["statistic"]
     if metric not in METRICS:
-        raise ConfigError(f"--slo: {text!r}: unknown metric {metric!r}{_suggest(metric, METRICS)}")
+        raise ConfigError(f"--slo: {text!r}: unknown metric {metric!r}{suggest(metric, METRICS)}")
     limit = _limit(match, f"--slo: {text!r}")
     q = None if statistic == "mean" else float(statistic[1:]) / 100
     if q is not None and not 0 < q < 1:
@@ -166,7 +166,7 @@ def parse_goodput(text: str) -> Slo:
         if field not in Slo.__slots__:
             raise ConfigError(
                 f"--goodput: {part!r}: unknown metric "
-                f"{match['metric']!r}{_suggest(match['metric'], ('ttft', 'tpot', 'e2e'))}"
+                f"{match['metric']!r}{suggest(match['metric'], ('ttft', 'tpot', 'e2e'))}"
             )
         if field in limits:
             raise ConfigError(f"--goodput: {match['metric']} is limited twice")
@@ -183,8 +183,3 @@ def _limit(match: re.Match[str], where: str) -> float:
     if not 0 < limit < math.inf:
         raise ConfigError(f"{where}: the limit must be more than 0")
     return limit
-
-
-def _suggest(wrong: str, valid: Iterable[str]) -> str:
-    near = difflib.get_close_matches(wrong, list(valid), n=1)
-    return f", did you mean {near[0]}?" if near else f"; there are {', '.join(valid)}"
