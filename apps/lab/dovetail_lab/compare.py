@@ -18,9 +18,9 @@ import numpy as np
 from dovetail.errors import ConfigError
 from dovetail_lab.block_length import BlockLength, block_length
 from dovetail_lab.digits import MISSING, evenly
-from dovetail_lab.draws import MIN_SEEDS, BlockDraws, Draws, SeedDraws, log_ratio, per_run
+from dovetail_lab.draws import MIN_SEEDS, BlockDraws, Draws, SeedDraws
 from dovetail_lab.metrics import itl_by_request, measure, per_request
-from dovetail_lab.pairs import MEAN, P50, P90, P99, Floats, Pairs, Statistic
+from dovetail_lab.pairs import MEAN, P50, P90, P99, Pairs
 from dovetail_lab.power import units_needed
 from dovetail_lab.records import RequestRecord, RunResult
 from dovetail_lab.statistics import Change, changes, half_of, scalar_change
@@ -60,7 +60,7 @@ class Line:
     change: Change
     # False: the interval is known to be too narrow, so excluding zero proves nothing
     holds: bool = True
-    # times as many units of the method as there are that a change of this size needs; NaN: unknown
+    # sample size that a change of this size needs, as a multiple of the present one; NaN: unknown
     needs: float = math.nan
 
     @property
@@ -84,8 +84,9 @@ class Line:
         return {True: "better", False: "worse", None: "no measurable difference"}[self.better]
 
     def would_tell(self, method: Method, seeds: int) -> str:
-        """What would probably show a change of this size, in words: "34 seeds"; "" if the runs show
-        it, or nothing would."""
+        """Return the sample size with which a change of this size would probably be measurable, in
+        words: "34 seeds", or "2.5 times as long a trace". Empty if it is measurable already, or
+        if the size is unknown or infinite."""
         if self.measurable or not math.isfinite(self.needs):
             return ""
         if method.new_traffic:
@@ -294,19 +295,6 @@ def compare(
     return Comparison(tuple(runs), tuple(run.seed for run in base_runs), method, tuple(versus))
 
 
-def log_changes(
-    base: Sequence[RunResult], other: Sequence[RunResult], metric: str, statistic: Statistic
-) -> Floats:
-    """Return [runs]: the logarithm of the change of a figure from `base` to `other`, run by run;
-    not finite if one of them lacks it. `statistic` is ignored for one of `RATES`."""
-    if metric in RATES:
-        sides = [
-            np.array([getattr(measure(run), metric) for run in runs]) for runs in (base, other)
-        ]
-        return log_ratio(*sides)
-    return log_ratio(*per_run(paired(base, other, metric), statistic))
-
-
 def check_settings(confidence: float, resamples: int) -> None:
     """Raise `ConfigError` for an invalid confidence, or for too few resamples to find
     percentiles."""
@@ -472,9 +460,9 @@ def _versus(
 
 
 def _needs(change: Change, method: Method) -> float:
-    """Return how many times the units there are, runs or blocks, would show a change of the
-    observed size: the interval says how much the paired differences of single units vary. NaN
-    without an interval."""
+    """Return the sample size, as a multiple of the present number of units (runs or blocks), with
+    which a change of the observed size would probably be measurable. The width of the interval
+    gives the standard deviation of a unit's paired difference. NaN without an interval."""
     units = method.draws.units
     if not -1 < change.relative < math.inf or math.isnan(change.low) or change.low <= -1:
         return math.nan

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dovetail.errors import ConfigError, shown
-from dovetail_lab.compare import LATENCIES, RATES, STATISTICS, log_changes
+from dovetail_lab.compare import LATENCIES, RATES, STATISTICS, paired
+from dovetail_lab.draws import log_ratio, per_run
+from dovetail_lab.metrics import measure
 from dovetail_lab.pairs import Floats, Statistic
 from dovetail_lab.power import anytime_count, anytime_half
 from dovetail_lab.records import RunResult
@@ -56,9 +58,13 @@ class Until:
         return cls(figure, float(number[1]) / 100, confidence)
 
     def _logs(self, base: Sequence[RunResult], other: Sequence[RunResult]) -> Floats:
+        """Return [runs]: the logarithm of the change of the figure from `base` to `other`, run by
+        run; not finite if one of them lacks it."""
         if self.figure in RATES:
-            return log_changes(base, other, self.figure, STATISTICS[0])
-        return log_changes(base, other, *parts_of(self.figure))
+            sides = ([getattr(measure(run), self.figure) for run in runs] for runs in (base, other))
+            return log_ratio(*map(np.array, sides))
+        metric, statistic = parts_of(self.figure)
+        return log_ratio(*per_run(paired(base, other, metric), statistic))
 
     def look(self, runs: Mapping[str, Sequence[RunResult]]) -> list[Look]:
         """Return the interval of each other policy's change from the first."""
