@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -101,7 +101,9 @@ def leaderboard(
     if done:
         typer.echo(f"{done} of {planned} runs are in {out} already")
     made = 0 if done else seeds
-    while until is not None and _is_open(runs.found(seeds), until) and rest.allows(1, made):
+    while until is not None and rest.allows(1, made):
+        if not any(lead.is_open(until / 100) for lead in leads(runs.found(seeds))):
+            break
         there, _ = runs.make(range(seeds, seeds + 1))
         seeds += 1
         made += not there
@@ -111,13 +113,6 @@ def leaderboard(
     print_leads(leads(found), until)
     page = Board(standings, tuple(chosen), seeds, runs.failures, shown_command(), requests)
     typer.echo(f"written: {write_leaderboard(page, out)[0]}")
-
-
-def _is_open(found: Mapping[Entry, Mapping[str, Sequence[Figures]]], points: float) -> bool:
-    """Return True if neighbours are neither apart nor within `points`."""
-    from dovetail_lab.leaderboard.standings import leads
-
-    return any(not (lead.same or lead.apart or lead.within(points / 100)) for lead in leads(found))
 
 
 def print_leads(leads: Sequence[Lead], points: float | None) -> None:

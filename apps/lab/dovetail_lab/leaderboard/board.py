@@ -110,8 +110,8 @@ def trace_of(name: str, seed: int, requests: int | None = None) -> Trace:
 
 @cache
 def fingerprint(name: str, seed: int, requests: int | None = None) -> str:
-    """Return a hash of all requests of a trace, or of its first `requests`: results for other requests aren't comparable, e.g.
-    if random numbers are drawn differently."""
+    """Return a hash of all requests of a trace, or of its first `requests`. Results for other
+    requests aren't comparable, e.g. if random numbers are drawn differently."""
     trace = trace_of(name, seed, requests)
     rows = [tuple(getattr(request, field) for field in _FIELDS) for request in trace]
     return xxhash.xxh64_hexdigest(repr(rows).encode())

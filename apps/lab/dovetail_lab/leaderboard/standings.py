@@ -53,12 +53,7 @@ class Standing:
 def rank(runs: Mapping[Entry, Mapping[str, Sequence[Figures]]]) -> list[Standing]:
     """Return the standings, the best first. `runs[entry][trace]` has one run for each of two seeds
     or more, the same for all."""
-    by_entry = {
-        entry: {trace: _in_time(own) for trace, own in of_trace.items()}
-        for entry, of_trace in runs.items()
-    }
-    for own in by_entry.values():
-        own[ALL] = np.mean([own[trace] for trace in own], axis=0)
+    by_entry = {entry: _scores(of_trace) for entry, of_trace in runs.items()}
     traces = next(iter(by_entry.values()), {})
     places = {
         trace: groups({entry.name: own[trace] for entry, own in by_entry.items()})
@@ -99,8 +94,8 @@ def groups(scores: Mapping[str, Floats]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """By how much a scheduler's mean over the traces exceeds that of the next one. The interval
-    holds however often one looks."""
+    """Lead of a scheduler over the next one: the difference of their means over the traces, with an
+    interval that stays valid while seeds are added (`power.anytime_half`)."""
 
     name: str
     next: str
@@ -122,13 +117,14 @@ class Lead:
         """Return True if the two measurably differ by no more than `share`."""
         return self.mean + self.half <= share
 
+    def is_open(self, share: float) -> bool:
+        """Return True if the two are neither told apart nor shown to be within `share`."""
+        return not (self.same or self.apart or self.within(share))
+
 
 def leads(runs: Mapping[Entry, Mapping[str, Sequence[Figures]]]) -> list[Lead]:
     """Return the lead of each scheduler but the last, the best first. `runs`: as of `rank`."""
-    means = {
-        entry.name: np.mean([_in_time(own) for own in of_trace.values()], axis=0)
-        for entry, of_trace in runs.items()
-    }
+    means = {entry.name: _scores(of_trace)[ALL] for entry, of_trace in runs.items()}
     return [
         _lead(one, next_, means[one] - means[next_]) for one, next_ in pairwise(_ordered(means))
     ]
@@ -150,8 +146,10 @@ def _ordered(scores: Mapping[str, Floats]) -> list[str]:
     return sorted(scores, key=lambda name: (-float(scores[name].mean()), name))
 
 
-def _in_time(runs: Sequence[Figures]) -> Floats:
-    return np.array([one.in_time for one in runs])
+def _scores(runs: Mapping[str, Sequence[Figures]]) -> dict[str, Floats]:
+    """Return the scores of one scheduler, [seeds], by trace, and of `ALL`."""
+    scores = {trace: np.array([one.in_time for one in own]) for trace, own in runs.items()}
+    return scores | {ALL: np.mean([*scores.values()], axis=0)}
 
 
 def _worse(differences: Floats) -> bool:
