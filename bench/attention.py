@@ -195,6 +195,16 @@ def median_seconds(run: Callable[[], object]) -> float:
     return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1000
 
 
+def replayed_seconds(run: Callable[[], object]) -> float:
+    """Return the median time of the kernels of `run`, replayed from a CUDA graph."""
+    run()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        run()
+    return median_seconds(captured.replay)
+
+
 def copy_bandwidth() -> float:
     """Return the bytes read and written per second by a copy within the device."""
     source, target = (torch.empty(1 << 32, dtype=torch.uint8, device=DEVICE) for _ in range(2))
@@ -309,12 +319,7 @@ class Bench:
 
     def seconds(self) -> float:
         """Return the time of `attend` for one layer, replayed from a CUDA graph."""
-        self.attend()
-        torch.cuda.synchronize()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            self.attend()
-        return median_seconds(captured.replay) / len(self.layers)
+        return replayed_seconds(self.attend) / len(self.layers)
 
     def plan_seconds(self) -> float:
         """Return the host time of `plan`."""
@@ -361,12 +366,7 @@ def flash_decode_seconds(model: Model, load: Load) -> float | None:
         for k, v in caches:
             flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, block_table=table, causal=True)
 
-    run()
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        run()
-    return median_seconds(captured.replay) / copies
+    return replayed_seconds(run) / copies
 
 
 def flash_prefill_seconds(model: Model, load: Load) -> float | None:

@@ -3,21 +3,20 @@
     python -m bench.indexed                        # 1 and 8 rows of 32k and 128k tokens
     python -m bench.indexed --lens 300 --rows 2 --device cpu      # in Triton's interpreter: no times
 
-For each load, that its values are those of the `torch` backend, and the time of a layer, replayed
-from a CUDA graph: of scoring and selecting, of attention to the selected tokens, and of attention
-to all tokens in a layer without an indexer.
+Compares each load's values with those of the `torch` backend, and prints the times of a layer,
+replayed from a CUDA graph: scoring and selecting, attention to the selected tokens, and attention to
+all tokens in a layer without an indexer.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from bench.attention import median_seconds
+from bench.attention import replayed_seconds
 from dovetail.api.attention import (
     AttentionBackend,
     AttentionBatch,
@@ -39,8 +38,9 @@ CLOSE = 2e-2
 
 
 class Decode:
-    """A layer of a backend whose cache holds `rows` rows of `length` tokens, and a decode of these,
-    planned. Index keys and queries are whole numbers, so that all backends select the same."""
+    """A layer of a backend whose cache holds `rows` rows of `length` tokens, with a decode of them
+    planned. Index keys and queries are whole numbers, so that all backends select the same tokens.
+    """
 
     def __init__(
         self, kind: type[AttentionBackend], spec: LayerSpec, rows: int, length: int, device: str
@@ -113,16 +113,6 @@ class Decode:
         return self.layer.attend(self.q)
 
 
-def seconds(act: Callable[[], object]) -> float:
-    """Return the time of kernels, replayed from a CUDA graph."""
-    act()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        act()
-    return median_seconds(graph.replay)
-
-
 def try_load(rows: int, length: int, device: str) -> None:
     """Print one line, or raise if the two backends differ."""
     plain = Decode(TorchAttention, SPEC, rows, length, device)
@@ -138,10 +128,10 @@ def try_load(rows: int, length: int, device: str) -> None:
     if device == "cuda":
         scored = rows * length * INDEXER.size * 2
         selected = rows * min(length, INDEXER.top_k) * SPEC.head_size * 2
-        times = seconds(ours.select), seconds(ours.attend)
+        times = replayed_seconds(ours.select), replayed_seconds(ours.attend)
         del ours
         all_of_it = Decode(TritonAttention, replace(SPEC, indexer=None), rows, length, device)
-        dense = seconds(all_of_it.attend)
+        dense = replayed_seconds(all_of_it.attend)
         line += (
             f"; select {times[0] * 1e6:.0f} us ({scored / times[0] / 1e12:.2f} TB/s of index keys)"
             f", attend {times[1] * 1e6:.0f} us ({selected / times[1] / 1e12:.2f} TB/s of K)"

@@ -126,7 +126,7 @@ def agents(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]
 
 @contextmanager
 def directory_of(args: argparse.Namespace) -> Iterator[str]:
-    """Give the model: one that is installed, or random weights of a shape."""
+    """Yield the model given, or the folder of a temporary checkpoint with random weights."""
     if args.model is not None:
         yield args.model
         return
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--host-memory", default="48GiB")
     parser.add_argument("--kv-cache-memory", help="of the device; default: as the engine's")
-    parser.add_argument("--disk", help="folder in which the disk tier's is made")
+    parser.add_argument("--disk", help="parent of the disk tier's temporary folder")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with directory_of(args) as directory:

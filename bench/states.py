@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 
-from bench.attention import median_seconds
+from bench.attention import replayed_seconds
 from bench.limits import copy_bytes_per_s, require_gpu, sustained_seconds
 from dovetail.nn.kernels import delta_rule, launch, mamba2
 from dovetail.nn.kernels.launch import KernelUnavailable
@@ -174,13 +174,7 @@ class Bench:
 
     def seconds(self, run: Callable[[], None] | None = None) -> float:
         """Return the time of one layer, replayed from a graph."""
-        run = run or self.run
-        run()
-        torch.cuda.synchronize()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            run()
-        return median_seconds(captured.replay) / len(self.layers)
+        return replayed_seconds(run or self.run) / len(self.layers)
 
     def parts(self) -> dict[str, float]:
         """Return the times of the convolution, the recurrence and the norm."""
