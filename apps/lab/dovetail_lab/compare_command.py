@@ -39,7 +39,7 @@ from dovetail_lab.writing import make_folder, write_whole
 if TYPE_CHECKING:
     from dovetail import EngineConfig
     from dovetail_lab.compare import Comparison
-    from dovetail_lab.planned_runs import PlannedRun
+    from dovetail_lab.planned_runs import PlannedRun, Workers
     from dovetail_lab.records import RunResult
     from dovetail_lab.routers import Routing
     from dovetail_lab.step_error import Repeated
@@ -99,6 +99,7 @@ def compare(
     """Compare policies on the same requests, with confidence intervals and a verdict."""
     need("scipy", *(("matplotlib", "jinja2") if out is not None else ()))
     from dovetail_lab import compare as comparing
+    from dovetail_lab.planned_runs import Workers
     from dovetail_lab.step_error import Repeated, StepErrors
 
     if len(engines) < 2:
@@ -117,13 +118,14 @@ def compare(
     scenarios = [configs]
     if errors:
         scenarios += [errors.scaled(configs, longer=longer) for longer in (False, True)]
-    study = _Study(scenarios, trace, options, routing, cores(jobs), out if decisions else None)
-    goal = study.goal(until, confidence)
-    rest = TimeBudget(budget)
-    if out is not None:
-        make_folder(out)
-    study.add(seeds)
-    study.add_until(goal, rest)
+    with Workers(cores(jobs)) as workers:
+        study = _Study(scenarios, trace, options, routing, workers, out if decisions else None)
+        goal = study.goal(until, confidence)
+        rest = TimeBudget(budget)
+        if out is not None:
+            make_folder(out)
+        study.add(seeds)
+        study.add_until(goal, rest)
     found, *others = (
         comparing.compare(runs, resamples=resamples, confidence=confidence, seed=options.seed)
         for runs in study.runs
@@ -146,7 +148,7 @@ class _Study:
     trace: str
     options: WorkloadOptions
     routing: Mapping[str, Routing | None]
-    processes: int
+    workers: Workers
     decisions: Path | None  # folder for logs of decisions of the first scenario
     runs: list[dict[str, list[RunResult]]] = field(init=False)
 
@@ -175,7 +177,7 @@ class _Study:
 
     def add(self, count: int) -> None:
         """Run all engines with `count` more seeds."""
-        from dovetail_lab.planned_runs import PlannedRun, run_all, unchanged
+        from dovetail_lab.planned_runs import PlannedRun, unchanged
 
         seeds = seeds_from(self.options.seed + self.seeds, count)
         todo = [
@@ -196,7 +198,7 @@ class _Study:
             ]
         for _, job in todo[:nominal]:
             job.check()
-        done = run_all([job for _, job in todo], unchanged, self.processes, "compare")
+        done = self.workers.run_all([job for _, job in todo], unchanged, "compare")
         for index, ((runs, _), run) in enumerate(zip(todo, done, strict=True)):
             has_log = self.decisions is not None and index < nominal
             runs.append(_without_log(run) if has_log else run)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dovetail_lab.leaderboard.board import Entry, Figures
     from dovetail_lab.leaderboard.results import Results
     from dovetail_lab.leaderboard.standings import Lead, Standing
+    from dovetail_lab.planned_runs import Workers
 
 
 def leaderboard(
@@ -79,6 +80,7 @@ def leaderboard(
     from dovetail_lab.leaderboard import board
     from dovetail_lab.leaderboard.results import Results
     from dovetail_lab.leaderboard.standings import leads, rank
+    from dovetail_lab.planned_runs import Workers
     from dovetail_lab.report.leaderboard_page import Board, write_leaderboard
 
     if seeds < 2:
@@ -96,17 +98,18 @@ def leaderboard(
             )
     entries = board.entries(() if only is None else _names(only))
     make_folder(out)
-    runs = _Runs(entries, chosen, Results(out), cores(jobs), requests)
-    done, planned = runs.make(range(seeds))
-    if done:
-        typer.echo(f"{done} of {planned} runs are in {out} already")
-    made = 0 if done else seeds
-    while until is not None and rest.allows(1, made):
-        if not any(lead.is_open(until / 100) for lead in leads(runs.found(seeds))):
-            break
-        there, _ = runs.make(range(seeds, seeds + 1))
-        seeds += 1
-        made += not there
+    with Workers(cores(jobs)) as workers:
+        runs = _Runs(entries, chosen, Results(out), workers, requests)
+        done, planned = runs.make(range(seeds))
+        if done:
+            typer.echo(f"{done} of {planned} runs are in {out} already")
+        made = 0 if done else seeds
+        while until is not None and rest.allows(1, made):
+            if not any(lead.is_open(until / 100) for lead in leads(runs.found(seeds))):
+                break
+            there, _ = runs.make(range(seeds, seeds + 1))
+            seeds += 1
+            made += not there
     found = runs.found(seeds)
     standings = rank(found)
     print_standings(standings, chosen, seeds, runs.failures)
@@ -138,14 +141,14 @@ class _Runs:
     entries: Sequence[Entry]
     traces: Sequence[str]
     results: Results
-    jobs: int
+    workers: Workers
     requests: int | None  # the first of each trace; None: all
     failures: dict[str, str] = field(default_factory=dict)  # scheduler -> the reason
 
     def make(self, seeds: range) -> tuple[int, int]:
         """Make the missing runs of some seeds. Returns how many were there, of how many."""
         from dovetail_lab.leaderboard.board import BoardRun
-        from dovetail_lab.planned_runs import run_all, unchanged
+        from dovetail_lab.planned_runs import unchanged
 
         planned = [
             (entry, BoardRun(entry.name, trace, seed, self.requests))
@@ -154,7 +157,7 @@ class _Runs:
             for entry in self.entries
         ]
         todo = [(entry, run) for entry, run in planned if self.results.of(entry, run) is None]
-        made_runs = run_all([run for _, run in todo], unchanged, self.jobs, "leaderboard")
+        made_runs = self.workers.run_all([run for _, run in todo], unchanged, "leaderboard")
         for (entry, run), made in zip(todo, made_runs, strict=True):
             if isinstance(made, str):
                 self.failures.setdefault(entry.name, f"{run.trace}, seed {run.seed}: {made}")

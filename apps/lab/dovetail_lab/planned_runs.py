@@ -1,5 +1,5 @@
 """Run many simulations: `PlannedRun` describes one, `run_all` runs a list in several processes with
-results that don't depend on their number."""
+results that don't depend on their number. `Workers` keeps the processes for further lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from pydantic import BaseModel
 from tqdm import tqdm
@@ -131,7 +131,7 @@ def unchanged(run: Made) -> Made:
 
 
 class Runnable(Protocol[Ran]):
-    """Something that `run_all` can run: `PlannedRun`, or another picklable description of a run."""
+    """Something that `Workers` can run: `PlannedRun`, or another picklable description of a run."""
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> Ran:
         """Run it; `progress` is called with the number of finished requests, and of all."""
@@ -143,31 +143,59 @@ def run_all(
     processes: int = 1,
     desc: str = "runs",
 ) -> Iterator[Made]:
-    """Yield `make(run)` for each planned run, in order. With several processes `make` must be
-    picklable. Shows a progress bar on stderr if that is a terminal. Raises the errors of a run."""
-    with tqdm(total=len(planned), desc=desc, unit="run", disable=None, leave=False) as bar:
-        if processes == 1 or len(planned) <= 1:
-            for one in planned:
-                yield make(one.run(progress=partial(_show, bar)))
-                bar.update()
-            return
-        context = multiprocessing.get_context("spawn")
-        finished = context.Value("q", 0)  # number of finished requests of all processes
-        with ProcessPoolExecutor(
-            min(processes, len(planned)), context, initializer=_count_in, initargs=(finished,)
-        ) as pool:
-            waiting = [pool.submit(_run_and_make, make, one) for one in planned]
-            try:
-                for future in waiting:
-                    while wait([future], timeout=SHOWN_EVERY_S).not_done:
-                        bar.set_postfix_str(f"{finished.value:,} requests")
+    """Do as `Workers.run_all`, with processes for this call only."""
+    with Workers(processes) as workers:
+        yield from workers.run_all(planned, make, desc)
+
+
+class Workers:
+    """Up to `processes` processes that make runs: they start when they are needed, since their
+    imports take seconds, and stay until the context ends."""
+
+    def __init__(self, processes: int) -> None:
+        self._processes = processes
+        self._pool: ProcessPoolExecutor | None = None  # until it is needed
+        self._finished: Any = None  # with a pool: number of finished requests of all processes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def run_all(
+        self, planned: Sequence[Runnable[Ran]], make: Callable[[Ran], Made], desc: str = "runs"
+    ) -> Iterator[Made]:
+        """Yield `make(run)` for each planned run, in order. With several processes `make` must be
+        picklable. Shows a progress bar on stderr if that is a terminal. Raises the errors of a run;
+        runs that wait are cancelled at the context's end."""
+        with tqdm(total=len(planned), desc=desc, unit="run", disable=None, leave=False) as bar:
+            if self._processes == 1 or len(planned) <= 1:
+                for one in planned:
+                    yield make(one.run(progress=partial(_show, bar)))
                     bar.update()
-                    yield future.result()
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+                return
+            pool = self._started()
+            before = self._finished.value
+            waiting = [pool.submit(_run_and_make, make, one) for one in planned]
+            for future in waiting:
+                while wait([future], timeout=SHOWN_EVERY_S).not_done:
+                    bar.set_postfix_str(f"{self._finished.value - before:,} requests")
+                bar.update()
+                yield future.result()
+
+    def _started(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._finished = context.Value("q", 0)
+            self._pool = ProcessPoolExecutor(
+                self._processes, context, initializer=_count_in, initargs=(self._finished,)
+            )
+        return self._pool
 
 
-_finished: Any = None  # in a worker process of `run_all`: the shared count
+_finished: Any = None  # in a process of `Workers`: the shared count
 
 
 def _count_in(finished: Any) -> None:
