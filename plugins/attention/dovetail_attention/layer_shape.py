@@ -58,16 +58,16 @@ class LayerShape(NamedTuple):
 
     @property
     def padded_rest(self) -> int:
-        return max(16, _power_of_two(self.rest)) if self.rest else 0
+        return max(16, power_of_two(self.rest)) if self.rest else 0
 
     @property
     def padded_group(self) -> int:
-        return _power_of_two(self.group)
+        return power_of_two(self.group)
 
     @property
     def padded_size(self) -> int:
         """Padded head size of Triton kernels: a power of two, at least 16."""
-        return max(16, _power_of_two(self.head_size))
+        return max(16, power_of_two(self.head_size))
 
 
 def sinks_of(layer: AttentionLayer) -> torch.Tensor | None:
@@ -83,6 +83,6 @@ def sinks_of(layer: AttentionLayer) -> torch.Tensor | None:
     return layer.sinks
 
 
-def _power_of_two(least: int) -> int:
+def power_of_two(least: int) -> int:
     """Return the smallest power of two that is at least this."""
     return 1 << (least - 1).bit_length()

@@ -3,6 +3,7 @@
 `plan` copies a step's inputs and the host's schedule into buffers whose addresses never change;
 `attend` launches at most two kinds of kernel: rows of one query token go to `triton_decode`, the
 others to `triton_prefill`, or on a Hopper to `triton_prefill_hopper`, if that can serve the layer.
+All rows of a layer with an indexer go to `triton_selected`.
 
 A CUDA graph may be captured of a step whose rows have one query token each, and replayed after any
 `plan` of as many (padded) rows of that kind; or of a step planned with `mixed_graph`, whose grids
@@ -54,6 +55,7 @@ from dovetail_attention.triton_schedule import TILE_NUMBERS
 from dovetail_attention.triton_selected import SelectedTokens, SelectionBuffers
 from dovetail_attention.triton_step import (
     LEAST_TOGETHER,
+    MERGE_NUMBERS,
     PREFIX_PARTS,
     LayerKind,
     Limits,
@@ -70,8 +72,6 @@ from dovetail_attention.triton_tuning import (
 )
 
 LOG2_E = math.log2(math.e)
-MERGE_NUMBERS = 4096  # numbers of partial results that a program merges at once
-LEAST_M = 16  # queries of a tile for the tensor cores
 LEAST_OF_FP8 = 32  # minimum head size: matrix units need 16, and kernels read FP8 in pairs
 INTERPRETED_PROCESSORS = 4
 # numbers of K that are V too, and that aren't
@@ -184,8 +184,8 @@ class TritonAttention(AttentionBackend):
             self.tilings,
         )
         caches = [cache_of(layer) for layer in self._layers]
-        indexed = [layer.spec for layer in self._layers if layer.spec.indexer is not None]
         kinds = {layer.kind for layer in self._layers if layer.spec.indexer is None}
+        indexed = {layer.kind for layer in self._layers if layer.spec.indexer is not None}
         if (
             self.tilings == HOPPER
             and not is_compiling_ahead()
@@ -264,31 +264,17 @@ class TritonLayer(AttentionLayer):
         )
 
     def write(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
-        if len(k) == 0:
-            return
         k = _heads_together(k)
-        v = k if v is None else _heads_together(v)
-        tokens, width = self._backend.tilings.scatter
-        launch(
-            triton_cache.scatter,
-            (-(-len(k) // tokens), -(-self.spec.kv_heads * self.spec.head_size // width)),
-        )(
+        triton_cache.write(
             k,
-            v,
-            as_bytes(self._k),
-            as_bytes(self._v),
+            k if v is None else _heads_together(v),
+            (as_bytes(self._k), as_bytes(self._v)),
             self._slots,
-            *self._scales,
-            len(k),
-            K_TOKEN_STRIDE=k.stride(0),
-            V_TOKEN_STRIDE=v.stride(0),
-            KV_HEADS=self.spec.kv_heads,
-            D=self.spec.head_size,
-            M=tokens,
-            N=width,
-            SCALED=self.kv_scales is not None,
-            LATENT=self.spec.v_in_k,
-            **self._paging,
+            self._scales,
+            self._backend.tilings.scatter,
+            scaled=self.kv_scales is not None,
+            latent=self.spec.v_in_k,
+            paging=self._paging,
         )
 
     def write_index(self, keys: torch.Tensor) -> None:
@@ -310,14 +296,10 @@ class TritonLayer(AttentionLayer):
 
     def _attend_selected(self, q: torch.Tensor, out: torch.Tensor) -> None:
         tokens, buffers = self._selection
-        step = self._backend.planned
-        limits = step.limits
         constants = self._constants(q)
         known = {name: constants[name] for name in triton_selected.CONSTANTS}
-        known["M"] = max(LEAST_M if limits.on_matrix_units else 1, self._shape.padded_group)
-        tiling = limits.tilings.decode(limits.shape_of(self.kind))
-        table = step.tables[self._place]
-        tokens.attend(q, out, table, buffers, tiling, known, self._scales[0])
+        table = self._backend.planned.tables[self._place]
+        tokens.attend(q, out, table, buffers, self.kind, known, self._scales[0])
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         step = self._backend.planned
@@ -429,7 +411,7 @@ class TritonLayer(AttentionLayer):
             sinks=self._sinks,
             SINKS=self.spec.sinks,
             TABLE_STRIDE=step.limits.blocks(self.kind.block_size),
-            M=max(LEAST_M if step.limits.on_matrix_units else 1, self._shape.padded_group),
+            M=step.limits.tile_rows(self._shape.group),
             PREFIXED=prefixed,
             MERGED=merged,
             TOGETHER=max(LEAST_TOGETHER, 2 * merged),

@@ -4,10 +4,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 import triton
 import triton.language as tl
 
 from dovetail.nn.kernels.e4m3 import scaled_codes
+from dovetail.nn.kernels.launch import launch
+
+
+def write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    tile: tuple[int, int],
+    *,
+    scaled: bool,
+    latent: bool,
+    paging: Mapping[str, int],
+) -> None:
+    """Write k and v [tokens, heads, size] to the caches of K and V. `scales`, `scaled`, `latent`
+    and `paging`: of the kernel; `tile`: tokens and numbers of a program."""
+    if len(k) == 0:
+        return
+    _, heads, size = k.shape
+    tokens, width = tile
+    launch(scatter, (-(-len(k) // tokens), -(-heads * size // width)))(
+        k,
+        v,
+        *caches,
+        slots,
+        *scales,
+        len(k),
+        K_TOKEN_STRIDE=k.stride(0),
+        V_TOKEN_STRIDE=v.stride(0),
+        KV_HEADS=heads,
+        D=size,
+        M=tokens,
+        N=width,
+        SCALED=scaled,
+        LATENT=latent,
+        **paging,
+    )
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

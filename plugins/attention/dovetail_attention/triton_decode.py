@@ -131,7 +131,7 @@ def decode_shares(
             SCALED,
         )
         if REST > 0:
-            q_rest = _rest(
+            q_rest = load_rest(
                 q + token * Q_TOKEN_STRIDE,
                 head,
                 member < GROUP,
@@ -233,7 +233,7 @@ def decode_shares(
 
 
 @triton.jit
-def _rest(
+def load_rest(
     q,
     head,
     real,
@@ -318,7 +318,7 @@ def _put_together(
         unfinished = tl.atomic_add(counter, 1, sem="acq_rel") == size - 1
         if unfinished:
             tl.store(counter, 0)
-            values, lse = _merged(
+            values, lse = merged(
                 partial,
                 partial_lse,
                 slot,
@@ -348,7 +348,7 @@ def _put_together(
 
 
 @triton.jit
-def _merged(
+def merged(
     partial,
     partial_lse,
     first,
@@ -457,7 +457,7 @@ def attend_prefix(
         SCALED,
     )
     if REST > 0:
-        q_rest = _rest(
+        q_rest = load_rest(
             q + token[:, None] * Q_TOKEN_STRIDE,
             head,
             real,

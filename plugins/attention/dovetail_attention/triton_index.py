@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dovetail_attention.triton_decode import load_rest, merged
 from dovetail_attention.triton_tile import HIDDEN, attend_range, nothing_seen, to_multiply
 
 DIGITS = tl.constexpr(256)
@@ -197,12 +198,12 @@ def attend_selected(
     d = tl.arange(0, D_PADDED)
     head = tl.program_id(1) * GROUP + member
     real = (member < GROUP)[:, None] & (d < D)[None, :]
-    own = q + line * Q_TOKEN_STRIDE + head[:, None] * (D + REST)
-    query = to_multiply(tl.load(own + d[None, :], mask=real, other=0.0), SCALED)
+    own = q + line * Q_TOKEN_STRIDE
+    query = to_multiply(
+        tl.load(own + head[:, None] * (D + REST) + d[None, :], mask=real, other=0.0), SCALED
+    )
     if REST > 0:
-        rest = tl.arange(0, REST_PADDED)
-        seen = (member < GROUP)[:, None] & (rest < REST)[None, :]
-        q_rest = to_multiply(tl.load(own + D + rest[None, :], mask=seen, other=0.0), SCALED)
+        q_rest = load_rest(own, head, member < GROUP, D + REST, D, REST, REST_PADDED, SCALED)
     else:
         q_rest = query
     if SCALED:
@@ -264,22 +265,27 @@ def merge_splits(
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
     SPLITS: tl.constexpr,
+    N: tl.constexpr,  # parts that are put together at once
 ):
     """Put the parts of one head of a line together."""
     line = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) + tl.arange(0, 1)
     d = tl.arange(0, D_PADDED)
-    at = line * SPLITS * HEADS + head
-    top = tl.full([], HIDDEN, tl.float32)
-    for split in range(SPLITS):
-        top = tl.maximum(top, tl.load(partial_lse + at + split * HEADS))
-    acc = tl.zeros([D_PADDED], tl.float32)
-    total = tl.full([], 0.0, tl.float32)
-    for split in range(SPLITS):
-        weight = tl.exp2(tl.load(partial_lse + at + split * HEADS) - top)
-        values = tl.load(partial + (at + split * HEADS) * D + d, mask=d < D, other=0.0)
-        acc += weight * values
-        total += weight
-    tl.store(
-        out + (line * HEADS + head) * D + d, (acc / total).to(out.dtype.element_ty), mask=d < D
+    inside = head[:, None] * D + d[None, :]
+    real = (head < HEADS)[:, None] & (d < D)[None, :]
+    values, _ = merged(
+        partial,
+        partial_lse,
+        line * SPLITS,
+        SPLITS,
+        1,
+        head,
+        inside,
+        head < HEADS,
+        real,
+        HEADS,
+        D,
+        D_PADDED,
+        N,
     )
+    tl.store(out + line * HEADS * D + inside, values.to(out.dtype.element_ty), mask=real)

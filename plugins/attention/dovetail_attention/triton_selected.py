@@ -7,7 +7,7 @@ queries and the length of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import gcd
 from typing import Any
 
@@ -18,11 +18,10 @@ from dovetail.api.attention import AttentionBatch, Indexer, LayerCache, LayerSpe
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.launch import launch
 from dovetail.nn.transfer import Mirror
-from dovetail_attention import triton_cache, triton_index
-from dovetail_attention.layer_shape import LayerShape
+from dovetail_attention import triton_cache
+from dovetail_attention.layer_shape import LayerShape, power_of_two
 from dovetail_attention.memory import index_layer, pages_of, selects
-from dovetail_attention.triton_step import Limits
-from dovetail_attention.triton_tuning import DecodeTiling
+from dovetail_attention.triton_step import MERGE_NUMBERS, LayerKind, Limits
 
 SCORES = 32 << 20  # float32 numbers of all lines that are scored at a time
 SHARE = 1024  # index keys that a program scores
@@ -31,7 +30,6 @@ FEW_KEYS = 16  # of a tile without them, whose products are in registers
 CHOSEN = 1024  # scores, or selected tokens, that a program visits at a time
 MOST_SPLITS = 16  # of a line's selected tokens
 PROGRAMS = 2  # on a multiprocessor, for lines to be split
-LEAST_M = 16  # rows of a tile for matrix units
 WARPS = 4
 MOST_HEADS = 128  # of index queries
 INDEX_SIZES = range(8, 257, 8)
@@ -56,19 +54,23 @@ def reasons_against(layers: Sequence[LayerSpec]) -> list[str]:
 class SelectionBuffers:
     """The lines of a step, what was selected for them last, and room for scores and parts."""
 
-    def __init__(self, limits: Limits, layers: Sequence[LayerSpec]) -> None:
-        """`layers`: those with an indexer."""
+    def __init__(self, limits: Limits, kinds: Collection[LayerKind]) -> None:
+        """`kinds`: of the layers with an indexer."""
         self.limits = limits
         tokens = limits.tokens
         device = limits.device
-        top_k = max(spec.indexer.top_k for spec in layers if spec.indexer is not None)
+        self.tilings = {kind: limits.tilings.decode(limits.shape_of(kind)) for kind in kinds}
+        shapes = {kind.shape for kind in kinds}
+        top_k = max(shape.top_k or 0 for shape in shapes)
         self._mirror = Mirror([np.zeros((tokens, 2), np.int32)], device)
         [self.lines] = self._mirror.tensors  # [tokens, 2]: row, and tokens up to the line's own
         self.selected = torch.zeros(tokens * top_k, dtype=torch.int32, device=device)
         self.entries = torch.zeros_like(self.selected)
         some = max(1, min(tokens, SCORES // limits.length))
         self.scores = torch.zeros((some, limits.length), dtype=torch.float32, device=device)
-        numbers = max(self._most_parts(spec) * spec.heads * (spec.out_size + 1) for spec in layers)
+        numbers = max(
+            self._most_parts(shape) * shape.heads * (shape.head_size + 1) for shape in shapes
+        )
         self._parts = torch.zeros(numbers, dtype=torch.float32, device=device)
         self.num_lines = 0  # of the step, with padding
 
@@ -97,9 +99,9 @@ class SelectionBuffers:
         values = heads * spec.out_size
         return self._parts[:values], self._parts[values : values + heads]
 
-    def _most_parts(self, spec: LayerSpec) -> int:
+    def _most_parts(self, shape: LayerShape) -> int:
         """Return the parts of a step with more than one for each line, at most."""
-        return max(1, self.limits.processors * PROGRAMS // LayerShape.of(spec).kv_heads)
+        return max(1, self.limits.processors * PROGRAMS // shape.kv_heads)
 
 
 class SelectedTokens:
@@ -109,7 +111,7 @@ class SelectedTokens:
         self.spec = spec
         self.indexer = indexer
         self._dtype = dtype
-        self._groups = LayerShape.of(spec).kv_heads
+        self._shape = LayerShape.of(spec)
         self._keys = torch.empty(0)
 
     def bind(self, of_index: LayerCache, k: torch.Tensor) -> None:
@@ -137,40 +139,27 @@ class SelectedTokens:
 
     def write(self, keys: torch.Tensor, slots: torch.Tensor, scatter: tuple[int, int]) -> None:
         """keys [tokens, size], slots [tokens or more] int64. `scatter`: as of `Tilings`."""
-        if len(keys) == 0:
-            return
-        keys = keys if keys.stride(1) == 1 else keys.contiguous()
-        tokens, width = scatter
-        grid = (-(-len(keys) // tokens), -(-self.indexer.size // width))
-        launch(triton_cache.scatter, grid)(
+        keys = (keys if keys.stride(1) == 1 else keys.contiguous())[:, None]
+        triton_cache.write(
             keys,
             keys,
-            self._keys,
-            self._keys,
+            (self._keys, self._keys),
             slots,
-            slots,
-            slots,
-            len(keys),
-            K_TOKEN_STRIDE=keys.stride(0),
-            V_TOKEN_STRIDE=keys.stride(0),
-            KV_HEADS=1,
-            D=self.indexer.size,
-            HEAD_STRIDE=0,
-            M=tokens,
-            N=width,
-            SCALED=False,
-            LATENT=True,
-            **self._paging,
+            (slots, slots),
+            scatter,
+            scaled=False,
+            latent=True,
+            paging={"HEAD_STRIDE": 0, **self._paging},
         )
 
     def select(
         self, q: torch.Tensor, weights: torch.Tensor, table: torch.Tensor, step: SelectionBuffers
     ) -> None:
         """q [lines, heads, size], weights [lines, heads] float32, table [rows, blocks] int32."""
+        from dovetail_attention import triton_index
+
         heads, size = self.indexer.heads, self.indexer.size
         most, length = step.scores.shape
-        least = LEAST_M if step.limits.on_matrix_units else 1
-        multiplies_tiles = step.limits.on_matrix_units and self._dtype != torch.float32
         q = q.contiguous()
         weights = weights.contiguous()
         for first in range(0, step.num_lines, most):
@@ -186,10 +175,10 @@ class SelectedTokens:
                 TABLE_STRIDE=table.stride(0),
                 SCORES_STRIDE=length,
                 HEADS=heads,
-                M=max(least, _power_of_two(heads)),
+                M=step.limits.tile_rows(heads),
                 D=size,
-                D_PADDED=max(16, _power_of_two(size)),
-                N=KEYS if multiplies_tiles else FEW_KEYS,
+                D_PADDED=max(16, power_of_two(size)),
+                N=KEYS if step.limits.on_matrix_units else FEW_KEYS,
                 SHARE=SHARE,
                 TOP_K=self.indexer.top_k,
                 PRECISION="ieee",
@@ -213,12 +202,15 @@ class SelectedTokens:
         out: torch.Tensor,
         table: torch.Tensor,
         step: SelectionBuffers,
-        tiling: DecodeTiling,
+        kind: LayerKind,
         constants: dict[str, Any],
         k_scale: torch.Tensor,
     ) -> None:
-        """Write out [lines, heads, out_size] of q [lines, heads, head_size]. `constants`: of the
-        kernel, and `scale`; `k_scale`: an unused tensor if K isn't scaled."""
+        """Write out [lines, heads, out_size] of q [lines, heads, head_size]. `kind`: this
+        layer's. `constants`: of the kernel, and `scale`; `k_scale`: an unused tensor if K isn't
+        scaled."""
+        from dovetail_attention import triton_index
+
         top_k = self.indexer.top_k
         lines = step.num_lines
         if not lines:
@@ -234,9 +226,10 @@ class SelectedTokens:
             num_warps=WARPS,
             **self._finding,
         )
-        splits = step.splits(self._groups)
+        tiling = step.tilings[kind]
+        splits = step.splits(self._shape.kv_heads)
         values, lse = step.parts(self.spec, splits) if splits > 1 else (out, out)
-        launch(triton_index.attend_selected, (lines, self._groups, splits))(
+        launch(triton_index.attend_selected, (lines, self._shape.kv_heads, splits))(
             q,
             out,
             self._k,
@@ -245,6 +238,7 @@ class SelectedTokens:
             values,
             lse,
             k_scale,
+            M=step.limits.tile_rows(self._shape.group),
             N=tiling.keys,
             ENTRY=self._entry,
             TOP_K=top_k,
@@ -262,9 +256,6 @@ class SelectedTokens:
                 D=self.spec.out_size,
                 D_PADDED=constants["D_PADDED"],
                 SPLITS=splits,
+                N=min(power_of_two(splits), max(1, MERGE_NUMBERS // constants["D_PADDED"])),
                 num_warps=WARPS,
             )
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()

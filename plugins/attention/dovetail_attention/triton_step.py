@@ -17,7 +17,7 @@ import torch
 from dovetail.api.attention import AttentionBatch, LayerCache
 from dovetail.errors import DovetailError
 from dovetail.nn.transfer import Mirror
-from dovetail_attention.layer_shape import LayerShape
+from dovetail_attention.layer_shape import LayerShape, power_of_two
 from dovetail_attention.triton_schedule import (
     TILE_NUMBERS,
     DecodeTables,
@@ -32,6 +32,8 @@ from dovetail_attention.triton_tuning import Shape, Tilings
 
 PREFIX_PARTS = 8  # of a shared prefix, at most
 LEAST_TOGETHER = 16  # parts of a row that one program puts together
+MERGE_NUMBERS = 4096  # numbers of partial results that a program merges at once
+LEAST_M = 16  # rows of a tile for matrix units
 LEVELS = 3  # groups of parts, groups of these, …: no row is cut into more than 16**3 parts
 
 
@@ -72,6 +74,10 @@ class Limits:
     def on_matrix_units(self) -> bool:
         """Return True if matrix units multiply q, k and v: they would round float32."""
         return self.tilings.matrix_units and self.dtype != torch.float32
+
+    def tile_rows(self, rows: int) -> int:
+        """Return the rows of a tile that holds `rows`: a power of two that the device multiplies."""
+        return max(LEAST_M if self.on_matrix_units else 1, power_of_two(rows))
 
 
 class GroupBuffers:
