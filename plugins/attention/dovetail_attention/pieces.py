@@ -233,7 +233,7 @@ class _BatchCutter:
         self.mask = planner.masks[shape.window]
         # latent layers have no separate V
         self.use_bags = planner.use_bags and not shape.latent and units.of_token == 1
-        self.table = batch.block_tables[units.group][units.page]  # [rows, max_blocks]
+        self.table = units.tables(batch)  # [rows, max_blocks]
         self.device = self.table.device
         self.queries = batch.host_query_lens.astype(np.int64)
         self.lens = batch.host_kv_lens.astype(np.int64)
@@ -249,12 +249,15 @@ class _BatchCutter:
         if window is not None:
             fresh &= self.lens <= window
         single = self.queries == 1
-        whole = np.ones(len(self.lens), np.bool_)
-        if self.shape.top_k is not None:  # other rows are `selected.Selections`'
+        others = ~single & ~fresh
+        if self.shape.top_k is not None:  # longer rows are attended by `selected.Selections`
             whole = self.lens <= self.shape.top_k
-        parts = self._decodes(np.flatnonzero(single & whole))
-        parts += [self._fresh(rows) for rows in self._similar(np.flatnonzero(fresh & whole), None)]
-        for row in np.flatnonzero(~single & ~fresh & whole):
+            single &= whole
+            fresh &= whole
+            others &= whole
+        parts = self._decodes(np.flatnonzero(single))
+        parts += [self._fresh(rows) for rows in self._similar(np.flatnonzero(fresh), None)]
+        for row in np.flatnonzero(others):
             parts += self._stretches(int(row))
         return parts
 
@@ -378,9 +381,8 @@ class _BatchCutter:
         # [rows, longest]
         positions = self._to_device(starts)[:, None] + torch.arange(longest, device=self.device)
         filled = torch.minimum(positions, last)
-        size = self.units.block_size
-        pages = self.table.index_select(0, self._to_device(rows)).gather(1, filled // size)
-        entries = self.units.of_slots(pages * size + filled % size)
+        tables = self.table.index_select(0, self._to_device(rows))
+        entries = self.units.of_positions(tables, filled)
         if len(rows) == 1:
             return self._as_slice(entries[0]), None
         return entries.flatten(), None if bool((lens == longest).all()) else positions <= last

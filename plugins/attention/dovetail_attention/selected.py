@@ -49,7 +49,8 @@ class Selected:
 
 
 class Selections:
-    """What the layers of a backend select in a step: of each layer until the next one selects."""
+    """Holds the tokens that a backend's layers select in a step. Each layer that selects replaces
+    the selection of the one before it."""
 
     batch: AttentionBatch  # of this step, set by `plan` of the backend
 
@@ -78,7 +79,7 @@ class Selections:
                 at = row.first + start
                 own = slice(at, at + count)
                 end = row.seen - row.queries + start + count
-                table = keys.units.table(self.batch, row.number)
+                table = keys.units.tables(self.batch)[row.number, None]
                 scores = keys.scores(table, end, q[own], weights[own])
                 positions = _best(scores, indexer.top_k)
                 last = torch.arange(end - count, end, device=q.device)[:, None]
@@ -90,7 +91,7 @@ class Selections:
         for part in self._selected:
             keys = part.positions.shape[1]
             step = max(1, MOST_NUMBERS // (keys * numbers))
-            table = units.table(self.batch, part.row)
+            table = units.tables(self.batch)[part.row, None]
             for start in range(0, len(part.positions), step):
                 positions = part.positions[start : start + step].long()
                 rows = len(positions)
@@ -133,14 +134,15 @@ class IndexKeys:
         self, table: torch.Tensor, end: int, q: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the scores [queries, end] float32 of a row's first `end` tokens for q [queries,
-        heads, size], the last of these. Tokens after a query have -inf. table [blocks]: the
-        row's."""
+        heads, size], the last of these. Tokens after a query have -inf. table [1, blocks]:
+        the row's."""
         queries, heads, _ = q.shape
         scores = torch.empty((queries, end), dtype=torch.float32, device=q.device)
         step = max(1, MOST_NUMBERS // (queries * heads))
         for start in range(0, end, step):
-            position = torch.arange(start, min(start + step, end), device=q.device)
-            keys = self._keys.index_select(0, self.units.of_positions(table, position))
+            positions = torch.arange(start, min(start + step, end), device=q.device)[None]
+            entries = self.units.of_positions(table, positions)
+            keys = self._keys.index_select(0, entries[0])
             products = torch.einsum("qhd,kd->qhk", q.float(), keys[:, 0].float()).relu_()
             scores[:, start : start + step] = torch.einsum("qh,qhk->qk", weights, products)
         later = torch.ones_like(scores, dtype=torch.bool).triu_(end - queries + 1)

@@ -59,12 +59,13 @@ class Units(NamedTuple):
             return slots
         return slots // self.block_size * self.of_page + slots % self.block_size * self.of_token
 
-    def table(self, batch: AttentionBatch, row: int) -> torch.Tensor:
-        """Return the block table of a row, [blocks]."""
-        return batch.block_tables[self.group][self.page, row]
+    def tables(self, batch: AttentionBatch) -> torch.Tensor:
+        """Return the block tables of a batch, [rows, blocks]."""
+        return batch.block_tables[self.group][self.page]
 
-    def of_positions(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the entries of positions of one row, any shape of int64; table [blocks]: of the
-        row."""
-        pages = table[positions // self.block_size].long()
+    def of_positions(self, tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the entries of positions [rows, n] int64; tables [rows, blocks], or [1, blocks] if
+        all positions are of one row."""
+        tables = tables.long().expand(len(positions), -1)
+        pages = tables.gather(1, positions // self.block_size)
         return self.of_slots(pages * self.block_size + positions % self.block_size)
