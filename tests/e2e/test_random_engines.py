@@ -11,7 +11,6 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,8 +115,7 @@ class Plain:
             head = write_eagle3(folder / "head", fields, eagle3_tensors(fields))
             self.heads.append({"name": "eagle3", "model": str(head)})
         if name == "states":
-            # a copy: the reference is shared, and a head adds to its model's config
-            add_tensors(self.directory, mtp_tensors(mtp_model(deepcopy(model))))
+            add_tensors(self.directory, mtp_tensors(mtp_model(model)))
             self.heads.append("mtp")
         self.engine = self.start(overlap=False)
         self.known: dict[str, Answer] = {}

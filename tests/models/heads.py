@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +98,9 @@ def numbers(generator: torch.Generator, *shape: int, norm: bool = False) -> torc
 
 
 def mtp_model(model: Any, seed: int = 1) -> Any:
-    """Return transformers' head of a model, with random weights."""
-    config = model.config
+    """Return transformers' head of a model, with random weights. The model keeps its config."""
+    model = copy(model)
+    model.config = config = deepcopy(model.config)
     if getattr(config, "num_mtp_layers", None) is None:
         config.num_mtp_layers = 1
     if hasattr(config, "layer_types"):
