@@ -136,8 +136,8 @@ class Transformers(ModelArch):
             return [_why_not_causal(config, serves)]
         if getattr(config, "index_topk", None):
             return [
-                f"index_topk = {config.index_topk}: attention to tokens that an index chooses "
-                f"isn't served"
+                f"index_topk = {config.index_topk}: transformers' code for attention to the tokens "
+                f"that an indexer selects isn't served"
             ]
         is_stateful = getattr(getattr(transformers, serves), "_is_stateful", False)
         try:
