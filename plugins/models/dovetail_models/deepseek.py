@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and V3, and models of the same architecture (GLM-4.7-Flash): latent attention, and
-grouped routed experts plus shared ones."""
+"""DeepSeek-V2, V3 and V3.2, and models of the same architectures (GLM-4.7-Flash, GLM-5): latent
+attention, in V3.2 and GLM-5 to selected tokens, and grouped routed experts plus shared ones."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ class DeepseekV3(DecoderArch):
             ),  # checked below, or only for training
         }
     )
+    sizes: tuple[str, ...] = _SIZES  # fields that must be at least 1
     scoring = "sigmoid"
     method = "noaux_tc"
     pair = 2
@@ -63,7 +64,7 @@ class DeepseekV3(DecoderArch):
         reasons = [*super().reasons_against_fields(config)]
         reasons += [
             f"{name} = {getattr(config, name)} must be at least 1"
-            for name in _SIZES
+            for name in self.sizes
             if (getattr(config, name) or 0) < 1
         ]
         if config.qk_rope_head_dim % 2:
@@ -246,16 +247,12 @@ class DeepseekV32(Glm4MoeLite):
     """Serves `DeepseekV32ForCausalLM`."""
 
     model_type = "deepseek_v32"
-    sizes = ("index_topk", "index_n_heads", "index_head_dim")
+    sizes = (*_SIZES, "q_lora_rank", "index_topk", "index_n_heads", "index_head_dim")
     handled = Glm4MoeLite.handled | {*sizes, "layer_types", "indexer_rope_interleave"}
     index_interleaves = False
 
     def reasons_against_fields(self, config: Any) -> list[str]:
-        reasons = [
-            f"{name} = {getattr(config, name)} must be at least 1"
-            for name in (*self.sizes, "q_lora_rank")
-            if (getattr(config, name) or 0) < 1
-        ]
+        reasons = []
         if config.index_head_dim < config.qk_rope_head_dim:
             reasons.append(
                 f"index_head_dim = {config.index_head_dim} is less than qk_rope_head_dim "
@@ -299,7 +296,7 @@ class GlmMoeDsa(DeepseekV32):
     model_type = "glm_moe_dsa"
     handled = DeepseekV32.handled | {
         "indexer_types",
-        *("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),  # it says them
+        *("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),  # it is made of them
     }
     index_interleaves = True
 
