@@ -1,4 +1,5 @@
-"""What attention to selected tokens reads and keeps, by the `torch` backend."""
+"""Tests of the `torch` backend's attention to selected tokens: the numbers that it gathers, and the
+size of its temporary tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the model suite does to transformers' models."""
+"""Tests of how the model suite scales the weights of transformers' models, and of its `one_thread`
+context."""
 
 from __future__ import annotations
 

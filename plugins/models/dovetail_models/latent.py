@@ -111,9 +111,9 @@ class LatentAttention(nn.Module):
     def store_latents(
         self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, rotation: Rotation
     ) -> torch.Tensor:
-        """Do what `store` does with what `latents` returned."""
+        """Store the latents of K and V, from the result of `latents`. Returns what `store` does."""
         shape = self.shape
-        rank = self.shape.kv_rank
+        rank = shape.kv_rank
         if self.q_up_proj is not None:
             q = self.q_up_proj(q)
         q_plain, q_rope = torch.split(

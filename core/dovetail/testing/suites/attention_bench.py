@@ -216,8 +216,8 @@ def cases(
 
 @dataclass
 class Index:
-    """What the indexer of a layer reads, by row: whole numbers, so that scores are exact in every
-    dtype, and many are equal."""
+    """Random inputs of a layer's indexer, by row. They are whole numbers, so that scores are exact
+    in every dtype, and many are equal."""
 
     keys: list[torch.Tensor]  # [tokens, size] each
     q: list[torch.Tensor]  # [queries, heads, size]

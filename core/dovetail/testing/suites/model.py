@@ -40,7 +40,7 @@ FAR = 600  # a position that bfloat16 can't hold
 # relative to the largest number, and to each: allows another order of sums, but not another formula
 TOLERANCE = 1e-4
 
-# ends of the names of tensors that count in the choice of experts alone
+# ends of the names of tensors that affect only which experts or tokens are chosen
 OF_CHOICES = ("correction_bias", "expert_bias", "indexer.weights_proj.weight")
 OF_KEYS = (".key.bias", ".k.bias", ".k_lin.bias")  # of encoders without rotary positions
 

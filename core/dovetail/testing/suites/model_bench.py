@@ -88,7 +88,6 @@ class KeptAttention(AttentionLayer):
         self.kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = (
             {} if shared is None else shared.kept
         )
-
         self.index_keys: dict[str, torch.Tensor] = {}
 
     def bind(self, cache: LayerCache) -> None:
