@@ -23,6 +23,8 @@ class Gated(BlockingTier):
         self.gate = threading.Event()
         self.error: OSError | None = None
         self.done_in_order: list[tuple[str, bytes]] = []
+        self.stores = threading.Event()
+        self.disconnected = threading.Event()
 
     def find_frame(self, key: FrameKey) -> Why | None:
         if self.error is not None:
@@ -30,6 +32,7 @@ class Gated(BlockingTier):
         return "missing"
 
     def store_frame(self, frame: Frame) -> Why | None:
+        self.stores.set()
         self.gate.wait()
         self.done_in_order.append(("store", frame.key.namespace))
         return None
@@ -39,6 +42,12 @@ class Gated(BlockingTier):
 
     def forget(self, namespace: bytes) -> None:
         self.done_in_order.append(("forget", namespace))
+
+    def disconnect(self) -> None:
+        self.done_in_order.append(("disconnect", b""))
+        self.disconnected.set()
+        if self.error is not None:
+            raise self.error
 
 
 @pytest.fixture
@@ -99,3 +108,38 @@ def test_a_thread_that_hangs_keeps_close_no_longer_than_its_timeout(world: TierW
     world.begin("store", world.keys(1))
     world.close(0.05)  # returns
     assert not world.submit(world.job("find", world.keys(1)))
+
+
+def test_close_disconnects_once(world: TierWorld) -> None:
+    world.do("find", world.keys(1))
+    for _ in range(2):
+        world.close()
+        assert tier_of(world).done_in_order == [("disconnect", b"")]
+
+
+def test_nothing_is_disconnected_until_a_call_that_hangs_returns(world: TierWorld) -> None:
+    tier = tier_of(world)
+    [key] = world.keys(1)
+    world.begin("store", [key])
+    tier.stores.wait()
+    world.close(0.05)  # returns
+    assert not tier.disconnected.is_set()
+    tier.gate.set()
+    assert tier.disconnected.wait(10.0)
+    assert tier.done_in_order == [("store", key.namespace), ("disconnect", b"")]
+
+
+def test_an_error_of_disconnect_is_logged(
+    world: TierWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.do("find", world.keys(1))
+    tier_of(world).error = ConnectionResetError("gone")
+    world.close()
+    assert "KV tier Gated: ConnectionResetError: gone" in caplog.text
+
+
+def test_a_tier_without_jobs_starts_no_thread_and_is_not_disconnected(world: TierWorld) -> None:
+    before = threading.active_count()
+    world.close()
+    assert threading.active_count() == before
+    assert not tier_of(world).done_in_order

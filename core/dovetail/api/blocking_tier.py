@@ -71,6 +71,7 @@ class BlockingTier(KVTier):
         super().__init__(options, context)
         self._changed = threading.Condition()  # guards all that follows
         self._workers: list[threading.Thread] = []
+        self._working = 0  # threads that haven't ended
         self._jobs: dict[int, _Progress] = {}
         self._urgent = deque[_Piece]()
         self._stores = deque[_Piece]()
@@ -99,6 +100,14 @@ class BlockingTier(KVTier):
     @abstractmethod
     def forget(self, namespace: bytes) -> None:
         """Remove all frames of a namespace. No other method runs for the namespace meanwhile."""
+
+    def disconnect(self) -> None:
+        """Release the medium, such as connections. By default, do nothing.
+
+        Called once after `close`, by the last thread to end, when no other method runs or will run.
+        `close` waits for it within its timeout. Not called if there was no job: connect in the
+        other methods, not in the constructor.
+        """
 
     def submit(self, job: Job) -> bool:
         with self._changed:
@@ -157,6 +166,7 @@ class BlockingTier(KVTier):
             worker = threading.Thread(target=self._work, name=name, daemon=True)
             worker.start()
             self._workers.append(worker)
+            self._working += 1
         self._changed.notify_all()
 
     def _give_up(self, is_given_up: Callable[[_Piece], bool]) -> bool:
@@ -192,8 +202,13 @@ class BlockingTier(KVTier):
             elif isinstance(found, _Piece):
                 self._do(found)
             else:
-                return
+                break
             found = None  # a waiting thread must not hold a frame
+        with self._changed:
+            self._working -= 1
+            is_last = not self._working
+        if is_last:
+            self._disconnect()
 
     def _take(self) -> _Piece | bytes | None:
         """Remove and return the next piece of work for a thread. The caller holds the lock."""
@@ -222,6 +237,12 @@ class BlockingTier(KVTier):
             self._end(namespace)
             if namespace not in self._drops:
                 self._dropping.discard(namespace)
+
+    def _disconnect(self) -> None:
+        try:
+            self.disconnect()
+        except Exception as error:
+            self._complain(error)
 
     def _do(self, piece: _Piece) -> None:
         try:

@@ -1,8 +1,6 @@
 """KV tier `redis`: a frame is a string of a Redis server, which several engines share."""
 
 import os
-import threading
-import time
 
 import redis
 from dovetail.api.blocking_tier import BlockingTier
@@ -74,14 +72,8 @@ class RedisTier(BlockingTier):
         for begin in range(0, len(names), REMOVED_AT_ONCE):
             self._client.unlink(*names[begin : begin + REMOVED_AT_ONCE])
 
-    def close(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        super().close(timeout_s)
-        # a call of a server that hangs may hold the pool's lock
-        pool = self._client.connection_pool
-        disconnecting = threading.Thread(target=pool.disconnect, daemon=True)
-        disconnecting.start()
-        disconnecting.join(max(0.1, deadline - time.monotonic()))
+    def disconnect(self) -> None:
+        self._client.connection_pool.disconnect()
 
 
 def _name(key: FrameKey) -> str:
