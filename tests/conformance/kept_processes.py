@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 
 from dovetail.testing.checks import require
+from dovetail.testing.processes import python_path
 
 _LOOP = """
 import io, os, pickle, sys, traceback
@@ -56,10 +57,9 @@ class KeptProcesses:
 
 
 def _started(hash_seed: str) -> subprocess.Popen[bytes]:
-    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     return subprocess.Popen(
         [sys.executable, "-c", _LOOP],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": hash_seed},
+        env=os.environ | {"PYTHONPATH": python_path(), "PYTHONHASHSEED": hash_seed},
     )

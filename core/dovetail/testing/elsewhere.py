@@ -25,21 +25,33 @@ def answer_elsewhere(
 
     Raises `CheckFailed`, with `what`, if the process fails.
     """
+    with tempfile.TemporaryDirectory(prefix="dovetail-test-") as folder:
+        answer = Path(folder, "answer")
+        told = pickled(suite, function, arguments, str(answer))
+        run_python(_CODE, told, what, PYTHONHASHSEED=hash_seed)
+        return json.loads(answer.read_text())
+
+
+def pickled(suite: Binding, *others: Any) -> bytes:
+    """Return a suite's component and options, and other values, for `unpickled`."""
     named = isinstance(suite.component, str)
     body = {
         "kind": suite.kind,
         "component": suite.component if named else suite.component_class,
         "options": dict(suite.options),
     }
-    with tempfile.TemporaryDirectory(prefix="dovetail-test-") as folder:
-        answer = Path(folder, "answer")
-        told = pickle.dumps((body, function, arguments, str(answer)))
-        run_python(_CODE, told, what, PYTHONHASHSEED=hash_seed)
-        return json.loads(answer.read_text())
+    return pickle.dumps((body, *others))
+
+
+def unpickled() -> tuple[Any, ...]:
+    """Read what `pickled` returned from standard input: a `Binding` with the suite's component and
+    options, and the other values."""
+    body, *others = pickle.load(sys.stdin.buffer)
+    return type("Bound", (Binding,), body)(), *others
 
 
 def _answer() -> None:
-    body, function, arguments, answer = pickle.load(sys.stdin.buffer)
+    bound, function, arguments, answer = unpickled()
     module, _, name = function.partition(":")
-    found = getattr(import_module(module), name)(type("Bound", (Binding,), body)(), *arguments)
+    found = getattr(import_module(module), name)(bound, *arguments)
     Path(answer).write_text(json.dumps(found))

@@ -16,9 +16,8 @@ SHOWN = 2_000  # characters of its output
 def run_python(code: str, stdin: bytes, what: str, *args: str, **environ: str) -> None:
     """Run code with the current `sys.path`. Raises `CheckFailed`, with `what` and the end of its
     output, on failure or timeout."""
-    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     command = [sys.executable, "-c", code, *args]
-    env = os.environ | {"PYTHONPATH": path} | environ
+    env = os.environ | {"PYTHONPATH": python_path()} | environ
     with TemporaryFile() as given, TemporaryFile() as told:
         given.write(stdin)
         given.seek(0)
@@ -29,3 +28,8 @@ def run_python(code: str, stdin: bytes, what: str, *args: str, **environ: str) -
         words = told.read().decode(errors="replace").strip()[-SHOWN:]
     require(ended is not None, f"{what}: not done after {TIME_LIMIT_S:g} s")
     require(ended == 0, f"{what}: {words or f'exit code {ended}'}")
+
+
+def python_path() -> str:
+    """Return the PYTHONPATH with which a new process has the current `sys.path`."""
+    return os.pathsep.join(os.path.abspath(entry) for entry in sys.path)

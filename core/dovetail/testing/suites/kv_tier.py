@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -55,7 +55,7 @@ class KVTierSuite(Suite):
 
     @property
     def capabilities(self) -> TierCapabilities:
-        """Those of a tier that was made, since options may change them."""
+        """The capabilities of a tier that is constructed with `options`, which may change them."""
         with self._world() as world:
             return world.tier.capabilities
 
@@ -426,11 +426,11 @@ class KVTierSuite(Suite):
         other stored. A constructor may refuse the second with `ConfigError`."""
         with self._world() as one:
             try:
-                second = TierWorld(self._make)
+                second = TierWorld(self.make)
             except ConfigError as error:
                 self.note(f"a second engine is refused: {error}")
                 return
-            with _closing(second) as other:
+            with closing(second) as other:
                 keys = one.keys(MANY)
                 ids = [(world, world.begin("store", keys)) for world in (one, other)]
                 for world, id in ids:
@@ -457,24 +457,13 @@ class KVTierSuite(Suite):
         self, options: Mapping[str, Any] | None = None, **settings: Any
     ) -> Iterator[TierWorld]:
         """Make a tier with these options instead of the suite's, and close it at the end."""
-        make = self._make if options is None else partial(self._make, options=options)
-        with _closing(TierWorld(make, **settings)) as world:
+        make = self.make if options is None else partial(self._make_with, options)
+        with closing(TierWorld(make, **settings)) as world:
             yield world
 
-    def _make(self, context: TierContext, options: Mapping[str, Any] | None = None) -> KVTier:
-        given = (
-            self.make_options() if options is None else self.options_model.model_validate(options)
-        )
-        tier: KVTier = self.component_class(given, context)
+    def _make_with(self, options: Mapping[str, Any], context: TierContext) -> KVTier:
+        tier: KVTier = self.component_class(self.options_model.model_validate(options), context)
         return tier
-
-
-@contextmanager
-def _closing(world: TierWorld) -> Iterator[TierWorld]:
-    try:
-        yield world
-    finally:
-        world.close()
 
 
 def _taken(world: TierWorld, job: Job) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,8 @@ from tempfile import TemporaryFile
 from dovetail.api.kv_tier import FrameKey
 from dovetail.testing.binding import Binding
 from dovetail.testing.checks import require
+from dovetail.testing.elsewhere import pickled, unpickled
+from dovetail.testing.processes import python_path
 from dovetail.testing.suites.kv_tier_world import TierWorld
 
 SIZE = 2**21 + 64  # bytes of a frame: writing it takes long enough to be killed in it
@@ -24,22 +25,15 @@ def killed_after(suite: Binding, reports: int) -> tuple[list[int], Sequence[Fram
     Returns the indices of the frames that it reported as stored, and the keys of all."""
     namespace = os.urandom(32)
     keys = [FrameKey(namespace, os.urandom(32)) for _ in range(KEYS)]
-    named = isinstance(suite.component, str)
-    body = {
-        "kind": suite.kind,
-        "component": suite.component if named else suite.component_class,
-        "options": dict(suite.options),
-    }
-    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     with TemporaryFile() as given, TemporaryFile() as told:
-        given.write(pickle.dumps((body, keys)))
+        given.write(pickled(suite, keys))
         given.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-c", _CODE],
             stdin=given,
             stdout=subprocess.PIPE,
             stderr=told,
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | {"PYTHONPATH": python_path()},
         )
         assert process.stdout is not None
         try:
@@ -59,8 +53,8 @@ def killed_after(suite: Binding, reports: int) -> tuple[list[int], Sequence[Fram
 def _store() -> None:
     """Store the frames of the keys on standard input, as many at a time as the tier takes, and
     write the index of each that was stored."""
-    body, keys = pickle.load(sys.stdin.buffer)
-    world = TierWorld(type("Bound", (Binding,), body)().make, sizes=(SIZE,))
+    bound, keys = unpickled()
+    world = TierWorld(bound.make, sizes=(SIZE,))
     indices = {}
     for index, key in enumerate(keys):
         indices[world.begin("store", [key])] = index
