@@ -36,7 +36,8 @@ USES = (
 
 @dataclass(frozen=True, slots=True)
 class _Trouble:
-    """What happens to threads other than `spared` when they use the medium."""
+    """A medium that hangs, or fails, for all threads but `spared`. `met` is set once a thread has
+    used it; threads that hang wait for `over`."""
 
     spared: int
     hangs: bool

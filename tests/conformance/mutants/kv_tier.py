@@ -447,8 +447,9 @@ class DropsWhereItIsCalled(DiskTier):
 # A medium that fails, or is full
 
 
-class WithoutFences(DiskTier):
-    """Lets a thread end by an error, and its job be."""
+@mutant(caught_by="kv_tier.failing", options=FOLDER)
+class LosesJobsByErrors(DiskTier):
+    """A frame's error leaves its job without a report."""
 
     def _do(self, piece: Any) -> None:
         try:
@@ -459,11 +460,6 @@ class WithoutFences(DiskTier):
             self._end(piece.key.namespace)
             self._storing -= piece.is_store
             self._settle(piece, why)
-
-
-@mutant(caught_by="kv_tier.failing", options=FOLDER)
-class LosesJobsByErrors(WithoutFences):
-    pass
 
 
 @mutant(caught_by="kv_tier.failing", options=FOLDER)
@@ -499,13 +495,15 @@ class InPlace(DiskTier):
     def path(self, key: FrameKey) -> Path:
         return Path(self._folder._path(key))
 
-    def store_frame(self, frame: Frame) -> Why | None:
-        path = self.path(frame.key)
+    def write(self, path: Path, data: memoryview) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb", buffering=0) as file:
-            for begin in range(0, len(frame.data), 2**16):
-                file.write(frame.data[begin : begin + 2**16])
+            for begin in range(0, len(data), 2**16):
+                file.write(data[begin : begin + 2**16])
                 time.sleep(0.0005)
+
+    def store_frame(self, frame: Frame) -> Why | None:
+        self.write(self.path(frame.key), frame.data)
         return None
 
     def load_frame(self, frame: Frame) -> Why | None:
@@ -694,7 +692,7 @@ class ClaimsToBePersistent(InMemory):
 
 @mutant(caught_by="kv_tier.restart", options=FOLDER)
 class DropsForThisProcess(DiskTier):
-    """What was dropped comes back."""
+    """Dropped frames are found again after a restart."""
 
     def __init__(self, options: Any, context: TierContext) -> None:
         super().__init__(options, context)
@@ -713,12 +711,8 @@ class SharesATemporaryName(InPlace):
 
     def store_frame(self, frame: Frame) -> Why | None:
         path = self.path(frame.key)
-        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        with temporary.open("wb", buffering=0) as file:
-            for begin in range(0, len(frame.data), 2**16):
-                file.write(frame.data[begin : begin + 2**16])
-                time.sleep(0.0005)
+        self.write(temporary, frame.data)
         temporary.rename(path)
         return None
 

@@ -1,5 +1,4 @@
-"""Whether it keeps the contract of its kind: with the server of DOVETAIL_REDIS_URL, or one that the
-test starts."""
+"""The conformance tests, with the server of DOVETAIL_REDIS_URL, or with one that they start."""
 
 import os
 from collections.abc import Iterator
