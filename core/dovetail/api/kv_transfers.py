@@ -24,10 +24,10 @@ _MIX_1 = 0xBF58476D1CE4E5B9  # pseudorandom number generators", OOPSLA 2014
 _MIX_2 = 0x94D049BB133111EB
 
 
-def frame_multipliers(start: int, count: int) -> NDArray[np.uint64]:
-    """Return the multipliers [count] of the words from number `start` on. They are odd, and must
-    never change, since checksums outlive the process."""
-    x = np.arange(start + 1, start + count + 1, dtype=np.uint64) * np.uint64(_STEP)
+def frame_multipliers(count: int) -> NDArray[np.uint64]:
+    """Return the multipliers [count] of a frame's first words. They are odd, and must never change,
+    since checksums outlive the process."""
+    x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_STEP)
     x ^= x >> np.uint64(30)
     x *= np.uint64(_MIX_1)
     x ^= x >> np.uint64(27)
@@ -36,15 +36,15 @@ def frame_multipliers(start: int, count: int) -> NDArray[np.uint64]:
     return x | np.uint64(1)
 
 
-def frame_checksum(data: memoryview | bytes, seed: int, start: int = 0) -> int:
-    """Return the checksum of the 8-byte words in `data`: the sum of word * (multiplier + 2 * seed),
-    modulo 2^64. `start`: number of the first word within its frame.
+def frame_checksum(data: memoryview | bytes, seed: int) -> int:
+    """Return the checksum of a frame's 8-byte words `data`: the sum of
+    word * (multiplier + 2 * seed), modulo 2^64.
 
-    The factors are odd, so any change of one word changes the sum. The checksum of a frame is the
-    sum of the checksums of its parts, modulo 2^64. It detects faults, not forgeries.
+    The factors are odd, so any change of one word changes the sum. Parts of a frame can be summed
+    separately, each with the multipliers of its words. It detects faults, not forgeries.
     """
     words = np.frombuffer(data, np.uint64)
-    factors = frame_multipliers(start, len(words)) + np.uint64(2 * seed % (1 << 64))
+    factors = frame_multipliers(len(words)) + np.uint64(2 * seed % (1 << 64))
     return int((words * factors).sum(dtype=np.uint64))
 
 

@@ -467,12 +467,8 @@ class PrefixCache(KVCacheManager):
     def take_checkpoints(self) -> Sequence[Checkpoint]:
         taken = list[Checkpoint]()
         for key, (table, tokens, block) in self._pending.items():
-            if self._facts:
-                hashes = self._chains[table.request.id].hashes
-                self._describe(block, self._groups[-1], hashes, tokens)
-            self._pool.publish(block, key)
-            self._pool.release([block], len(self._paged))
-            table.pending, table.checkpoints[tokens] = None, block
+            self._publish_checkpoint(table, tokens, block, key)
+            table.pending = None
             if tokens == table.targets[-1]:
                 self._ends[block] = key
                 if table.replaces:
@@ -492,8 +488,7 @@ class PrefixCache(KVCacheManager):
         if not table.publishes or not 0 < tokens <= table.num_committed * self._hash_tokens:
             return None
         group = self._groups[-1]
-        hashes = self._chains[request.id].hashes
-        key = group.key(hashes, tokens)
+        key = group.key(self._chains[request.id].hashes, tokens)
         if key in self._pool.block_of:
             return None
         if key in self._pending:
@@ -501,11 +496,7 @@ class PrefixCache(KVCacheManager):
         if self._widths[-1] > self._pool.available:
             return None
         [block] = self._pool.take(1, group.number)
-        if self._facts:
-            self._describe(block, group, hashes, tokens)
-        self._pool.publish(block, key)
-        self._pool.release([block], group.number)
-        table.checkpoints[tokens] = block
+        self._publish_checkpoint(table, tokens, block, key)
         return self._pool.pages(block)
 
     def free(self, request: Request) -> None:
@@ -735,6 +726,16 @@ class PrefixCache(KVCacheManager):
                             table, tokens, pool.take(1, group)[0]
                         )
                     return
+
+    def _publish_checkpoint(self, table: _Table, tokens: int, block: int, key: bytes) -> None:
+        """Let `key` find `block`, the state after `tokens` tokens of a request, which no longer
+        holds it."""
+        group = self._groups[-1]
+        if self._facts:
+            self._describe(block, group, self._chains[table.request.id].hashes, tokens)
+        self._pool.publish(block, key)
+        self._pool.release([block], group.number)
+        table.checkpoints[tokens] = block
 
     def _drop_checkpoints(self, table: _Table, hashes: list[bytes], upto: int) -> None:
         """Drop the checkpoints of a request after more than `upto` tokens."""

@@ -13,8 +13,8 @@ _WORD = struct.Struct("<Q")
 
 
 class FakePages:
-    """(page, offset) -> what was written there. Pages have `slots` of them. It is the content of
-    `TimedTransfers`."""
+    """Maps (page, offset) to what was written there; the offsets of a page are less than `slots`.
+    `TimedTransfers` saves and restores it."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots

@@ -13,7 +13,7 @@ from dovetail.api.kv_transfers import KVTransfers, Slab, Transfer, Transferred, 
 
 
 class PageContent(Protocol):
-    """What the pages hold."""
+    """Holds the bytes of a simulated device's pages, which `TimedTransfers` saves and restores."""
 
     def read(self, pages: Sequence[int]) -> bytes:
         """Return the bytes of `pages`, one after the other."""
@@ -34,10 +34,10 @@ class _Copy:
 
 class TimedTransfers(KVTransfers):
     """Transfers that take time on `clock`: `rate` bytes per second in each direction, one after the
-    other. A save copies what the pages hold when it is enqueued. Host memory is written and read
-    when a transfer ends, and `finished` is called.
+    other. A save reads the pages when it is enqueued. Host memory is written and read by the call
+    of `finished` that returns the transfer.
 
-    `content` None: there is none, and nothing is copied; every checksum is 0."""
+    Without `content` nothing is copied, and every checksum is 0."""
 
     def __init__(
         self,

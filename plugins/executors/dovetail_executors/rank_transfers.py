@@ -64,7 +64,7 @@ class SharedSlabs:
     def grow(self, size: int) -> int:
         """Append a slab of `size` bytes, and return where it begins. Raises `DovetailError`."""
         start = self._end
-        end = start + -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        end = start + _mappable(size)
         try:
             with self._lock:
                 os.ftruncate(self.fd, end)
@@ -235,5 +235,9 @@ def _answer(number: int) -> str:
 
 
 def _head_bytes(ranks: int) -> int:
-    size = (ranks - 1) * PLACES * _RESULT * 8
+    return _mappable((ranks - 1) * PLACES * _RESULT * 8)
+
+
+def _mappable(size: int) -> int:
+    """Return `size`, rounded up so that a mapping of the file may begin after it."""
     return -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY

@@ -132,8 +132,10 @@ class TensorExecutor(Executor):
     def transfers(self) -> RankedTransfers | None:
         """None over several hosts, too: a page's bytes would be on all of them."""
         ranks, rank = self._running()
-        copies = rank.worker.page_copies() if self._slabs is not None else None
-        if copies is None or self._slabs is None:
+        if self._slabs is None:
+            return None
+        copies = rank.worker.page_copies()
+        if copies is None:
             return None
 
         def share(what: str, message: dict[str, Any]) -> Sequence[str]:

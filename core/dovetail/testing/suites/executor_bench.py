@@ -71,7 +71,6 @@ class Bench:
     requests: dict[str, BenchRequest] = field(default_factory=dict)
     sent: deque[Sent] = field(default_factory=deque)
     step: int = -1
-    next_transfer: int = 0  # its id
     frames: Any = None  # of the checks of transfers
 
     def __post_init__(self) -> None:

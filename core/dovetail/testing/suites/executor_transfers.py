@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, count
 from random import Random
 from typing import Any
 
@@ -31,6 +31,7 @@ class Frames:
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
+        self._ids = count()
         self._transfers: Any = bench.transfers()
         size = self._transfers.page_bytes
         require(
@@ -50,8 +51,7 @@ class Frames:
 
     def start(self, method: str, pages: Sequence[int], seed: int = SEED) -> int:
         """Enqueue a save or restore, and return its id."""
-        id = self._bench.next_transfer
-        self._bench.next_transfer += 1
+        id = next(self._ids)
         self._call(method, Transfer(id, self.slab.number, AROUND, tuple(pages), seed))
         return id
 
@@ -214,9 +214,9 @@ class ExecutorTransfers(ExecutorSubject):
             )
             pages = _filled(bench, "first", 0)
             data = frames.save(pages)
-            first = frames.slab
+            first = frames.slab.number
             try:
-                for number in (first.number + 1, first.number + 2):
+                for number in (first + 1, first + 2):
                     frames.slab = frames.allocate(len(data) + 2 * AROUND)
                     require(
                         frames.slab.number == number,
@@ -224,8 +224,7 @@ class ExecutorTransfers(ExecutorSubject):
                     )
                     require(frames.save(pages) == data, "the same pages have other bytes")
             finally:
-                frames.slab = first
-                bench.frames = None  # whose numbers don't follow any more
+                bench.frames = None  # the next check starts with a new slab
 
 
 def _frames(bench: Bench) -> Frames:

@@ -203,14 +203,13 @@ class KVPool:
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
         """Enqueue `copies`, as if one after the other."""
-        at_once = max(1, COPIED_AT_ONCE // self.planned.layout.page_bytes)
+        at_once = max(1, COPIED_AT_ONCE // self.page_bytes)
         for sources, targets in _rounds(copies, at_once):
             src, dst = all_to_device(
                 [np.array(sources, np.int64), np.array(targets, np.int64)], self.device
             )
-            for memory in self._memory:
-                words = memory.view(torch.int64) if memory.shape[-1] % WORD == 0 else memory
-                words.index_copy_(1, dst, words.index_select(1, src))
+            for memory in self._in_words():
+                memory.index_copy_(1, dst, memory.index_select(1, src))
 
     @property
     def page_bytes(self) -> int:
@@ -236,15 +235,20 @@ class KVPool:
 
     def _with_parts(self, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the memory of each size of slots [pages, slots, n], and its part of `data`
-        [n, page_bytes], in words if their size is a multiple of these."""
+        [n, page_bytes], both as of `_in_words`."""
         start = 0
+        for memory in self._in_words():
+            slots, _, size = memory.shape
+            parts = data.view(memory.dtype)[:, start : start + slots * size]
+            yield memory.transpose(0, 1), parts.view(len(data), slots, size)
+            start += slots * size
+
+    def _in_words(self) -> list[torch.Tensor]:
+        """Return the memory of each size of slots [slots, pages, n], in words if all sizes are
+        multiples of `WORD`, otherwise in bytes."""
         sizes = self.planned.slot_bytes
         dtype = torch.int64 if all(size % WORD == 0 for size in sizes) else torch.uint8
-        for memory in self._memory:
-            slots, _, size = memory.shape
-            part = data[:, start : start + slots * size].view(len(data), slots, size)
-            yield memory.view(dtype).transpose(0, 1), part.view(dtype)
-            start += slots * size
+        return [memory.view(dtype) for memory in self._memory]
 
     def _allocate_slots(self, num_pages: int) -> list[torch.Tensor]:
         """Return the memory of each slot [num_pages + 1, bytes], as parts of one tensor for each

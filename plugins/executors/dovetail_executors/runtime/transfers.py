@@ -2,7 +2,7 @@
 
 A copy goes through staging buffers on the device, piece by piece. A save gathers pages on the
 stream of the steps, so that it reads what the steps before it wrote, and later steps may write;
-a restore scatters on a stream of its own, behind the steps submitted so far:
+a restore scatters on a stream of its own, after the steps submitted so far:
 
     save      steps' stream ── step ── gather, checksum ─┐
               copy stream                                └─ to the host ── event
@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
-from itertools import compress, count
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,7 @@ class _Queue:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return an event behind everything enqueued so far."""
+        """Return an event after everything enqueued so far."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, event: torch.cuda.Event | None) -> None:
@@ -132,7 +132,7 @@ class PageCopies:
     """Copies pages of one pool. `of_host` is always host memory [n * page_bytes] uint8, registered
     by `register`; `first` is the number in its frame of the first word there.
 
-    A checksum is computed from two sums over the words, since a product of sums is one of words:
+    The device computes two sums over the words, and `Copying.checksum` combines them with the seed:
     sum of word * (multiplier + 2 seed) = sum of word * multiplier + 2 seed * sum of word.
     """
 
@@ -235,7 +235,7 @@ class PageCopies:
     def prepare(self, words: int) -> None:
         """Make the multipliers of a frame's first `words` words, on the stream of the steps."""
         if words > len(self._multipliers):
-            multipliers = frame_multipliers(0, words).view(np.int64)
+            multipliers = frame_multipliers(words).view(np.int64)
             self._multipliers = to_device(multipliers, self.pool.device)
 
     def _on_device(self, pages: Sequence[int], first: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -344,10 +344,14 @@ class LocalTransfers(KVTransfers):
         self._pending.append((transfer.id, self._own.start(transfer, saves=False)))
 
     def finished(self) -> Sequence[Transferred]:
-        ended = [copying.done for _, copying in self._pending]
-        done = list(compress(self._pending, ended))
-        self._pending = list(compress(self._pending, (not each for each in ended)))
-        return [Transferred(id, copying.checksum) for id, copying in done]
+        pending, self._pending = self._pending, []
+        done = []
+        for id, copying in pending:
+            if copying.done:
+                done.append(Transferred(id, copying.checksum))
+            else:
+                self._pending.append((id, copying))
+        return done
 
     def save_capacity(self) -> int:
         return self._own.copies.save_capacity()
