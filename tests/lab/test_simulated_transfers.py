@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +10,9 @@ import pytest
 from dovetail.api.clock import VirtualClock
 from dovetail.api.kv_transfers import Transfer
 from dovetail.errors import ConfigError
+from dovetail.testing.suites.executor_subject import context_of
 from dovetail_lab.simulated import SimulatedExecutor, SimulatedOptions
 from tests.lab.runs import LINEAR
-from tests.runtime.demo import context
 
 LLAMA = {
     "model_type": "llama",
@@ -27,7 +27,8 @@ LLAMA = {
 
 def simulated(**options: Any) -> SimulatedExecutor:
     given = {"step_time": LINEAR, "num_pages": 10, **options}
-    return SimulatedExecutor(SimulatedOptions(**given), replace(context(), clock=VirtualClock(1.0)))
+    context = context_of("none", VirtualClock(1.0), Path("none"))
+    return SimulatedExecutor(SimulatedOptions(**given), context)
 
 
 @pytest.mark.parametrize(
