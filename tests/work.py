@@ -15,9 +15,10 @@ class TooMuchWorkError(AssertionError):
 
 @dataclass
 class Work:
-    """`calls` were made so far."""
+    """`calls` were made, or `lines` executed, so far."""
 
     calls: int = 0
+    lines: int = 0
 
 
 @contextmanager
@@ -39,3 +40,20 @@ def at_most(calls: int) -> Iterator[Work]:
         yield work
     finally:
         sys.setprofile(before)
+
+
+@contextmanager
+def counted_lines() -> Iterator[Work]:
+    """Count the lines of Python that the block executes, each as often as it does."""
+    work = Work()
+
+    def count(frame: FrameType, event: str, argument: object) -> object:
+        work.lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        yield work
+    finally:
+        sys.settrace(before)

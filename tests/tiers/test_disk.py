@@ -25,7 +25,7 @@ def restores_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dovetail.engine.tiers.keys.FRAME_TOKENS", 16)
     monkeypatch.setattr(Pace, "loading_s", lambda *_: 0.0)
     monkeypatch.setattr(Pace, "patience_s", lambda *_: 30.0)
-    monkeypatch.setattr("dovetail.engine.tiers.tier_jobs.FIND_S", 30.0)
+    monkeypatch.setattr("dovetail.engine.tiers.feature.FIND_S", 30.0)
 
 
 def started(folder: Path | None, **config: Any) -> LLMEngine:

@@ -15,15 +15,18 @@ from typing import Any
 import pytest
 
 from dovetail.api.executor import Result
-from dovetail.api.kv_tier import Done, FrameKey, Job, KVTier
+from dovetail.api.kv_tier import Done, FrameKey, Job, KVTier, TierCapabilities
+from dovetail.api.scheduler import Refusal
 from dovetail.engine.tiers import feature, restores, tier_jobs
 from dovetail.engine.tiers.prospect import Pace
 from tests.engine.policies import FCFS
 from tests.engine.world import RecordingExecutor, Shape, Spec, World
 from tests.tiers.tiered import FRAME, Tiered, ToyTier
+from tests.work import counted_lines
 
 PROMPT = tuple(range(1, 42))  # five frames and a token
 OTHER = tuple(range(50, 91))
+THIRD = tuple(range(20, 61))
 SHAPE = Shape(num_pages=32, strict=True)
 
 
@@ -215,6 +218,22 @@ def test_tiers_are_asked_in_their_order_each_for_what_the_others_lack() -> None:
     assert tiered.feature.stats.loaded_frames == {"tier 0": 3, "tier 1": 1}
 
 
+def test_a_burst_waits_for_a_tier_that_takes_one_job_at_a_time() -> None:
+    class OneByOne(ToyTier):
+        capabilities = TierCapabilities(persistent=True, max_jobs=1)
+
+    tiered = Tiered.of(
+        replace(SHAPE, num_pages=200), tiers=lambda clock: [OneByOne(clock, seconds=0.001)]
+    )
+    prompts = [(number, *PROMPT) for number in range(12)]
+    for number, prompt in enumerate(prompts):
+        answer(tiered, Spec(f"first {number}", prompt))
+    tiered.forget_device()
+    tiered.pool.clear()
+    found = answer(tiered, *(Spec(f"again {number}", each) for number, each in enumerate(prompts)))
+    assert found == [(40, 40)] * 12
+
+
 class Hanging(ToyTier):
     """Stores, and never ends another job once it hangs."""
 
@@ -325,7 +344,7 @@ def test_a_tier_that_goes_wrong_costs_no_token_and_no_page(kind: type[ToyTier]) 
         first = tiered.world.requests[f"again {number}"].first_token_time
         assert first is not None
         # computing takes less than 0.2 s; for finding, and for loading, a request waits as stated
-        assert first - begun < 0.2 + tier_jobs.FIND_S + 1.0
+        assert first - begun < 0.2 + feature.FIND_S + 1.0
         tiered.forget_device()
         tiered.pool.clear()
     if kind not in (Moody, Busy):
@@ -488,6 +507,56 @@ def test_few_requests_are_looked_at_in_a_step_however_many_wait(
         tiered.world.step()
         seen.append(looks - before)
     assert 0 < max(seen) <= feature.FIRST_LOOKS + feature.LATER_LOOKS
+    tiered.settle()
+    tiered.check()
+
+
+def lines_of_a_step(monkeypatch: pytest.MonkeyPatch, waiting: int) -> int:
+    """Return the lines that opening a step executes while two prefixes are loaded for ever, and
+    `waiting` requests wait for each of them and as many for room."""
+    monkeypatch.setattr(Pace, "patience_s", lambda *_: 1e6)
+    tiered = with_tier(HangingLoads)
+    answer(tiered, Spec("other", OTHER), Spec("third", THIRD))
+    tiered.forget_device()
+    tiered.pool.clear()
+    tier_of(tiered).hangs = True  # type: ignore[attr-defined]
+    for number in range(waiting):
+        for prompt in (PROMPT, OTHER, THIRD):
+            tiered.world.add(Spec(f"{number} {prompt[0]}", (*prompt, 1 + number % 90)))
+    for _ in range(waiting):
+        tiered.world.step()
+    now = tiered.world.clock.now()
+    tiered.feature.open_step(now, tiered.world.core.books.waiting)
+    with counted_lines() as work:
+        assert tiered.feature.open_step(now, tiered.world.core.books.waiting)
+    refusals = [tiered.feature.refuses(request) for request in tiered.world.core.books.waiting]
+    assert refusals.count(Refusal.NOT_NOW) == 3 * waiting
+    return work.lines
+
+
+def test_a_step_costs_nothing_for_requests_that_cannot_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert lines_of_a_step(monkeypatch, 20) == lines_of_a_step(monkeypatch, 40)
+
+
+def test_few_prefixes_are_restored_before_their_requests_are_admitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feature, "AWAITED", 3)
+    tiered = Tiered.of(replace(SHAPE, num_pages=200, max_num_seqs=1))
+    prompts = [(number, *PROMPT) for number in range(8)]
+    answer(tiered, *(Spec(f"first {number}", prompt) for number, prompt in enumerate(prompts)))
+    tiered.forget_device()
+    saved = tiered.feature.stats.restored_frames
+    tiered.world.add(Spec("running", OTHER, max_tokens=60))
+    for number, prompt in enumerate(prompts):
+        tiered.world.add(Spec(f"again {number}", prompt))
+    for _ in range(40):
+        tiered.world.step()
+    assert "running" not in tiered.world.finished
+    assert tiered.feature.stats.restored_frames - saved <= 5 * (3 + feature.RESTORATIONS)
+    tiered.world.drain()
     tiered.settle()
     tiered.check()
 

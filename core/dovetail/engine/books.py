@@ -225,6 +225,7 @@ class Books:
         self.known.discard(request)
         for feature in self.asking.pop(request, ()):
             self.concerned[feature] -= 1
+            feature.removed(request)
         if sound and siblings and self.forks and is_awaited(request):
             self.rows.release(request)
             self.lingering.append(request)

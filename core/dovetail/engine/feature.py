@@ -73,6 +73,9 @@ class EngineFeature:
     def left(self, request: LiveRequest) -> None:
         """`request`, which was admitted, runs no more: taken back, preempted or finished."""
 
+    def removed(self, request: LiveRequest) -> None:
+        """`request`, which was told as arrived, has finished or was aborted. Follows `left`."""
+
     def fill(
         self, batch: Batch, requests: Sequence[LiveRequest], added: Sequence[LiveRequest]
     ) -> Batch:

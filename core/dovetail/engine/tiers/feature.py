@@ -9,6 +9,7 @@ prefix by an ordinary lookup.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 import threading
@@ -16,7 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, islice
 
 from dovetail.api.blocks.hash_chain import Beginning, HashChain
 from dovetail.api.clock import Clock
@@ -42,10 +43,15 @@ logger = logging.getLogger("dovetail")
 LOOK_S = 0.001  # interval at which an idle engine polls copies
 IDLE_S = 0.01  # longest wait for tiers at a time while there is no request
 RESTORATIONS = 2  # maximum at a time
-# Maximum number of waiting requests per step for which the restorable prefix is determined. Each
-# takes about 0.1 ms, and a thousand may wait.
+# Maximum number of requests with a restored prefix that aren't admitted: more would evict each
+# other's
+AWAITED = 8
+# Maximum number of waiting requests per step for which the restorable prefix is determined, and of
+# tokens that are hashed for that unless it is one request: a thousand may wait.
 FIRST_LOOKS = 16
+FIRST_TOKENS = 1 << 13
 LATER_LOOKS = 4  # of those that could not begin before
+FIND_S = 0.25  # longest wait of a request for the answer of a tier, which may be busy
 JOBS = 2  # maximum number of loads of one restoration at a time
 CLOSE_S = 5.0  # timeout for pending saves and stores when the engine stops
 READING_S = 0.5  # timeout for the thread that hashes the weights when the engine stops
@@ -60,12 +66,25 @@ class _Visit:
     chain: HashChain
     to_ask: list[TierJobs]
     found: dict[FrameName, TierJobs] = field(default_factory=dict)
-    finding: bool = False
-    # latest time until which it is hidden before its restoration begins; None: it has just arrived
+    # of the feature's queues, that which has it; None while a tier is asked
+    queue: _Queue | None = None
+    asked: float | None = None  # time since which the next tier is, or is too busy to be
+    # latest time until which it is hidden before its restoration begins; None: not known yet
     until: float | None = None
-    waits_for: FrameName | None = None  # another request's restoration of it
+    lacked: int = -1  # pages that were available when there was no room for it
     restoration: Restoration | None = None
     jobs: int = 0  # loads of its restoration
+
+    def move(self, queue: _Queue | None) -> None:
+        """Move it to the end of `queue`."""
+        if self.queue is not None:
+            del self.queue[self]
+        self.queue = queue
+        if queue is not None:
+            queue[self] = None
+
+
+_Queue = OrderedDict[_Visit, None]
 
 
 class TierFeature(EngineFeature):
@@ -95,15 +114,25 @@ class TierFeature(EngineFeature):
         )
         self._restores = Restores(layout, frames, kv, pool, transfers, ids, self.stats)
         self._visits: dict[LiveRequest, _Visit] = {}
+        # Each visit is in the queue of what it waits for, so that a step costs nothing for those
+        # that can't go on.
+        self._arrived: _Queue = OrderedDict()  # since the last step, or held back by gates
+        self._unseen: _Queue = OrderedDict()
+        self._unasked: _Queue = OrderedDict()  # the next tier is busy
+        self._answered: _Queue = OrderedDict()  # by a tier, or another request's restoration
+        self._followers: dict[Restoration, _Queue] = {}  # for the end of that restoration
+        self._ready: _Queue = OrderedDict()  # for pages, or for the end of any restoration
+        self._restoring: _Queue = OrderedDict()
+        self._deadlines: list[tuple[float, int, _Visit]] = []  # heap of the ready ones' `until`
         self._hidden: set[LiveRequest] = set()
         # requests with a restored prefix that aren't admitted yet: their restoration, and the time
         # until which its pages are reserved for them
         self._awaited: dict[LiveRequest, tuple[Restoration, float]] = {}
         self._full = False  # an earlier request waits for pages
-        self._first_looks = self._later_looks = 0  # left in this step
         self._copies: list[PageCopy] = []  # for the next batch
         # of requests whose rows failed; those in tiers aren't used until they were computed again
         self._suspects: OrderedDict[FrameName, None] = OrderedDict()
+        self._chains: dict[LiveRequest, HashChain] = {}  # of waiting requests
         self._latest: Beginning | None = None  # of the newest chain
         self._now = clock.now()
         self._namespaces: Sequence[bytes] | None = None
@@ -155,13 +184,20 @@ class TierFeature(EngineFeature):
         self._visit(request)
 
     def _chain(self, request: LiveRequest) -> HashChain:
-        chain = self._frames.chain(request, self._latest)
-        self._latest = chain.beginning
+        """Return the chain of a waiting request, always the same."""
+        chain = self._chains.get(request)
+        if chain is None:
+            chain = self._chains[request] = self._frames.chain(request, self._latest)
+            self._latest = chain.beginning
         return chain
 
     def _visit(self, request: LiveRequest) -> None:
-        if not request.indivisible and request.params.prompt_logprobs is None:
-            self._visits[request] = _Visit(request, self._chain(request), [*self._tiers])
+        if request.indivisible or request.params.prompt_logprobs is not None:
+            return
+        if self._frames.restorable(request.num_tokens):
+            visit = _Visit(request, self._chain(request), [*self._tiers])
+            self._visits[request] = visit
+            visit.move(self._arrived)
 
     def admitted(self, request: LiveRequest) -> None:
         awaited = self._awaited.pop(request, None)
@@ -170,15 +206,18 @@ class TierFeature(EngineFeature):
             used = min(request.num_computed, restoration.restored) - restoration.cached
             request.restored_tokens = max(0, used)
             self.stats.restored_tokens += request.restored_tokens
-        visit = self._visits.pop(request, None)
-        if visit is not None:
-            self._give_up(visit)
+        self._forget(request)
         if not request.indivisible:
             self._saves.begin(request, self._chain(request))
+        self._chains.pop(request, None)
 
     def left(self, request: LiveRequest) -> None:
         self._saves.end(request)
-        self._visit(request)  # of one that has ended, until the next step
+        self._visit(request)  # of one that has ended, until `removed`
+
+    def removed(self, request: LiveRequest) -> None:
+        self._forget(request)
+        self._chains.pop(request, None)
 
     def refuses(self, request: LiveRequest) -> Refusal | None:
         return Refusal.NOT_NOW if request in self._hidden else None
@@ -188,13 +227,15 @@ class TierFeature(EngineFeature):
     def open_step(self, now: float, waiting: Iterable[LiveRequest]) -> bool:
         self.pace.looked(now, bool(self._restores.active))
         self._poll(now)
-        self._hidden = set()
         self._full = False
-        self._first_looks = FIRST_LOOKS
-        self._later_looks = LATER_LOOKS
-        for visit in [*self._visits.values()]:
-            if self._hides(visit):
-                self._hidden.add(visit.request)
+        self._show_late(now)
+        for visit in [*self._restoring]:
+            assert visit.restoration is not None
+            self._go_on(visit, visit.restoration)
+        self._look_again()
+        self._welcome()
+        self._ask_again()
+        self._look_first()
         return bool(self._hidden)
 
     def next_look(self, now: float) -> float:
@@ -248,50 +289,81 @@ class TierFeature(EngineFeature):
 
     # What is waiting
 
-    def _hides(self, visit: _Visit) -> bool:
-        """Advance a request. Return True while it is hidden."""
-        request = visit.request
-        if request.status is Status.GATED:
-            return False
-        if request.status is not Status.WAITING:
-            self._forget(visit)
-            return False
-        if visit.restoration is not None:
-            self._go_on(visit, visit.restoration)
-            return True
-        if visit.finding or visit.waits_for in self._restores.names:
-            return True
-        if visit.until is None or visit.waits_for is not None:
-            return self._looks_first(visit)
-        if not self._may_begin or not self._later_looks:
-            return self._now < visit.until
-        self._later_looks -= 1
-        return self._looks(visit)
+    def _show_late(self, now: float) -> None:
+        """Show the requests that have waited for room as long as they may. They are still
+        restored if there is room before they are admitted."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            visit = heapq.heappop(self._deadlines)[2]
+            if visit.queue is self._ready:
+                self._hidden.discard(visit.request)
 
-    def _looks_first(self, visit: _Visit) -> bool:
-        """Look at a request that is new, or whose prefix was restored for another one."""
-        if not self._first_looks:
-            return True
-        self._first_looks -= 1
-        visit.waits_for = None
-        return self._looks(visit)
+    def _welcome(self) -> None:
+        """Hide the requests that have arrived since the last step, until they are looked at."""
+        for visit in [*self._arrived]:
+            if visit.request.status is Status.WAITING:
+                self._hide(visit, self._unseen)
 
-    def _looks(self, visit: _Visit) -> bool:
-        """Look what can be restored for a request. Returns True while it is hidden."""
+    def _look_again(self) -> None:
+        """Look at the first of those that wait for room."""
+        for _ in range(min(LATER_LOOKS, len(self._ready))):
+            if not self._may_begin:
+                return
+            visit = next(iter(self._ready))
+            waits = visit.request in self._hidden
+            if self._room > visit.lacked:
+                self._look(visit)
+            if visit.queue is self._ready:
+                if waits:
+                    self._full = True
+                    return
+                visit.move(self._ready)  # the others' turn: it may be admitted at any time
+
+    def _look_first(self) -> None:
+        """Look at the first of those that are new, or for which something has changed."""
+        tokens = FIRST_TOKENS
+        for _ in range(FIRST_LOOKS):
+            queue = self._answered or self._unseen
+            if not queue:
+                return
+            visit = next(iter(queue))
+            if queue is self._unseen:
+                if visit.request.num_tokens > tokens < FIRST_TOKENS:
+                    return
+                tokens -= visit.request.num_tokens
+            self._look(visit)
+
+    def _look(self, visit: _Visit) -> None:
+        """Look what can be restored for a request, and move it to the queue of what it waits
+        for."""
         best = self._prospect(visit)
         if best.is_complete or not self._ask(visit, best):
-            return self._may_restore(visit, best)
-        return True
+            self._decide(visit, best)
 
     @property
     def _may_begin(self) -> bool:
-        return not self._full and len(self._restores.active) < RESTORATIONS
+        if self._full or len(self._restores.active) >= RESTORATIONS:
+            return False
+        return len(self._awaited) < AWAITED
 
-    def _forget(self, visit: _Visit) -> None:
-        del self._visits[visit.request]
-        self._give_up(visit)
+    @property
+    def _room(self) -> int:
+        """The number of pages that a restoration may take."""
+        awaited = self._awaited.values()
+        left = sum(self._layout.visible_pages(one.restored + 1) for one, _ in awaited)
+        return self._kv.available_pages - left
 
-    def _give_up(self, visit: _Visit) -> None:
+    def _hide(self, visit: _Visit, queue: _Queue | None) -> None:
+        """Move it to `queue`, and hide its request."""
+        visit.move(queue)
+        self._hidden.add(visit.request)
+
+    def _forget(self, request: LiveRequest) -> None:
+        """Hide the request no longer, and restore nothing for it."""
+        visit = self._visits.pop(request, None)
+        if visit is None:
+            return
+        visit.move(None)
+        self._hidden.discard(request)
         if visit.restoration is not None:
             self._restores.cut(visit.restoration, 0, "aborted")
 
@@ -302,43 +374,77 @@ class TierFeature(EngineFeature):
         """Ask the next tier for the frames that haven't been found. Return False if there is no
         tier left to ask."""
         while visit.to_ask:
-            tier = visit.to_ask.pop(0)
-
-            def then(ok: Sequence[bool], tier: TierJobs = tier) -> None:
-                visit.finding = False
-                for name, here in zip(best.missing, ok, strict=True):
-                    if here and name not in self._suspects:
-                        visit.found[name] = tier
-
-            if tier.find(best.missing, self._now, then):
-                visit.finding = True
+            tier = visit.to_ask[0]
+            if visit.asked is None:
+                visit.asked = self._now
+            left_s = visit.asked + FIND_S - self._now
+            if tier.free_jobs <= 0 < left_s and tier.is_used(self._now):
+                self._hide(visit, self._unasked)
+                return True
+            visit.to_ask.pop(0)
+            visit.asked = None
+            if self._find(visit, tier, best.missing, left_s):
                 return True
         return False
 
-    def _may_restore(self, visit: _Visit, best: Prospect) -> bool:
-        """Begin to restore if that is quicker than computing and there is room. Return True while
-        the request is hidden."""
-        if not best.pieces:
-            self._forget(visit)
+    def _find(
+        self, visit: _Visit, tier: TierJobs, names: Sequence[FrameName], within_s: float
+    ) -> bool:
+        """Ask a tier for frames. Return False if it can't be asked."""
+
+        def then(ok: Sequence[bool]) -> None:
+            if self._visits.get(visit.request) is visit:
+                visit.move(self._answered)
+            for name, here in zip(names, ok, strict=True):
+                if here and name not in self._suspects:
+                    visit.found[name] = tier
+
+        if not tier.find(names, self._now, within_s, then):
             return False
+        self._hide(visit, None)
+        return True
+
+    def _ask_again(self) -> None:
+        """Let those go on whose next tier is no longer busy, or for which they waited in vain."""
+        free: dict[TierJobs, int] = {}
+        for visit in [*islice(self._unasked, FIRST_LOOKS)]:
+            tier = visit.to_ask[0]
+            left = free.setdefault(tier, tier.free_jobs)
+            assert visit.asked is not None
+            if left <= 0 and self._now < visit.asked + FIND_S:
+                return
+            free[tier] -= 1
+            visit.move(self._answered)
+
+    def _decide(self, visit: _Visit, best: Prospect) -> None:
+        """Begin to restore if that is quicker than computing and there is room."""
+        if not best.pieces:
+            self._forget(visit.request)
+            return
         computing_s = self.pace.computing_s(best.tokens - best.cached, best.tokens)
         if self.pace.loading_s(best.pieces) >= computing_s:
             self.stats.missed["slower"] += 1
             self.pace.too_slow(best.pieces)
-            self._forget(visit)
-            return False
+            self._forget(visit.request)
+            return
         patience = self.pace.patience_s(computing_s)
         if visit.until is None:
             visit.until = self._now + patience
-        names = self._restores.names
-        visit.waits_for = next((piece.name for piece in best.pieces if piece.name in names), None)
-        if visit.waits_for is not None:
-            return True
-        if self._may_begin:
-            if self._begin(visit, best, self._now + patience):
-                return True
-            self._full = self._now < visit.until
-        return self._now < visit.until
+        leading = self._restores.leading(best.pieces)
+        if leading is not None:
+            self._hide(visit, self._followers.setdefault(leading, OrderedDict()))
+        elif not (self._may_begin and self._begin(visit, best, self._now + patience)):
+            self._wait(visit, visit.until)
+
+    def _wait(self, visit: _Visit, until: float) -> None:
+        """Let a request wait for room; it is shown from `until` on."""
+        if visit.queue is self._ready:
+            return
+        visit.move(self._ready)
+        if self._now >= until:
+            self._hidden.discard(visit.request)
+        else:
+            heapq.heappush(self._deadlines, (until, next(self._ids), visit))
 
     def _begin(self, visit: _Visit, best: Prospect, deadline: float) -> bool:
         """Begin to restore, if there is room. Return False otherwise, and while copies wait for the
@@ -350,17 +456,16 @@ class TierFeature(EngineFeature):
             self._kv.free(shadow)
             return False
         needed = self._restores.pages_needed(shadow, best.frames)
-        left = sum(
-            self._layout.visible_pages(one.restored + 1) for one, _ in self._awaited.values()
-        )
         restoration = Restoration(visit.request, shadow, best.cached, best.frames, best.pieces)
-        room = self._kv.available_pages - left
+        room = self._room
         if needed > room or not self._restores.begin(restoration):
             self._kv.free(shadow)
+            visit.lacked = room
             return False
         restoration.begun = self._now
         restoration.deadline = deadline
         visit.restoration = restoration
+        self._hide(visit, self._restoring)
         for piece in best.pieces:
             if piece.frame is not None:
                 self.pool.hold(piece.frame)
@@ -442,9 +547,12 @@ class TierFeature(EngineFeature):
         self.stats.restore_s += seconds
         if restoration.cut is None:
             self.pace.restored(restoration, self._now)
+        for follower in [*self._followers.pop(restoration, ())]:
+            follower.move(self._answered)
         visit = self._visits.get(restoration.request)
         if visit is not None and visit.restoration is restoration:
-            del self._visits[restoration.request]
+            visit.restoration = None
+            self._forget(restoration.request)
             if restoration.restored:
                 until = self._now + max(seconds, 1.0)
                 self._awaited[restoration.request] = restoration, until

@@ -89,6 +89,11 @@ class FrameLayout:
         """Return the number of frames whose names follow from the first `known` tokens."""
         return max(0, known - self.after) // self.tokens
 
+    def restorable(self, known: int) -> int:
+        """Return the number of frames of the longest prefix that can be restored for a request with
+        `known` tokens: its last token is always computed."""
+        return min(self.named(known), (known - 1) // self.tokens)
+
     def chain(self, request: Request, like: Beginning | None = None) -> HashChain:
         """Return the hashes by which the frames of a request are named, of all that precedes the
         end of each. `like`: another chain of this layout, whose hashes of a common beginning are

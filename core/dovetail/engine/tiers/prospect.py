@@ -46,7 +46,7 @@ def prospect(
     found: Mapping[FrameName, TierJobs],
 ) -> Prospect:
     """Return what can be restored for a waiting `request`. `found`: frames known to be in tiers."""
-    most = min(frames.named(request.num_tokens), (request.num_tokens - 1) // frames.tokens)
+    most = frames.restorable(request.num_tokens)
     cached = kv.lookup(request)
     first = cached // frames.tokens
     if most <= first:

@@ -118,6 +118,10 @@ class Restores:
         chunk = CHUNK_FRAMES * self._frames.tokens
         return min(self._kv.pages_needed(shadow, tokens), self._layout.most_pages(tokens, chunk))
 
+    def leading(self, pieces: Sequence[Piece]) -> Restoration | None:
+        """Return an active restoration that has one of these frames; None: there is none."""
+        return next((self.names[piece.name] for piece in pieces if piece.name in self.names), None)
+
     def begin(self, restoration: Restoration) -> bool:
         """Allocate its pages, or change nothing and return False. The manager must have no pending
         copies."""

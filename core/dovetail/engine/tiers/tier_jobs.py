@@ -26,7 +26,6 @@ from dovetail.engine.tiers.stats import TierStats
 logger = logging.getLogger("dovetail")
 
 JOB_FRAMES = 8  # maximum frames of a store or load
-FIND_S = 0.25  # timeout of a find, for which a request waits
 STORE_S = 60.0  # timeout of a store
 QUEUE_SHARE = 0.25  # maximum share of the host pool that waits to be stored
 KEPT_NAMES = 1 << 17  # maximum number of names known to be in a tier
@@ -100,9 +99,7 @@ class TierJobs:
     @property
     def _hangs(self) -> bool:
         """True if the tier has its maximum number of jobs, and all are late."""
-        return len(self._jobs) >= self.tier.capabilities.max_jobs and all(
-            job.late for job in self._jobs.values()
-        )
+        return self.free_jobs <= 0 and all(job.late for job in self._jobs.values())
 
     # Jobs
 
@@ -119,9 +116,14 @@ class TierJobs:
             self._queue.append(frame)
             self._queued_bytes += frame.bytes
 
-    def find(self, names: Sequence[FrameName], now: float, then: Then) -> bool:
+    @property
+    def free_jobs(self) -> int:
+        """Number of jobs that the tier takes at the moment."""
+        return self.tier.capabilities.max_jobs - len(self._jobs)
+
+    def find(self, names: Sequence[FrameName], now: float, within_s: float, then: Then) -> bool:
         """Ask which of these frames the tier has. Return False if it can't be asked now."""
-        return self._begin("find", names, (), now, FIND_S, then)
+        return self._begin("find", names, (), now, within_s, then)
 
     def load(
         self,
@@ -144,7 +146,7 @@ class TierJobs:
         within_s: float,
         then: Then | None,
     ) -> bool:
-        if not self.is_used(now) or len(self._jobs) >= self.tier.capabilities.max_jobs:
+        if not self.is_used(now) or self.free_jobs <= 0:
             return False
         keys = tuple(map(self._key, names))
         number = next(self._ids)
@@ -292,7 +294,7 @@ class TierJobs:
             frame.data[: len(top)] = top
         if not frames or self._begin("store", names, frames, now, STORE_S, None):
             return bool(frames)
-        if len(self._jobs) >= self.tier.capabilities.max_jobs:
+        if self.free_jobs <= 0:
             self._queue.extendleft(reversed(frames))
             return False
         self._stats.dropped_frames["refused"] += len(frames)
