@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dovetail import LLMEngine, SamplingParams
+from dovetail.api.clock import Clock, WallClock
 from dovetail.engine.tiers.feature import TierFeature
 from dovetail.engine.tiers.prospect import Pace
 from tests.small_model import small_demo
@@ -28,7 +29,7 @@ def restores_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dovetail.engine.tiers.feature.FIND_S", 30.0)
 
 
-def started(folder: Path | None, **config: Any) -> LLMEngine:
+def started(folder: Path | None, clock: Clock | None = None, **config: Any) -> LLMEngine:
     tiers = [] if folder is None else [{"name": "disk", "path": str(folder), "size": "64MiB"}]
     engine = LLMEngine.from_config(
         {
@@ -40,7 +41,8 @@ def started(folder: Path | None, **config: Any) -> LLMEngine:
             "kv_tiers": tiers,
             "executor": {"name": "local", "num_pages": 40},
             **config,
-        }
+        },
+        clock=clock or WallClock(),
     )
     feature(engine).wait_until_open()
     return engine

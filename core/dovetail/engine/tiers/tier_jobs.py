@@ -2,8 +2,8 @@
 tiers.
 
 A tier that misses a deadline keeps the job's frames until it reports the job. A tier that fails
-three times in a row is switched off for a while: finds and loads are then misses, and stores are
-dropped.
+three times in a row is switched off for a while, for stores or for the other jobs, since a
+read-only medium may still be loaded from: stores are then dropped, or finds and loads are misses.
 """
 
 from __future__ import annotations
@@ -48,6 +48,32 @@ class _Job:
     outdated: bool = False  # the tier has dropped all since
 
 
+@dataclass(slots=True)
+class _Switch:
+    """Switches off what fails `FAILURES` times in a row, for longer each time."""
+
+    failures: int = 0  # consecutive
+    off_until: float = 0.0
+    off_s: float = OFF_S  # the next time
+
+    def worked(self) -> None:
+        self.failures = 0
+        self.off_s = OFF_S
+
+    def failed(self, now: float) -> float:
+        """Count a failure, unless it is off. Return the seconds for which this switches it off."""
+        if now < self.off_until:
+            return 0.0
+        self.failures += 1
+        if self.failures < FAILURES:
+            return 0.0
+        off_s = self.off_s
+        self.failures = 0
+        self.off_until = now + off_s
+        self.off_s = min(2 * off_s, LONGEST_OFF_S)
+        return off_s
+
+
 class TierJobs:
     """The jobs of one tier. All methods return at once."""
 
@@ -73,10 +99,8 @@ class TierJobs:
         self._queued_bytes = 0  # in the queue and in store jobs
         self._jobs: dict[int, _Job] = {}
         self._kept: OrderedDict[FrameName, None] = OrderedDict()
-        # consecutive, of stores (True) and of other jobs: a tier may serve only one of these
-        self._failures = {True: 0, False: 0}
-        self._off_until = 0.0
-        self._off_s = OFF_S
+        self._storing = _Switch()
+        self._reading = _Switch()  # of finds and loads
 
     @property
     def pending(self) -> bool:
@@ -93,8 +117,12 @@ class TierJobs:
         """Forget that the tier has a frame, which was damaged, so that it is stored again."""
         self._kept.pop(name, None)
 
-    def is_used(self, now: float) -> bool:
-        return bool(self.namespaces) and now >= self._off_until
+    def is_used(self, now: float, *, stores: bool = False) -> bool:
+        """Return True unless the tier is off for finds and loads, or for `stores`."""
+        return bool(self.namespaces) and now >= self._switch(stores).off_until
+
+    def _switch(self, stores: bool) -> _Switch:
+        return self._storing if stores else self._reading
 
     @property
     def _hangs(self) -> bool:
@@ -107,7 +135,7 @@ class TierJobs:
         """Queue a named frame to be stored, or drop it if the queue is full or the tier off."""
         if frame.name is None or frame.name in self._kept:
             return
-        if not self.is_used(now):
+        if not self.is_used(now, stores=True):
             self._stats.dropped_frames["unavailable"] += 1
         elif self._queued_bytes + frame.bytes > QUEUE_SHARE * self._pool.limit:
             self._stats.dropped_frames["slow"] += 1
@@ -146,7 +174,7 @@ class TierJobs:
         within_s: float,
         then: Then | None,
     ) -> bool:
-        if not self.is_used(now) or self.free_jobs <= 0:
+        if not self.is_used(now, stores=kind == "store") or self.free_jobs <= 0:
             return False
         keys = tuple(map(self._key, names))
         number = next(self._ids)
@@ -207,8 +235,7 @@ class TierJobs:
         elif done.why == "unavailable" or len(done.ok) != len(job.names):
             self._failed(now, "it reports that it is unavailable", stores=job.kind == "store")
         else:
-            self._failures[job.kind == "store"] = 0
-            self._off_s = OFF_S
+            self._switch(job.kind == "store").worked()
         if job.kind == "store":
             self._stored(job, ok)
         elif job.kind == "load":
@@ -261,24 +288,20 @@ class TierJobs:
             self._kept.popitem(last=False)
 
     def _failed(self, now: float, why: str, *, stores: bool) -> None:
-        if now < self._off_until:
-            return
-        self._failures[stores] += 1
-        if self._failures[stores] >= FAILURES:
-            self._failures[stores] = 0
-            self._off_until = now + self._off_s
+        off_s = self._switch(stores).failed(now)
+        if off_s:
             logger.warning(
-                "KV tier %s is off for %g s, since %s: K and V are computed meanwhile",
+                "KV tier %s is off for %g s, since %s: %s",
                 self.name,
-                self._off_s,
+                off_s,
                 why,
+                "nothing is stored there" if stores else "K and V are computed meanwhile",
             )
-            self._off_s = min(2 * self._off_s, LONGEST_OFF_S)
             self._stats.off[self.name] += 1
 
     def _store(self, now: float) -> bool:
         """Begin the next store. Return False if it must wait."""
-        if not self.is_used(now) or self._hangs:
+        if not self.is_used(now, stores=True) or self._hangs:
             self._drop_queue()
             return False
         frames: list[HostFrame] = []
