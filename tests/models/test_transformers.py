@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail_models.transformers_layers import KINDS
 from tests.models.model_types import (
     EXACT,
     PAGE,
@@ -210,9 +211,17 @@ def test_a_model_without_linear_layers_of_ours_is_not_quantized(tmp_path: Path) 
         load(tmp_path, quantization="fp8")
 
 
-def test_experts_that_are_not_quantized_with_the_rest_are_named_in_a_warning(
+def test_experts_are_quantized_while_they_load(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    load(saved(tmp_path), quantization="fp8").close()
+    assert "aren't quantized" not in caplog.text
+
+
+def test_experts_that_are_not_quantized_with_the_rest_are_named_in_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(KINDS, "MixtralExperts")  # as of a class that isn't known
     load(saved(tmp_path), quantization="fp8").close()
     assert re.search(
         r"MixtralExperts aren't quantized through transformers: \d+ % of the model's parameters "
@@ -221,17 +230,19 @@ def test_experts_that_are_not_quantized_with_the_rest_are_named_in_a_warning(
     )
 
 
-def test_quantized_experts_are_refused_with_the_reason(tmp_path: Path) -> None:
-    """Not as if the file were broken: the checkpoint is whole, and only its attention can be
-    computed as it is stored."""
+def test_quantized_experts_that_are_not_replaced_are_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as if the file were broken: the checkpoint is whole."""
     from safetensors.torch import load_file, save_file
 
+    monkeypatch.delitem(KINDS, "MixtralExperts")
     saved(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for name in [
         name
         for name in tensors
-        if "_proj.weight" in name or re.search(r"experts\.\d+\.w\d\.weight", name)
+        if re.search(r"self_attn\.\w_proj\.weight|experts\.\d+\.w\d\.weight", name)
     ]:
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
@@ -245,8 +256,8 @@ def test_quantized_experts_are_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         UnsupportedError,
-        match=r"experts\.0\.w1.* are quantized, and through transformers only layers that are "
-        r"replaced can be",
+        match=r"experts\.0\.w1.* are quantized, and through transformers only layers that "
+        r"Dovetail replaces can be",
     ):
         load(tmp_path)
 

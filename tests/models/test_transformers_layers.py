@@ -62,13 +62,14 @@ def test_what_computes_the_same_is_replaced(model_type: str, expected: dict[str,
 
 
 CAUSAL = """
-    afmoe apertus arcee aria_text axk1 beam bitnet cohere cohere2 cohere2_moe cwm deepseek_v2
-    deepseek_v3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text
-    gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt_oss granite
-    granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe
-    hy_v3 hyperclovax jais2 kolibri1 laguna llama mellum mimo_v2_flash minicpm3 minimax_m2
-    ministral ministral3 mistral mixtral moshi olmo olmo2 olmo3 olmoe phi3 phimoe qwen2 qwen2_moe
-    qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+    afmoe apertus arcee aria_text axk1 bailing_hybrid beam bitnet cohere cohere2 cohere2_moe cwm
+    deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma
+    gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe
+    glm4_moe_lite gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jamba kimi_linear kolibri1 laguna
+    llama mellum mimo_v2_flash minicpm3 minimax minimax_m2 ministral ministral3 mistral mixtral
+    moshi olmo olmo2 olmo3 olmoe phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
+    solar_open stablelm starcoder2 vaultgemma youtu zaya
 """
 UNSERVED = ["llama4_text", "phi4_multimodal"]  # at all lengths, or as text alone
 MAGNITUDES = (0.01, 1.0, 30.0)  # small inputs reveal an epsilon, large ones a clamp

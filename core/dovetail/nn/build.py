@@ -15,6 +15,8 @@ class RuntimeContext(BuildContext):
 
     # weights of linear layers are allocated after `build`, in the checkpoint's format
     weights_later: bool = False
+    # and the checkpoint has that format already: it isn't quantized while it loads
+    weights_stored: bool = False
     # LoRA adapters may be added to linear layers after `build`
     adapters: bool = False
     # names what else changes the numbers: device, attention backend, dtype of the KV cache,

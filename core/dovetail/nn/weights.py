@@ -73,6 +73,8 @@ _OF_THE_CACHE = (
 )
 
 
+NONE_HELD: Mapping[int, tuple[Weight, StoredWeight]] = {}
+
 DRAWN_EXPERTS = 8  # with `load_format: dummy`, of each mixture
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
@@ -100,7 +102,7 @@ def load_weights(
         _check_rules(model, plain)
     held = _held(plain)
     rules: dict[str, list[WeightRule]] = {}
-    for rule in _for_each_tensor(plain, held):
+    for rule in for_each_tensor(plain, held):
         rules.setdefault(rule.source, []).append(rule)
     stored = {
         name: path for name, path in _tensor_files(Path(directory)).items() if not elsewhere(name)
@@ -237,11 +239,12 @@ def _dequantize(held: Mapping[int, tuple[Weight, StoredWeight]]) -> None:
         weight.data.copy_(stored.format.dequantized(stored))
 
 
-def _for_each_tensor(
-    rules: Iterable[WeightRule], held: Mapping[int, tuple[Weight, StoredWeight]]
+def for_each_tensor(
+    rules: Iterable[WeightRule], held: Mapping[int, tuple[Weight, StoredWeight]] = NONE_HELD
 ) -> Iterator[WeightRule]:
     """Return the rules, with one per stored tensor for weights in another format, instead of one
-    for the plain weight."""
+    for the plain weight. `held`: memory for plain weights that are stored in a format, by their
+    ids."""
     for rule in rules:
         _, weight = held.get(id(rule.parameter), (None, rule.parameter))
         tensors = dict(weight.tensors(rule.shard_id)) if isinstance(weight, StoredWeight) else {}

@@ -30,7 +30,6 @@ from transformers.models.auto.modeling_auto import (
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.component import NoOptions
-from dovetail.api.media_types import OTHER_PARTS
 from dovetail.api.model import (
     BuildContext,
     ModelArch,
@@ -42,19 +41,15 @@ from dovetail.api.model import (
     WeightRule,
 )
 from dovetail.api.state import StateSpec
-from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.errors import UnsupportedError
 from dovetail.nn.attention import spec_of_rank
 from dovetail.nn.build import of_runtime
 from dovetail.nn.format.stored import StoredWeight
 from dovetail.nn.model_files import model_length
 from dovetail.nn.weights import (
-    TEXT_PARTS,
     dummy_weights,
     load_weights,
     random_numbers,
-    some_of,
-    tensor_names,
-    text_name,
 )
 from dovetail_models.transformers_attention import (
     NAME,
@@ -74,6 +69,19 @@ from dovetail_models.transformers_layers import (
     find_layers,
     reasons_against_split,
 )
+from dovetail_models.transformers_loading import (
+    SWITCHING_ROPES,
+    Elsewhere,
+    Rules,
+    is_stored,
+    loaded,
+    parameter_of,
+    place_in,
+    published_names,
+    ready,
+    refuse_others_stored,
+    tensors_of,
+)
 from dovetail_models.transformers_older import attend_by
 from dovetail_models.transformers_states import (
     StateCall,
@@ -89,7 +97,6 @@ log = logging.getLogger("dovetail")
 _ORIGINAL = "original_max_position_embeddings"
 _LONGEST = 8192  # tokens of the check's longest sequence
 _BEYOND = 17  # tokens that it has after the last length at which the numbers may change
-_LEFT_OUT = re.compile(rf"{OTHER_PARTS.pattern}|(model\.)?(mtp|score)\.")  # tensors of other parts
 # attributes of a model's class that name them
 _IN_FLOAT32 = (
     "_keep_in_fp32_modules",
@@ -110,11 +117,6 @@ _FAILURES = (
     RuntimeError,
     TypeError,
     ValueError,
-)
-# their frequencies depend on the longest sequence of a batch
-_SWITCHING_ROPES = (
-    "dynamic",
-    "longrope",
 )
 
 
@@ -160,13 +162,17 @@ class Transformers(ModelArch):
         max_len = context.max_len or model_length(config)
         _check_rope(config, max_len)
         _check_lengths(config, traced.calls, max_len)
-        layers = find_layers(traced.base, traced.calls, max_len, context.device, traced.keeps)
-        # Each format stores experts in its own way, which transformers' stacked weights aren't.
+        published = published_names(traced.model) if of_runtime(context).weights_stored else {}
+        layers = find_layers(
+            traced.base,
+            traced.calls,
+            max_len,
+            context.device,
+            traced.keeps,
+            lambda name: f"{traced.prefix}{name}.0.down_proj.weight" in published,
+        )
         if of_runtime(context).weights_later:
-            layers = replace(
-                layers, found=tuple(found for found in layers.found if found.kind is not OwnExperts)
-            )
-            _warn_of_plain_experts(traced, context.dtype)
+            _warn_of_plain_experts(traced, layers, context.dtype)
         if context.parallel.size > 1 and (
             reasons := [
                 *(["recurrent layers aren't split"] if traced.states else []),
@@ -179,7 +185,7 @@ class Transformers(ModelArch):
                 f"{type(traced.model).__name__} can't be split over ranks through transformers: "
                 f"{'; '.join(reasons)}"
             )
-        return TransformersModel(config, traced, layers, context, max_len)
+        return TransformersModel(config, traced, layers, context, max_len, published)
 
     def _trace(self, config: Any) -> Traced:
         """Trace the model on the meta device. Raises `UnsupportedError`."""
@@ -277,14 +283,23 @@ class TransformersModel(nn.Module):
     Some of its modules are replaced by `layers`."""
 
     def __init__(
-        self, config: Any, traced: Traced, layers: Layers, context: BuildContext, max_len: int
+        self,
+        config: Any,
+        traced: Traced,
+        layers: Layers,
+        context: BuildContext,
+        max_len: int,
+        published: Mapping[str, str],
     ) -> None:
+        """`published`: see `published_names`; empty unless the checkpoint is quantized."""
         super().__init__()
         self.config = config
         self._layers = layers
         self._context = of_runtime(context)
         self._max_len = max_len
         self._prefix = traced.prefix
+        self._published = published
+        self._their_names = frozenset(name for name, _ in traced.model.named_parameters())
         self._calls = traced.calls
         self._states = traced.states
         self._shortened = _shortened(config, traced)
@@ -340,22 +355,37 @@ class TransformersModel(nn.Module):
                 "a quantized model through transformers runs on one GPU: set "
                 "tensor_parallel_size to 1"
             )
-        stored = [rule for rule in self.weights() if _is_stored(rule)]
-        if stored:
-            _refuse_others_stored(directory, stored)
-            load_weights(_Rules(stored), directory, partly=True)
+        ours = [rule for rule in self.weights() if self._is_ours(rule)]
+        if ours:
+            refuse_others_stored(directory, ours)
+            load_weights(Rules(ours), directory, partly=True)
+        elsewhere = self._elsewhere(ours)
         verdict = self._verdict.read()
         self._to_verify = self._on_any_rank(verdict is None)
         if self._to_verify:
-            self._prove(directory, stored)
+            self._prove(directory, elsewhere)
         elif verdict is False:
             self._leave_layers()
-        self.model = _loaded(self.config, directory, self._context.dtype, stored)
+        self.model = loaded(self.config, directory, self._context.dtype, elsewhere)
         if self._to_verify and self._is_plain():
             self._expected = self._logprobs_of_transformers()
         for rule in self.weights():
-            if not _is_stored(rule):
+            if not self._is_ours(rule):
                 rule.parameter.load(self.model.get_parameter(rule.source).data, rule.shard_id)
+
+    def _is_ours(self, rule: WeightRule) -> bool:
+        """Return True if Dovetail reads a weight from the checkpoint, not transformers."""
+        return is_stored(rule) or rule.source not in self._their_names
+
+    def _elsewhere(self, ours: Sequence[WeightRule]) -> Elsewhere:
+        """Return what transformers needn't load, for `ours` are loaded already."""
+        named = {rule.source for rule in ours}
+        parameters = {
+            parameter_of(rule.source)
+            for rule in self._own_rules()
+            if self._published.get(rule.source, rule.source) in named
+        }
+        return Elsewhere(frozenset(parameters), tensors_of(ours))
 
     def _logprobs_of_transformers(self) -> torch.Tensor:
         """Return those of `trial_tokens`, with transformers' own attention."""
@@ -406,23 +436,27 @@ class TransformersModel(nn.Module):
 
     def weights(self) -> Iterator[WeightRule]:
         """Yield the rules for parameters of replaced modules; transformers loads the others."""
+        for rule in self._own_rules():
+            yield replace(rule, source=self._published.get(rule.source, rule.source))
+
+    def _own_rules(self) -> Iterator[WeightRule]:
+        """Yield the rules with the names that weights have in transformers' model."""
         for name, own in self._own.items():
             yield from own.rules(self._prefix + name)
 
-    def _prove(self, directory: Path, stored: Sequence[WeightRule]) -> None:
+    def _prove(self, directory: Path, elsewhere: Elsewhere) -> None:
         """Run the first layers, with at least one of each kind, in float32, by themselves and in
-        ragged batches. `stored`: rules of weights that are already in their formats."""
+        ragged batches. `elsewhere`: weights that are already loaded."""
         short = self._shortened
         config, calls = short.config, short.calls
-        alone = _loaded(config, directory, torch.float32, stored, whole=False).to(
+        alone = loaded(config, directory, torch.float32, elsewhere, whole=False).to(
             self._context.device
         )
-        parameters = dict(alone.named_parameters())
-        for rule in stored:
-            if rule.source in parameters:
-                part = rule.parameter.parts[rule.shard_id]
-                weight = rule.parameter
-                parameters[rule.source].data.copy_(part.place(weight.format.dequantized(weight)))
+        parameters = {name: one.data for name, one in alone.named_parameters()}
+        for rule in self._own_rules():
+            place = place_in(parameters, rule.source)
+            if place is not None and parameter_of(rule.source) in elsewhere.parameters:
+                place.copy_(_values(rule))
         attend_by(alone, "eager")
         specs = [spec_of_rank(spec, self._context.parallel) for spec in specs_of(calls)]
         lengths = sorted(
@@ -478,7 +512,9 @@ class TransformersModel(nn.Module):
         attend_by(batched, NAME)
         base = _base_of(batched)
         base_alone = _base_of(alone)
-        context = replace(self._context, dtype=torch.float32, weights_later=False)
+        context = replace(
+            self._context, dtype=torch.float32, weights_later=False, weights_stored=False
+        )
         own = {found.name: found.make(context) for found in layers.found if _has(base, found.name)}
         for name, layer in own.items():
             for rule in layer.rules(self._prefix + name):
@@ -509,14 +545,24 @@ def _hidden_by(config: Any) -> str:
     )
 
 
-def _warn_of_plain_experts(traced: Traced, dtype: torch.dtype) -> None:
-    """Log the share of a quantized model's parameters that are stacked experts, which have no
-    format but the model's dtype."""
+def _values(rule: WeightRule) -> torch.Tensor:
+    """Return the numbers that a rule has loaded."""
+    weight = rule.parameter
+    is_stored = isinstance(weight, StoredWeight)
+    values = weight.format.dequantized(weight) if is_stored else weight.data
+    found: torch.Tensor = weight.parts[rule.shard_id].place(values)
+    return found
+
+
+def _warn_of_plain_experts(traced: Traced, layers: Layers, dtype: torch.dtype) -> None:
+    """Log the share of a quantized model's parameters that are stacked experts whose code isn't
+    replaced: they have no format but the model's dtype."""
+    replaced = {found.name for found in layers.found if found.kind is OwnExperts}
     stacked = {
         parameter: type(module).__name__
-        for module in traced.base.modules()
+        for name, module in traced.base.named_modules()
         for parameter in module.parameters(False)
-        if parameter.ndim == 3
+        if parameter.ndim == 3 and name not in replaced
     }
     if stacked:
         kept, total = (
@@ -573,7 +619,7 @@ def _of_config(text: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(
         copy.deepcopy(text), dtype=dtype, attn_implementation="eager", experts_implementation=NAME
     )
-    return _ready(model)
+    return ready(model)
 
 
 def _skeleton(config: Any, dtype: torch.dtype) -> PreTrainedModel:
@@ -609,133 +655,6 @@ def _fill(model: PreTrainedModel, seed: int, device: torch.device) -> None:
                     )
                     made[id(parameter)] = nn.Parameter(numbers, requires_grad=False)
                 setattr(module, name, made[id(parameter)])
-
-
-def _ready(model: PreTrainedModel) -> PreTrainedModel:
-    """Make the model attend by `attention`, and keep its rotary embeddings from changing their
-    frequencies: `_check_rope` excludes sequences of that length."""
-    for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        if isinstance(kind, dict):
-            module.rope_type = {
-                layer: "default" if one in _SWITCHING_ROPES else one for layer, one in kind.items()
-            }
-        elif kind in _SWITCHING_ROPES:
-            module.rope_type = "default"
-    attend_by(model, NAME)
-    return model.eval()
-
-
-class _Rules:
-    """A subset of a model's rules, for `load_weights`."""
-
-    def __init__(self, rules: Sequence[WeightRule]) -> None:
-        self._rules = rules
-
-    def weights(self) -> Sequence[WeightRule]:
-        return self._rules
-
-
-def _is_stored(rule: WeightRule) -> bool:
-    """Return True if the checkpoint doesn't store this weight as a plain tensor."""
-    return isinstance(rule.parameter, StoredWeight) and any(
-        True for _ in rule.parameter.tensors(rule.shard_id)
-    )
-
-
-def _refuse_others_stored(directory: Path, stored: Sequence[WeightRule]) -> None:
-    """Raise `UnsupportedError` if the checkpoint stores weights of other layers, such as experts,
-    in the formats of `stored`."""
-    words = {word for rule in stored for word, _ in rule.parameter.tensors(rule.shard_id)}
-    ours = {rule.source.rpartition(".")[0] for rule in stored}
-    modules = []
-    for name in sorted(tensor_names(directory)):
-        module, _, word = text_name(name).rpartition(".")
-        is_stored = word in words - {"weight", "bias"} and not OTHER_PARTS.match(name)
-        if is_stored and module not in ours:
-            modules.append(module)
-    if modules:
-        raise UnsupportedError(
-            f"{directory}: {some_of(dict.fromkeys(modules))} are quantized, and through "
-            f"transformers "
-            "only layers that are replaced can be, which experts in a quantized checkpoint aren't; "
-            "use a checkpoint in 16 bits"
-        )
-
-
-def _above(name: str) -> Iterator[str]:
-    """Yield the modules that a tensor's name is in: "a.b" and "a" of "a.b.c"."""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
-def _loaded(
-    config: Any,
-    directory: Path,
-    dtype: torch.dtype,
-    stored: Sequence[WeightRule],
-    *,
-    whole: bool = True,
-) -> PreTrainedModel:
-    """Return the model with the weights from `directory`, on the CPU; those of `stored` are
-    undefined. `whole`: reject tensors that the model doesn't know, except parts that a text model
-    omits. Raises `ModelLoadError`."""
-    config = copy.deepcopy(config)
-    try:
-        with _quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                str(directory),
-                config=config,
-                dtype=dtype,
-                attn_implementation="eager",
-                experts_implementation=NAME,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-                # weights in 4 bits may have a layer's name, and the shapes of others are read below
-                ignore_mismatched_sizes=True,
-                key_mapping={f"^{re.escape(old)}": new for old, new in TEXT_PARTS.items()},
-            )
-    except Exception as error:
-        raise ModelLoadError(
-            f"{directory}: transformers can't load it: {one_line(error)}"
-        ) from error
-    elsewhere = {rule.source for rule in stored}
-    modules = {name.rpartition(".")[0] for name in elsewhere}
-    missing = set(info["missing_keys"]) - elsewhere
-    misshapen = {key for key, *_ in info["mismatched_keys"]} - elsewhere
-    problems = [f"lacks {some_of(missing)}"] if missing else []
-    problems += (
-        [f"holds tensors of other shapes than the config says: {some_of(misshapen)}"]
-        if misshapen
-        else []
-    )
-    unknown = (
-        [
-            name
-            for name in info["unexpected_keys"]
-            if not _LEFT_OUT.match(name) and modules.isdisjoint(_above(name))
-        ]
-        if whole
-        else []
-    )
-    problems += [f"holds {some_of(unknown)}, which the model doesn't know"] if unknown else []
-    if problems:
-        raise ModelLoadError(f"{directory}: the checkpoint {' and '.join(problems)}")
-    left_out = (
-        [found[0] for found in map(_LEFT_OUT.match, sorted(info["unexpected_keys"])) if found]
-        if whole
-        else []
-    )
-    if left_out:
-        log.info(
-            "%d tensors of other parts than the text model are skipped: %s*",
-            len(left_out),
-            "*, ".join(dict.fromkeys(left_out)),
-        )
-    return _ready(model)
 
 
 class _GivenStates:
@@ -917,7 +836,7 @@ def _check_rope(config: Any, max_len: int) -> None:
     length."""
     for rope in _ropes(config):
         kind = rope.get("rope_type")
-        if kind not in _SWITCHING_ROPES:
+        if kind not in SWITCHING_ROPES:
             continue
         original = int(
             rope.get(_ORIGINAL) or getattr(config, _ORIGINAL, 0) or config.max_position_embeddings
@@ -928,22 +847,6 @@ def _check_rope(config: Any, max_len: int) -> None:
                 f"tokens changes the frequencies of all others in its "
                 f"batch; set max_model_len to {original} or less"
             )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Context without transformers' report of missing or unknown tensors, which Dovetail reports,
-    and without its progress bar."""
-    level = transformers.logging.get_verbosity()
-    had_bar = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(level)
-        if had_bar:
-            transformers.logging.enable_progress_bar()
 
 
 @contextmanager

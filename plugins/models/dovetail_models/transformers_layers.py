@@ -24,6 +24,7 @@ from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.model import BuildContext, WeightRule
 from dovetail.nn.activation import ACTIVATIONS, Activation, ClampedSwiGLU
 from dovetail.nn.attention import Attention
+from dovetail.nn.build import of_runtime
 from dovetail.nn.feed_forward import GatedFeedForward
 from dovetail.nn.format import DENSE
 from dovetail.nn.linear import ReplicatedLinear, linear
@@ -58,9 +59,10 @@ _ATTENTION = """
     Qwen2 Qwen2Moe Qwen3 Qwen3Moe SeedOss SmolLM3 SolarOpen Starcoder2 VaultGemma
 """
 _EXPERTS = """
-    AXK1 Afmoe Aria Cohere2Moe DeepseekV2 DeepseekV3 Ernie4_5_Moe ExaoneMoe FlexOlmo Glm4Moe
-    Glm4MoeLite GptOss GraniteMoe GraniteMoeSWA GraniteMoeShared HYV3 HunYuanMoEV1 Kolibri1 Laguna
-    Mellum MiMoV2Flash MiniMaxM2 Mixtral Olmoe Phimoe Qwen2Moe Qwen3Moe SolarOpen
+    AXK1 Afmoe Aria BailingHybrid Cohere2Moe DeepseekV2 DeepseekV3 Dots1 Ernie4_5_Moe ExaoneMoe
+    FlexOlmo Flint Glm4Moe Glm4MoeLite GptOss GraniteMoe GraniteMoeSWA GraniteMoeShared HYV3
+    HunYuanMoEV1 Jamba KimiLinear Kolibri1 Laguna Mellum MiMoV2Flash MiniMax MiniMaxM2 Mixtral
+    Olmoe Phimoe Qwen2Moe Qwen3Moe SolarOpen Zaya
 """
 _BLOCKS = """
     Cwm ExaoneMoe Granite HYV3 Llama Ministral Ministral3 Mistral Qwen2 Qwen3 SeedOss SmolLM3
@@ -265,11 +267,13 @@ def find_layers(
     max_len: int,
     device: torch.device,
     keep: Callable[[str], bool],
+    apart: Callable[[str], bool] = lambda _: False,
 ) -> Layers:
     """Return the replacements for modules of `base`, which may be on the meta device. Rotary
     embeddings are computed for positions below `max_len`, and put on `device`. `keep`: names of
-    modules that must stay as they are."""
-    finder = _Finder(base, calls, max_len, device)
+    modules that must stay as they are. `apart`: names of experts of which a checkpoint that is
+    quantized has tensors for each."""
+    finder = _Finder(base, calls, max_len, device, apart)
     for kind in (OwnAttention, OwnFeedForward, OwnExperts, OwnNorm, OwnLinear, OwnBlock):
         for name, module in base.named_modules():
             if KINDS.get(_class_of(module)) is kind and name and not keep(name):
@@ -315,9 +319,15 @@ class _Finder:
     """Finds replacements: large modules after their parts, which they then replace."""
 
     def __init__(
-        self, base: nn.Module, calls: Sequence[AttentionCall], max_len: int, device: torch.device
+        self,
+        base: nn.Module,
+        calls: Sequence[AttentionCall],
+        max_len: int,
+        device: torch.device,
+        apart: Callable[[str], bool],
     ) -> None:
         self._base = base
+        self._apart = apart
         self._max_len = max_len
         self._device = device
         times = Counter(call.module for call in calls)
@@ -382,10 +392,16 @@ class _Finder:
         inner, hidden = sizes if stacked.transposed else sizes[::-1]
         per_token = getattr(self._base.config, "num_experts_per_tok", None)
         per_token = per_token if isinstance(per_token, int) else None
-        settings = (activation, module.has_bias, stacked)
-        return lambda context: OwnExperts(
-            Experts(hidden, inner, count, context, *settings, per_token=per_token)
-        )
+        apart = self._apart(name) and not module.has_bias and stacked == Stacked()
+
+        def make(context: BuildContext) -> OwnLayer:
+            layout = None if apart and of_runtime(context).weights_stored else stacked
+            settings = (activation, module.has_bias, layout)
+            return OwnExperts(
+                Experts(hidden, inner, count, context, *settings, per_token=per_token)
+            )
+
+        return make
 
     def _attention(self, name: str, module: Any) -> Make | None:
         spec = self._specs.get(name)
@@ -437,7 +453,7 @@ class _Finder:
             arguments = [kind]
         if kind not in self.rotaries:
             rotary = type(given)(config=given.config)
-            rotary.rope_type = given.rope_type  # see `transformers._ready`
+            rotary.rope_type = given.rope_type  # see `transformers_loading.ready`
             positions = torch.arange(self._max_len)[None]
             cos, sin = (one[0] for one in rotary(torch.zeros(1, 1, 1), positions, *arguments))
             half = cos.shape[-1] // 2

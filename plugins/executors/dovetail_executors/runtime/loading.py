@@ -248,6 +248,7 @@ def load_model(
         make_attention=make_layer,
         max_len=plan.max_model_len,
         weights_later=later,
+        weights_stored=getattr(plan.quantization, "config", None) is not None,
         adapters=config.max_adapters > 0,
         environment=built_for,
     )
