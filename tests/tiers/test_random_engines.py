@@ -1,7 +1,8 @@
 """Engines of random configs with tiers answer as a plain engine, whatever is restored in between.
 
 Each engine gets several rounds of prompts with common beginnings, more than its device's cache
-holds: some are aborted, preempted, sampled several times, or come while others are being restored.
+holds: some are aborted, preempted, sampled several times, have an adapter or a salt, or come while
+others are being restored. Some engines have two ranks.
 """
 
 from __future__ import annotations
@@ -10,25 +11,90 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dovetail import LLMEngine, RequestOutput, SamplingParams
+from dovetail import LLMEngine, LoRARequest, RequestOutput, SamplingParams
 from dovetail.engine.tiers.feature import TierFeature
 from dovetail.engine.tiers.prospect import Pace
+from tests.adapters import config_of, weights_of, write_adapter
 from tests.e2e.test_random_engines import POLICIES, REJECTING, Answer, Case, Plain
+from tests.executors.rank_threads import ranks_as_threads
 
 # Of the 200 random cases of a full run; the suite tries a few
-SEEDS = [int(seed) for seed in os.environ.get("DOVETAIL_TIER_SEEDS", "1,3,1086").split(",")]
+SEEDS = [int(seed) for seed in os.environ.get("DOVETAIL_TIER_SEEDS", "3,6,27").split(",")]
 FAMILIES = ("dense", "windows", "mixture", "states")
 VOCAB = 1024
+ADAPTERS = {"slots": 2, "max_rank": 4}
+
+
+@dataclass(frozen=True)
+class Tried(Case):
+    """A case with what else names its K and V."""
+
+    salt: str | None = None
+    adapter: LoRARequest | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.adapter} {super().key}"
+
+    def add_to(self, engine: LLMEngine, name: str) -> None:
+        engine.add_request(
+            name,
+            [*self.prompt],
+            self.params,
+            cache_salt=self.salt,
+            lora_request=self.adapter,
+        )
+
+
+class Adapted(Plain):
+    """The dense model, whose engines have adapters."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("dense", folder)
+        self.name = "adapted"
+        capacity = self.engine.capacity.adapters
+        assert capacity is not None
+        config = config_of(target_modules="all-linear")
+        self.adapters = [
+            LoRARequest(
+                str(number),
+                number,
+                str(
+                    write_adapter(
+                        folder / str(number), config, weights_of(capacity.modules, seed=number)
+                    )
+                ),
+            )
+            for number in (1, 2)
+        ]
+
+    def start(self, **config: Any) -> LLMEngine:
+        return super().start(adapters=ADAPTERS, **config)
+
+    def answer(self, case: Case) -> Answer:
+        assert isinstance(case, Tried)
+        if case.key not in self.known:
+            case.add_to(self.engine, "plain")
+            [output] = [
+                output
+                for _ in iter(self.engine.has_unfinished_requests, False)
+                for output in self.engine.step()
+            ]
+            self.known[case.key] = [([*one.token_ids], one.finish_reason) for one in output.outputs]
+        return self.known[case.key]
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Plain]]:
     made = {name: Plain(name, tmp_path_factory.mktemp(name)) for name in FAMILIES}
+    made["adapted"] = Adapted(tmp_path_factory.mktemp("adapted"))
     yield made
     for one in made.values():
         one.engine.close()
@@ -65,18 +131,21 @@ def random_config(chance: random.Random, one: Plain, folder: Path) -> dict[str, 
     }
     if chance.random() < 0.5:
         config["kv_tiers"] = [{"name": "disk", "path": str(folder), "size": "64MiB"}]
-    if chance.random() < 0.3:
+    if chance.random() < 0.25 and one.name not in ("states", "adapted"):
+        config["executor"] |= {"name": "tensor", "size": 2, "device": "cpu"}
+    elif chance.random() < 0.3:
         drafter = chance.choice(["ngram", "suffix", *one.heads])
         config["speculation"] = {"drafter": drafter, "max_drafts": chance.choice([1, 3])}
     return config
 
 
-def random_cases(chance: random.Random) -> list[Case]:
+def random_cases(chance: random.Random, one: Plain) -> list[Tried]:
     """Return prompts of which many begin as others do."""
     beginnings = [
         tuple(chance.randrange(1, VOCAB) for _ in range(chance.choice([16, 33, 48, 64])))
         for _ in range(3)
     ]
+    adapters = [None, *one.adapters] if isinstance(one, Adapted) else [None]
     cases = []
     for _ in range(chance.randint(6, 10)):
         begun = chance.choice(beginnings)
@@ -88,12 +157,13 @@ def random_cases(chance: random.Random) -> list[Case]:
             fields["n"] = chance.choice([1, 2, 3])
         if chance.random() < 0.1:
             fields["prompt_logprobs"] = 1
-        cases.append(Case((*begun, *rest)[:76], fields))
+        salt = chance.choice([None, None, None, "salt"])
+        cases.append(Tried((*begun, *rest)[:76], fields, salt, chance.choice(adapters)))
     return cases
 
 
 def answers(
-    engine: LLMEngine, cases: Sequence[Case], chance: random.Random, names: str
+    engine: LLMEngine, cases: Sequence[Tried], chance: random.Random, names: str
 ) -> dict[int, Answer]:
     """Return the answers of the requests that aren't aborted; some come late, some at once."""
     outputs: dict[str, RequestOutput] = {}
@@ -103,10 +173,8 @@ def answers(
     while waiting or engine.has_unfinished_requests():
         if waiting and (chance.random() < 0.4 or not engine.has_unfinished_requests()):
             index = waiting.pop(0)
-            case = cases[index]
-            salt = "salt" if case.fields["max_tokens"] % 5 == 0 else None
-            engine.add_request(f"{names}{index}", [*case.prompt], case.params, cache_salt=salt)
-        if chance.random() < 0.02 and len(waiting) < len(cases):
+            cases[index].add_to(engine, f"{names}{index}")
+        if chance.random() < 0.04 and len(waiting) < len(cases):
             index = chance.randrange(len(cases) - len(waiting))
             if f"{names}{index}" not in outputs:
                 engine.abort_request(f"{names}{index}")
@@ -128,14 +196,15 @@ def answers(
     }
 
 
-def is_near_tie(one: Plain, case: Case, answer: Answer) -> bool:
+def is_near_tie(one: Plain, case: Tried, answer: Answer) -> bool:
     """Return True if a greedy answer parts from the plain engine's where that could as well have
     chosen the other token: the order of sums differs with the size of steps."""
     expected = one.answer(case)[0][0]
     given = answer[0][0]
     same = next(at for at, pair in enumerate(zip(given, expected, strict=True)) if len({*pair}) > 1)
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=4, detokenize=False)
-    one.engine.add_request("tie", [*case.prompt, *expected[:same]], params)
+    prompt = [*case.prompt, *expected[:same]]
+    one.engine.add_request("tie", prompt, params, lora_request=case.adapter)
     [output] = [
         output
         for _ in iter(one.engine.has_unfinished_requests, False)
@@ -153,13 +222,14 @@ def is_near_tie(one: Plain, case: Case, answer: Answer) -> bool:
 def tried(seed: int, plain: dict[str, Plain], folder: Path) -> Counter[str]:
     """Try an engine; return what its tiers have done."""
     chance = random.Random(seed)
-    one = plain[chance.choice(FAMILIES)]
+    one = plain[chance.choice([*plain])]
     config = random_config(chance, one, folder)
-    cases = random_cases(chance)
+    cases = random_cases(chance, one)
+    ranks = config["executor"].get("size", 1)
     told = f"seed {seed}, {one.name}: {config}"
     done = Counter[str]()
     for _ in range(chance.choice([1, 2]) if "kv_tiers" in config else 1):
-        with one.start(**config) as engine:
+        with ranks_as_threads() if ranks > 1 else nullcontext(), one.start(**config) as engine:
             for number in range(3):
                 chosen = chance.sample(cases, len(cases))
                 found = answers(engine, chosen, chance, f"{number}:")
@@ -174,6 +244,7 @@ def tried(seed: int, plain: dict[str, Plain], folder: Path) -> Counter[str]:
             done["loaded"] += sum(stats.loaded_frames.values())
             done["engines"] += 1
             done[one.name] += stats.restored_tokens
+            done[f"{ranks} ranks"] += stats.restored_tokens
             done["drafts"] += engine.core.stats.draft_tokens and stats.restored_tokens
             done["preempted"] += engine.core.stats.preemptions and stats.restored_tokens
             done.update({f"missed {why}": count for why, count in stats.missed.items()})
