@@ -369,6 +369,7 @@ def test_every_setting_of_an_executor_is_that_of_the_config(tmp_path: Path) -> N
         "pooling": {"method": "mean"},
         "media": {"cache_rows": 77, "step_rows": 7},
         "kv_cache_dtype": "fp8",
+        "kv_host_memory": "1MiB",
     }
     made = EngineConfig.load({**values, **parts}).executor_config(tmp_path, tmp_path / "d", head)
     expected = values | {
@@ -382,6 +383,7 @@ def test_every_setting_of_an_executor_is_that_of_the_config(tmp_path: Path) -> N
         "max_adapter_rank": 8,
         "media_cache_rows": 77,
         "media_step_rows": 7,
+        "kv_transfers": True,
     }
     found = {field.name: getattr(made, field.name) for field in fields(made)}
     assert found == expected | {"features": ()}

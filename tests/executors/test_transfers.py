@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +25,12 @@ from dovetail_executors.options import LocalOptions, TensorOptions
 from dovetail_executors.rank_transfers import PLACES, SharedSlabs, from_words, to_words
 from dovetail_executors.runtime import transfers
 from dovetail_executors.runtime.kv_pool import KVPool
-from dovetail_executors.runtime.transfers import LocalTransfers, PageCopies
+from dovetail_executors.runtime.transfers import (
+    LocalTransfers,
+    PageCopies,
+    PartOfTransfers,
+    device_bytes,
+)
 from dovetail_executors.tensor import TensorExecutor
 from tests.e2e.reference import checkpoint
 from tests.executors.rank_threads import ranks_as_threads
@@ -66,6 +72,25 @@ def filled(pool: KVPool, pages: list[int], seed: int) -> torch.Tensor:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "PIECE_BYTES", 200)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", sorted({*LAYOUTS} - {"odd"}))
+def test_transfers_allocate_no_more_than_is_left_free_for_them(name: str, ranks: int) -> None:
+    pool = pool_of(name)
+    before = allocated_bytes()
+    part = PartOfTransfers(PageCopies(pool), rank=ranks - 1)
+    assert 0 < allocated_bytes() - before <= device_bytes(pool.planned.layout, ranks)
+    part.copies.close()
+
+
+def allocated_bytes() -> int:
+    """Return the bytes of all storages of tensors that exist."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 @pytest.mark.usefixtures("small_pieces")

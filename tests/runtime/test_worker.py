@@ -20,7 +20,7 @@ from dovetail.api.graphs import GraphSupport
 from dovetail.api.state import StateSpec, StateTensor
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.nn.parallel import SINGLE, SingleGroup
-from dovetail_executors.runtime import loading
+from dovetail_executors.runtime import loading, transfers
 from dovetail_executors.runtime import worker as worker_module
 from dovetail_executors.runtime.attention_choice import ChosenAttention, choose_attention
 from dovetail_executors.runtime.kv_pool import KVPool
@@ -147,6 +147,16 @@ def test_on_a_gpu_the_biggest_step_is_measured_once_kernels_are_compiled_and_gra
     assert start_up == ["pool of 8", "record", "freeze"]
     rank.stop()
     assert start_up[3:] == ["unfreeze"]
+
+
+def test_the_memory_of_transfers_is_left_free_if_the_engine_makes_any(
+    start_up: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "PIECE_BYTES", 0)  # six staging buffers of a page each
+    monkeypatch.setattr(transfers, "FRAME_TOKENS", 1)  # a frame is a block
+    rank = worker(gpu_memory_utilization=0.5, kv_transfers=True)
+    assert rank.load(torch.device("cuda", 0)).num_pages == 30 - 7
+    rank.stop()
 
 
 def test_where_no_graphs_are_wanted_none_are_made(start_up: list[str]) -> None:

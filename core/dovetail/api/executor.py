@@ -112,6 +112,8 @@ class ExecutorConfig:
     media_cache_rows: int = 0
     media_step_rows: int = 0
     cpu_memory_utilization: float = 0.25  # share of the free RAM for K and V on a CPU
+    # True if the engine calls `Executor.transfers`, whose memory on the device must be left free
+    kv_transfers: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -700,6 +700,7 @@ class EngineConfig(BaseModel):
             else self.adapters.max_rank,
             media_cache_rows=self.media.cache_rows if self.media.images else 0,
             media_step_rows=self.media.step_rows,
+            kv_transfers=self.host_pool_bytes > 0,
         )
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dovetail.api.kv_cache import KVLayout
 from dovetail.api.kv_layout import PlannedLayout
 from dovetail.api.kv_transfers import (
     WORD,
@@ -45,6 +46,21 @@ SAVE_PIECES = 4  # staging buffers of saves: later ones delay the steps until on
 RESTORE_PIECES = 2  # … and of restores: one is filled while the other is emptied
 MODULUS = 1 << 64
 FRAME_TOKENS = 256  # of the core's frames; larger ones take a moment longer, once
+
+
+def device_bytes(layout: KVLayout, ranks: int = 1) -> int:
+    """Return the most memory that the transfers of one of `ranks` GPUs take there, in bytes: the
+    staging buffers, and the multipliers of a frame's words."""
+    pages = max(1, PIECE_BYTES // layout.page_bytes)
+    staging = (SAVE_PIECES + RESTORE_PIECES) * pages * layout.page_bytes
+    return staging + ranks * _frame_bytes(layout)
+
+
+def _frame_bytes(layout: KVLayout) -> int:
+    """Return the bytes of a rank's part of the core's largest frame."""
+    tokens = max(FRAME_TOKENS, layout.hit_tokens)
+    pages = max(group.blocks(tokens) * group.pages_per_block for group in layout.groups)
+    return pages * layout.page_bytes
 
 
 class _Queue:
@@ -284,12 +300,7 @@ class PartOfTransfers:
     def __init__(self, copies: PageCopies, rank: int = 0) -> None:
         self.copies = copies
         self._rank = rank
-        layout = copies.pool.planned.layout
-        pages = max(
-            group.blocks(max(FRAME_TOKENS, layout.hit_tokens)) * group.pages_per_block
-            for group in layout.groups
-        )
-        copies.prepare((rank + 1) * pages * copies.page_bytes // WORD)
+        copies.prepare((rank + 1) * _frame_bytes(copies.pool.planned.layout) // WORD)
         self._slabs: dict[int, torch.Tensor] = {}  # [bytes] uint8
         self._most = 0  # bytes that slabs may have together
 

@@ -49,7 +49,7 @@ from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.runner import Runner
 from dovetail_executors.runtime.sampling import Sampling
 from dovetail_executors.runtime.step import Step
-from dovetail_executors.runtime.transfers import PageCopies, name_of_bytes
+from dovetail_executors.runtime.transfers import PageCopies, device_bytes, name_of_bytes
 from dovetail_executors.runtime.trial import TrialRun
 
 # Floating-point operations per second that any core reaches: a guess until a step is measured
@@ -488,10 +488,15 @@ class Worker:
         )
 
     def _profile(self) -> int:
-        """Return the peak GPU memory without the KV pool, in bytes. Leaves a pool of one page."""
+        """Return the peak GPU memory without the KV pool, in bytes, with that of transfers, which
+        are made later. Leaves a pool of one page."""
         with phase("measuring memory"):
             self._make_pool(1)
-            return peak_bytes(self._running(), self.context.config.max_num_batched_tokens)
+            runner = self._running()
+            peak = peak_bytes(runner, self.context.config.max_num_batched_tokens)
+        if not self.context.config.kv_transfers:
+            return peak
+        return peak + device_bytes(runner.pool.planned.layout, self.group.size)
 
 
 def _show_progress(model: torch.nn.Module) -> None:
