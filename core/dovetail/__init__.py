@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PoolingParams,
         PoolingRequestOutput,
         ScoringRequestOutput,
+        SparseEmbeddingRequestOutput,
     )
     from dovetail.request.sampling_params import BeamSearchParams, OutputKind, SamplingParams
     from dovetail.request.structured import Structured
@@ -48,6 +49,7 @@ _HOMES = {
     "PoolingParams": "dovetail.request.pooling",
     "PoolingRequestOutput": "dovetail.request.pooling",
     "ScoringRequestOutput": "dovetail.request.pooling",
+    "SparseEmbeddingRequestOutput": "dovetail.request.pooling",
     "OutputKind": "dovetail.request.sampling_params",
     "RequestOutput": "dovetail.request.outputs",
     "SamplingParams": "dovetail.request.sampling_params",
@@ -73,6 +75,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "ScoringRequestOutput",
+    "SparseEmbeddingRequestOutput",
     "Structured",
     "__version__",
 ]

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from dovetail.front.media.prompts import ImagePrompt, ImagePrompts, MediaPrompt
     from dovetail.front.media.sources import ImageSource, image_of_base64, image_of_text
     from dovetail.front.outputs import EngineOutput, OutputBuilder, RequestGroup, by_sample
-    from dovetail.front.pooling import PoolingIntake, paired
+    from dovetail.front.pooling import PoolingIntake, ScorePlan, paired
     from dovetail.front.prompts import PROMPT_COST, Prompt, PromptSource, content_of, cuts
     from dovetail.front.request_checks import (
         at_most,
@@ -117,6 +117,7 @@ _HOMES = {
     "RequiredSource": "cli.settings",
     "RequiredSources": "cli.settings",
     "ResolvedComponent": "registry.resolved",
+    "ScorePlan": "front.pooling",
     "Settings": "cli.settings",
     "IMAGES": "front.vllm_groups",
     "IMAGES_AT_ONCE": "front.media.facts",
@@ -215,6 +216,7 @@ __all__ = [
     "RequiredSource",
     "RequiredSources",
     "ResolvedComponent",
+    "ScorePlan",
     "Settings",
     "IMAGES",
     "IMAGES_AT_ONCE",

@@ -19,6 +19,13 @@ SCORER = PoolingCapacity(
 CLASSIFIER = PoolingCapacity(
     ("classify", "token_classify"), "last", 6, ("bad", "fair", "good"), generates=False
 )
+LEXICAL = PoolingCapacity(
+    ("embed", "token_classify", "token_embed"),
+    *("cls", 6, ("lexical weight",)),
+    generates=False,
+    token_size=5,
+    is_lexical=True,
+)
 EXECUTOR = (
     'kind="executor", name="fake", target="dovetail.testing:FakeExecutor", '
     'options="dovetail.testing:FakeExecutorOptions"'

@@ -20,7 +20,16 @@ from dovetail.testing.fake_executor import FakeExecutor
 from dovetail_server.engine import Load
 from dovetail_server.frames import Extra, PackedResult, StepFrame, decode_to_front_end, encode
 from dovetail_server.settings import ServerSettings
-from tests.front.pooled import CLASSIFIER, EMBEDDER, GENERATOR, SCORER, config, expected, install
+from tests.front.pooled import (
+    CLASSIFIER,
+    EMBEDDER,
+    GENERATOR,
+    LEXICAL,
+    SCORER,
+    config,
+    expected,
+    install,
+)
 from tests.registry.fakes import Site
 from tests.registry.site import site  # noqa: F401
 from tests.rounding import rounded
@@ -315,6 +324,81 @@ def test_classes_and_whatever_else_a_model_pools() -> None:
             np.float32(made["data"]),
             expected(tokens("a rose"), "token_classify", CLASSIFIER, activate=False),
         )
+
+
+@pytest.mark.parametrize("name", ["maxsim", "meanmaxsim"])
+def test_documents_are_ranked_by_the_vectors_of_their_tokens(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dovetail_server.routes.pooling._SHORT", 0)  # in a thread
+    with client(EMBEDDER, pooling={"similarity": name}) as one:
+        matrices = [expected(tokens(text), "token_embed", EMBEDDER) for text in TEXTS]
+        share = len(matrices[0]) if name == "meanmaxsim" else 1
+        scores = [float((matrices[0] @ matrix.T).max(1).sum()) / share for matrix in matrices]
+        made = answer(one, "/v1/rerank", query=TEXTS[0], documents=TEXTS)
+        assert [item["index"] for item in made["results"]] == sorted(
+            range(3), key=lambda place: -scores[place]
+        )
+        for item in made["results"]:
+            assert item["relevance_score"] == rounded(scores[item["index"]], 6 * len(matrices[0]))
+        data = answer(one, "/v1/score", text_1=TEXTS[0], text_2=TEXTS)["data"]
+        assert [item["score"] for item in data] == [
+            rounded(score, 6 * len(matrices[0])) for score in scores
+        ]
+
+
+def test_vectors_to_compare_are_bounded_before_they_are_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = {"limits": {"max_answer_bytes": 6 * 4 * 4}}  # of four tokens
+    changes = {"pooling": {"similarity": "maxsim"}, **limits}
+    with (
+        serving_in_threads(config(EMBEDDER, **changes)) as url,
+        httpx.Client(base_url=url, timeout=60) as one,
+    ):
+        assert answer(one, "/v1/score", text_1="a", text_2="b")
+        monkeypatch.setattr(FakeExecutor, "submit", lambda self, batch: pytest.fail("computed"))
+        for path, body in (
+            ("/v1/score", {"text_1": "a", "text_2": TEXTS}),
+            ("/v1/rerank", {"query": "a", "documents": TEXTS}),
+        ):
+            status, message, _ = refusal(one, path, **body)
+            assert status == 400
+            assert "limits.max_answer_bytes" in message
+
+
+def test_lexical_weights_are_those_of_each_token_id() -> None:
+    with client(LEXICAL) as one:
+        prompt = [9, 4, 9, 7]
+        [made] = answer(one, "/pooling", input=prompt, task="embed_sparse")["data"]
+        weights = expected(prompt, "token_classify", LEXICAL)[:, 0]
+        assert made["data"] == [
+            {"index": 4, "value": rounded(weights[1], 1)},
+            {"index": 7, "value": rounded(weights[3], 1)},
+            {"index": 9, "value": rounded(max(weights[0], weights[2]), 1)},
+        ]
+        body = {"input": prompt, "task": "embed_sparse", "encoding_format": "base64"}
+        assert refusal(one, "/pooling", **body)[2] == "encoding_format"
+        vectors = expected(prompt, "token_embed", LEXICAL)
+        assert vectors.shape == (4, 5)
+        [made] = answer(one, "/pooling", input=prompt, task="token_embed")["data"]
+        np.testing.assert_array_equal(np.float32(made["data"]), vectors)
+    with client(EMBEDDER) as one:
+        message = refusal(one, "/pooling", input=[5], task="embed_sparse")[1]
+        assert message.startswith("this model can't do embed_sparse; /v1/embeddings makes")
+
+
+def test_an_answer_of_lexical_weights_is_bounded() -> None:
+    limits = {"limits": {"max_answer_bytes": 4 * 16 * 4}}  # of four tokens
+    with (
+        serving_in_threads(config(LEXICAL, **limits)) as url,
+        httpx.Client(base_url=url, timeout=60) as one,
+    ):
+        longest = {"index": 262143, "value": float(np.float32(1.2345678e-30))}
+        assert len(str(longest)) < 4 * 16
+        assert answer(one, "/pooling", input=[7] * 4, task="embed_sparse")
+        message = refusal(one, "/pooling", input=[7] * 5, task="embed_sparse")[1]
+        assert "limits.max_answer_bytes" in message
 
 
 def test_keys_and_metrics_hold_for_these_routes() -> None:

@@ -211,7 +211,9 @@ class OutputListener:
 class PooledListener(OutputListener):
     """Listener to a request that pools."""
 
-    data: NDArray[np.float32]  # once it has ended
+    # Once it has ended; as `PoolingOutput` has them.
+    data: NDArray[np.float32]
+    token_ids: NDArray[np.int32] | None
 
     def on_output(self, output: Any) -> None:
         if self.meter is not None:
@@ -223,6 +225,7 @@ class PooledListener(OutputListener):
             self.exchange.fail(error)
             return
         self.data = output.outputs.data
+        self.token_ids = output.outputs.token_ids
         self.exchange.listener_ended()
 
 

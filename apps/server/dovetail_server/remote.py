@@ -383,11 +383,16 @@ class RemoteEngine:
             )
             for index, text in enumerate(texts)
         ]
-        pools = request.pooling is not None
         prompt = entered.prompt
         ids = entered.prompt_token_ids
         group = RequestGroup(
-            request.request_id, prompt, ids, params, samples, pools=pools, media=request.media
+            request.request_id,
+            prompt,
+            ids,
+            params,
+            samples,
+            reading=entered.reading,
+            media=request.media,
         )
         self._builder.expect(group, texts)
         confirmed = asyncio.get_running_loop().create_future() if request.extra else None

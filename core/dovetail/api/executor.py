@@ -192,6 +192,16 @@ class PoolingCapacity:
     dimensions: tuple[int, ...] | None = None
     # "classify" skips tokens of this id at a prompt's end, which the core leaves out; None: none
     padding: int | None = None
+    # numbers of a token's vector, if it is computed by layers of its own; None: `size`
+    token_size: int | None = None
+    # the one score of "token_classify" is the token's lexical weight, at least 0 if it is activated
+    is_lexical: bool = False
+
+    def size_of(self, task: PoolingTask) -> int:
+        """Return the numbers of a vector of this task."""
+        if not task.endswith("embed"):
+            return len(self.labels)
+        return self.size if task == "embed" or self.token_size is None else self.token_size
 
     def needs_all_states(self, task: PoolingTask) -> bool:
         """Return True if tokens found in the prefix cache would be missing from the result."""

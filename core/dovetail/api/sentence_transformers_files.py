@@ -14,13 +14,17 @@ from dovetail.api.json_files import read_json_object
 from dovetail.errors import ModelLoadError, UnsupportedError, shown
 
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
+LATE_SIMILARITIES = ("maxsim", "meanmaxsim")  # of models with a vector for each token
 OWN_FILE = "config_sentence_transformers.json"
 TRANSFORMER_FILES = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-_WHOLE = "only layers of whole embeddings are served"
-_MULTI_VECTOR = "late interaction"
+_VECTORS = Used(
+    "which vectors it computes: of each token in models of late interaction, otherwise embeddings; "
+    "others are refused"
+)
+_LATE = "late interaction: "
 _SIZE = NoEffect("the tensors and what comes before say it")
 
 OWN = FileKeys(
@@ -29,14 +33,27 @@ OWN = FileKeys(
         "prompts": Used("texts to put before prompts, by name"),
         "default_prompt_name": Used("the prompt of texts that name none"),
         "similarity_fn_name": Used(
-            "what `score` computes of two embeddings: cosine, dot, euclidean or manhattan"
+            "what `score` computes of two embeddings: cosine, dot, euclidean or manhattan; of two "
+            "texts' vectors: maxsim or meanmaxsim"
         ),
         "truncate_dim": Used(
             "the size to which embeddings are cut after normalization, if a request sets no "
             "`dimensions`"
         ),
         "activation_fn": Used("the activation of a classifier's scores"),
-        "model_type": Used("the kind of model; SparseEncoder and MultiVectorEncoder aren't served"),
+        "model_type": Used(
+            "the kind of model: ColBERT and MultiVectorEncoder have a vector for each token; "
+            "SparseEncoder isn't served"
+        ),
+        "query_prefix": Used(_LATE + "the token, or text, before a query"),
+        "document_prefix": Used(_LATE + "the token, or text, before a document"),
+        "query_length": Used(_LATE + "the tokens of a query"),
+        "document_length": Used(_LATE + "the tokens to which documents are cut"),
+        "do_query_expansion": Used(_LATE + "mask tokens fill a query to its length"),
+        "query_expansion": Used(_LATE + "the same in newer files"),
+        "attend_to_expansion_tokens": Used(_LATE + "the others attend to these mask tokens"),
+        "attend_to_mask_tokens": Used(_LATE + "the same in older files"),
+        "skiplist_words": Used(_LATE + "tokens whose vectors documents leave out"),
         "keep_in_fp32_modules": NoEffect("heads are computed in float32 anyway"),
         "__version__": NoEffect("the versions that wrote the file"),
     },
@@ -69,9 +86,9 @@ TRANSFORMER = FileKeys(
         "module_output_name": NoEffect("the modules that follow name their input"),
         "unpad_inputs": NoEffect("nothing is padded"),
         "processing_kwargs": Refused("arguments of the tokenizer", ({},)),
-        "query_length": Refused(_MULTI_VECTOR),
-        "document_length": Refused(_MULTI_VECTOR),
-        "query_expansion": Refused(_MULTI_VECTOR),
+        "query_length": Used(_LATE + "the tokens to which queries are cut"),
+        "document_length": Used(_LATE + "the tokens to which documents are cut"),
+        "query_expansion": Used(_LATE + "the mask tokens that fill a query"),
         "tokenizer_name_or_path": Refused(
             "another model's tokenizer; name it by `tokenizer` in the config"
         ),
@@ -111,16 +128,24 @@ DENSE = FileKeys(
         ),
         "in_features": _SIZE,
         "bias": NoEffect("it is there if its tensor is"),
-        "module_input_name": Refused(_WHOLE, ("sentence_embedding",)),
-        "module_output_name": Refused(_WHOLE, ("sentence_embedding",)),
+        "module_input_name": _VECTORS,
+        "module_output_name": _VECTORS,
         "use_residual": Refused("it adds the layer's input", (False,)),
     },
 )
 NORMALIZE = FileKeys(
     "Normalize/config.json",
     {
-        "module_input_name": Refused(_WHOLE, ("sentence_embedding",)),
-        "module_output_name": Refused(_WHOLE, ("sentence_embedding",)),
+        "module_input_name": _VECTORS,
+        "module_output_name": _VECTORS,
+    },
+)
+MASK = FileKeys(
+    "MultiVectorMask/config.json",
+    {
+        "skiplist_words": Used("tokens whose vectors are left out"),
+        "skiplist_tasks": Used("of which texts: queries, documents"),
+        "keep_only_token_ids": Refused("vectors of some tokens only", ([],)),
     },
 )
 LOGIT_SCORE = FileKeys(
@@ -131,7 +156,7 @@ LOGIT_SCORE = FileKeys(
         "module_input_name": Refused("only logits are scored", ("causal_logits",)),
     },
 )
-ALL = (OWN, MODULES, TRANSFORMER, POOLING, DENSE, NORMALIZE, LOGIT_SCORE)
+ALL = (OWN, MODULES, TRANSFORMER, POOLING, DENSE, NORMALIZE, MASK, LOGIT_SCORE)
 
 
 def read_checked(path: Path, table: FileKeys) -> dict[str, Any]:
@@ -155,15 +180,45 @@ def read_transformer(directory: Path) -> tuple[Path, dict[str, Any]]:
 
 def read_own(directory: Path) -> dict[str, Any]:
     """Return the content of `config_sentence_transformers.json`. Raises as `read_checked`, and for
-    a similarity that isn't served."""
+    a similarity that isn't served. A model of late interaction has one of its own, whatever other
+    models' it stores."""
     path = directory / OWN_FILE
     content = read_checked(path, OWN)
-    if (name := content.get("similarity_fn_name")) not in (None, *SIMILARITIES):
-        served = ", ".join(SIMILARITIES)
+    name = content.get("similarity_fn_name")
+    known: tuple[str, ...] = SIMILARITIES
+    if is_late(content):
+        name = name.lower() if isinstance(name, str) else name
+        name = "maxsim" if name in (None, *SIMILARITIES) else name
+        content = {**content, "similarity_fn_name": name}
+        known = LATE_SIMILARITIES
+    if name not in (None, *known):
+        served = ", ".join(known)
         raise UnsupportedError(
             f"{path}: similarity_fn_name {name!r} isn't served; served are {served}"
         )
     return content
+
+
+def module_of(module: Any, path: Path) -> tuple[str, str]:
+    """Return the type of a module that `modules.json`, at `path`, lists, and its folder below the
+    model's. Raises `ModelLoadError`, and as `read_checked`."""
+    if isinstance(module, dict):
+        kind = module.get("type")
+        folder = module.get("path")
+        if isinstance(kind, str) and isinstance(folder, str):
+            is_below = ".." not in Path(folder).parts and not Path(folder).is_absolute()
+            if is_below:
+                MODULES.check(module, path)
+                return kind, folder
+    raise ModelLoadError(
+        f"{path}: expected modules, each with its 'type' and 'path', got {shown(module)}"
+    )
+
+
+def is_late(own: dict[str, Any]) -> bool:
+    """Return True if `config_sentence_transformers.json`, with this content, is of a model with a
+    vector for each token."""
+    return own.get("model_type") in ("ColBERT", "MultiVectorEncoder") or "query_prefix" in own
 
 
 def has_marks(directory: Path, config: dict[str, Any]) -> bool:

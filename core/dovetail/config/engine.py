@@ -237,6 +237,13 @@ class Pooling(BaseModel):
     that of Qwen3-Reranker for a Qwen3 with score tokens, and the tokenizer's pair encoding for a
     classifier."""
 
+    similarity: (
+        Literal["cosine", "dot", "euclidean", "manhattan", "maxsim", "meanmaxsim"] | None
+    ) = None
+    """What `score` computes of the embeddings of two texts, of a model that doesn't score pairs:
+    `maxsim` compares a vector for each token (late interaction), and `meanmaxsim` divides it by the
+    tokens of the query. null: the checkpoint's setting, or `cosine` without one."""
+
     @field_validator("template")
     @classmethod
     def _both_once(cls, value: str | None) -> str | None:
@@ -693,7 +700,7 @@ class EngineConfig(BaseModel):
             max_drafts=0 if self.speculation is None else self.speculation.max_drafts,
             draft_model=None if draft_dir is None else str(draft_dir),
             draft_head=draft_head,
-            pooling=self.pooling.model_dump(exclude_none=True, exclude={"template"}),
+            pooling=self.pooling.model_dump(exclude_none=True, exclude={"template", "similarity"}),
             max_adapters=0 if self.adapters is None else self.adapters.slots,
             max_adapter_rank=Adapters().max_rank
             if self.adapters is None

@@ -301,7 +301,10 @@ def _pooling_facts(
     says how."""
     if capacity.pooling is not None:
         lengths = capacity.max_model_len, config.max_num_batched_tokens
-        return PoolingFacts.of(capacity.pooling, model_dir, config.pooling.template, *lengths)
+        own = config.pooling
+        return PoolingFacts.of(
+            capacity.pooling, model_dir, own.template, *lengths, similarity=own.similarity
+        )
     if wrong := config.pooling.model_dump(exclude_defaults=True):
         raise UnsupportedError(
             f"pooling.{min(wrong)}: executor {config.executor.label} can't pool: leave it out, or "

@@ -20,6 +20,7 @@ from dovetail.front.admission import CheckedRequest
 from dovetail.front.grammars import AnswerRule
 from dovetail.front.intake_facts import IntakeFacts
 from dovetail.front.media.prompts import ImagePrompts, MediaPrompt
+from dovetail.front.outputs import PooledReading
 from dovetail.front.pooling import PoolingIntake
 from dovetail.front.prompts import Prompt, PromptEncoder, as_sequence, checked_ids, content_of, cuts
 from dovetail.front.sampling import SamplingIntake
@@ -44,6 +45,7 @@ class Entered:
     params: SamplingParams  # as given; `min_tokens` is cut to the room that there is
     prompt: str | None  # its text, if it was one
     prompt_token_ids: list[int]  # with padding that a classifier skips
+    reading: PooledReading | None = None  # of what it pools; None: it generates
 
 
 class Intake:
@@ -202,9 +204,10 @@ class Intake:
         if isinstance(prompt, TokenizedText) and prompt.second is not None:
             pooling = replace(pooling, second=prompt.second)
         core = can.core_params(pooling)
+        pooled_ids = can.pooled_part(token_ids, pooling)
         request = CheckedRequest(
             request_id,
-            can.pooled_part(token_ids, pooling),
+            pooled_ids,
             RowSampling(prompt_logprobs=core.prompt_logprobs),
             1,
             fields,
@@ -212,7 +215,9 @@ class Intake:
             pooling=pooling,
             indivisible=can.capacity.indivisible,
         )
-        return Entered(request, core, text, token_ids.tolist())
+        side = prompt.side if isinstance(prompt, TokenizedText) else None
+        reading = self.pooling.reading(params, pooled_ids, side)
+        return Entered(request, core, text, token_ids.tolist(), reading)
 
     def _read_prompt(
         self, prompt: Prompt, params: SamplingParams | PoolingParams

@@ -40,6 +40,7 @@ from dovetail.request.pooling import (
     PoolingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
+    SparseEmbeddingRequestOutput,
     Task,
 )
 from dovetail.request.sampling_params import (
@@ -297,6 +298,30 @@ class LLM(SaysWhatIsMissing):
             for one in self.encode(prompts, pooling_params, pooling_task="embed", **given)
         ]
 
+    def embed_sparse(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Bar = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        **others: Any,
+    ) -> list[SparseEmbeddingRequestOutput]:
+        """Return the lexical weights of each prompt, of a model that has them, such as BGE-M3:
+        `outputs.weights`, a weight for each token id. Arguments as those of `encode`."""
+        if others:
+            check_call("embed_sparse", others, PoolingParams)
+        given: dict[str, Any] = {
+            "truncate_prompt_tokens": truncate_prompt_tokens,
+            "use_tqdm": use_tqdm,
+            "lora_request": lora_request,
+        }
+        return [
+            SparseEmbeddingRequestOutput.from_base(one)
+            for one in self.encode(prompts, pooling_params, pooling_task="embed_sparse", **given)
+        ]
+
     def classify(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -341,7 +366,8 @@ class LLM(SaysWhatIsMissing):
         A model that scores pairs gets a pair as its tokenizer has it, or in the `template`, a text
         with {query} and {document}; by default that of the config. Of an embedding model the score
         is the cosine of both embeddings, made with the prompts that the checkpoint stores for
-        queries and documents. Raises and ends as `generate` does.
+        queries and documents. Of a model of late interaction, or with the task "token_embed", it is
+        MaxSim of the vectors of all tokens. Raises and ends as `generate` does.
         """
         if others:
             check_call("score", others, PoolingParams)

@@ -329,10 +329,9 @@ class LLMEngine(SaysWhatIsMissing):
         watchers = texts if params.stop else ()
         samples = self._admission.admit(entered.request, watchers, fields.client, exempt=exempt)
         ids = self._as_ids(entered.prompt_token_ids)
-        pools = entered.request.pooling is not None
         media = entered.request.media
         group = RequestGroup(
-            request_id, entered.prompt, ids, params, samples, pools=pools, media=media
+            request_id, entered.prompt, ids, params, samples, reading=entered.reading, media=media
         )
         if entered.request.fields.arrival_time is not None:  # which policies may see later
             group.metrics.arrival_time = entered.request.fields.arrival_time

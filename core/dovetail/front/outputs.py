@@ -89,6 +89,7 @@ class News(Protocol):
 
 
 EngineOutput = RequestOutput | PoolingRequestOutput[PoolingOutput]
+PooledReading = Callable[["NDArray[np.float32]"], PoolingOutput]
 
 
 class RequestGroup(Generic[S]):
@@ -98,11 +99,11 @@ class RequestGroup(Generic[S]):
         "kind",
         "metrics",
         "params",
-        "pools",
         "prompt",
         "prompt_log",
         "prompt_logprobs",
         "prompt_token_ids",
+        "reading",
         "request_id",
         "runs",
         "samples",
@@ -117,14 +118,15 @@ class RequestGroup(Generic[S]):
         params: SamplingParams,
         samples: Sequence[S],
         *,
-        pools: bool = False,
+        reading: PooledReading | None = None,
         media: Sequence[MediaItem] = (),
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt  # its text, if it was one
         self.prompt_token_ids = prompt_token_ids
         self.params = params  # as the user gave them: `params.n` samples
-        self.pools = pools  # its output is a `PoolingRequestOutput`
+        # of what was pooled; None: it generates. Otherwise its output is a `PoolingRequestOutput`
+        self.reading = reading
         self.runs = [run for item in media for run in item.runs]  # of placeholders in the prompt
         self.kind = OutputKind(params.output_kind)
         self.samples = samples
@@ -308,7 +310,11 @@ class OutputBuilder:
             if sample not in fresh:
                 fresh.append(sample)
         for group, fresh in changed.items():
-            output = self._pooled(group, fresh[0]) if group.pools else self._output(group, fresh)
+            output: EngineOutput | None
+            if group.reading is None:
+                output = self._output(group, fresh)
+            else:
+                output = self._pooled(group, group.reading, fresh[0])
             if output is not None:
                 outputs.append(output)
         return outputs
@@ -347,13 +353,15 @@ class OutputBuilder:
             group.metrics,
         )
 
-    def _pooled(self, group: RequestGroup[Any], sample: SampleOutput) -> EngineOutput:
+    def _pooled(
+        self, group: RequestGroup[Any], reading: PooledReading, sample: SampleOutput
+    ) -> EngineOutput:
         group.update_metrics()
         finish = sample.finish
         data = sample.pooled
         return PoolingRequestOutput(
             group.request_id,
-            None if data is None else PoolingOutput(data),
+            None if data is None else reading(data),
             group.prompt_token_ids,
             num_cached_tokens=group.samples[0].cached_tokens,
             prompt=group.prompt,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,26 @@ from numpy.typing import NDArray
 
 from dovetail.api.executor import PoolingCapacity, PoolingTask, RowPooling
 from dovetail.api.json_files import read_json_object
-from dovetail.api.sentence_transformers_files import OWN_FILE, SIMILARITIES, has_marks, read_own
-from dovetail.errors import ModelLoadError, RequestError, shown
+from dovetail.api.late_interaction_files import SIDES, LateInteraction, Side
+from dovetail.api.sentence_transformers_files import (
+    LATE_SIMILARITIES,
+    OWN_FILE,
+    SIMILARITIES,
+    has_marks,
+    read_own,
+)
+from dovetail.errors import (
+    ConfigError,
+    ModelLoadError,
+    RequestError,
+    UnsupportedError,
+    shown,
+)
+from dovetail.front.late_interaction import LateTexts, maxsim, mean_maxsim
+from dovetail.front.outputs import PooledReading
 from dovetail.front.prompts import Prompt, PromptSource, content_of, cuts
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
-from dovetail.request.pooling import PoolingParams
+from dovetail.request.pooling import PoolingOutput, PoolingParams
 from dovetail.request.sampling_params import OutputKind, SamplingParams
 
 # names of stored prompts for the two sides of a search
@@ -45,7 +61,10 @@ PYTHON_CALLS: Mapping[str, str] = {
     "classify": "classify() returns the probabilities of its labels",
     "token_classify": 'encode(…, pooling_task="token_classify") returns them for each token',
     "score": "score(query, documents) compares texts",
+    "embed_sparse": "embed_sparse() returns lexical weights",
 }
+# Names of tokens that have no lexical weight.
+_UNWEIGHTED = ("cls_token", "eos_token", "pad_token", "unk_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +78,12 @@ class PoolingFacts:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None  # the name of one for texts that name none
     template: str | None = None  # of a pair; None: the tokenizer's form of a pair
-    similarity: str = "cosine"  # of two embeddings: a key of `SIMILARITY`
+    similarity: str = "cosine"  # of two texts: a key of `SIMILARITY`
     # tokens to which texts are cut unless requests say otherwise; None: they aren't cut
     cut_at: int | None = None
     # what callers call for each task, for errors
     call_of: Mapping[str, str] = field(default_factory=lambda: dict(PYTHON_CALLS))
+    late: LateInteraction | None = None  # None: it isn't made for late interaction
 
     @classmethod
     def of(
@@ -73,9 +93,13 @@ class PoolingFacts:
         template: str | None,
         max_model_len: int,
         max_step_tokens: int,
+        similarity: str | None = None,
     ) -> PoolingFacts:
         """Return the facts of an engine, with the prompts that a checkpoint of
-        sentence-transformers stores. Raises `ModelLoadError` for a file with invalid values."""
+        sentence-transformers stores. `similarity`: instead of the checkpoint's.
+
+        Raises `ModelLoadError` for a file with invalid values, `UnsupportedError` for what isn't
+        served, and `ConfigError` for a similarity that the model can't be compared by."""
         path = model_dir / OWN_FILE
         stored = read_own(model_dir)
         prompts = stored.get("prompts") or {}
@@ -97,15 +121,28 @@ class PoolingFacts:
             if fits_step
             else (max_step_tokens, "max_num_batched_tokens")
         )
-        similarity = stored.get("similarity_fn_name") or SIMILARITIES[0]
+        stored_similarity = stored.get("similarity_fn_name") or SIMILARITIES[0]
+        similarity = _checked_similarity(similarity or stored_similarity, capacity)
         # as sentence-transformers does
         cut_at = max_model_len if has_marks(model_dir, config) else None
-        return cls(capacity, most, limit, dict(prompts), default, template, similarity, cut_at)
+        late = LateInteraction.read(model_dir)
+        prompts = dict(prompts)
+        if late is not None:
+            _check_expansion(late, model_dir)
+            default = default or "document"
+            for side in SIDES:
+                prompts[side] = prompts.get(side, "").removeprefix(late.prefixes[side])
+        return cls(
+            *(capacity, most, limit, prompts, default, template, similarity, cut_at), late=late
+        )
 
     @property
     def calls(self) -> str:
         """Return the calls that this model serves, for the error about one that it doesn't."""
-        return "; ".join(self.call_of[task] for task in self.capacity.tasks)
+        tasks: Sequence[str] = self.capacity.tasks
+        if self.capacity.is_lexical:
+            tasks = [task for task in tasks if task != "token_classify"] + ["embed_sparse"]
+        return "; ".join(self.call_of[task] for task in tasks)
 
     @property
     def scores_pairs(self) -> bool:
@@ -113,7 +150,7 @@ class PoolingFacts:
         Raises `RequestError` if it can't score."""
         if "classify" in self.capacity.tasks and len(self.capacity.labels) == 1:
             return True
-        if "embed" in self.capacity.tasks:
+        if any(task.endswith("embed") for task in self.capacity.tasks):
             return False
         raise RequestError(
             f"score: this model has {len(self.capacity.labels)} labels, and a score needs a model "
@@ -131,6 +168,10 @@ class PoolingFacts:
                     f"{self.calls}"
                 )
             task = "classify"
+        elif params.task == "embed_sparse":
+            if not can.is_lexical:
+                raise RequestError(f"this model can't do embed_sparse; {self.calls}")
+            task = "token_classify"
         elif params.task is not None:
             task = params.task
         if task not in can.tasks:
@@ -156,9 +197,9 @@ class PoolingFacts:
                 f"dimensions must be one of {', '.join(map(str, can.dimensions))} for this model, "
                 f"got {wanted}"
             )
-        if wanted > can.size:
+        if wanted > can.size_of(task):
             raise RequestError(
-                f"dimensions must be at most {can.size}, the size of this model's embeddings, got "
+                f"dimensions must be at most {can.size_of(task)}, the size of this model's embeddings, got "
                 f"{wanted}"
             )
 
@@ -168,18 +209,43 @@ class PoolingFacts:
         return _NEEDS_ALL if self.capacity.needs_all_states(pooling.task) else _NEEDS_LAST
 
 
+def _checked_similarity(name: str, capacity: PoolingCapacity) -> str:
+    """Return a similarity. Raises `ConfigError` if the model hasn't what it compares."""
+    task: PoolingTask = "token_embed" if name in LATE_SIMILARITIES else "embed"
+    can_embed = any(one.endswith("embed") for one in capacity.tasks)
+    if can_embed and task not in capacity.tasks:
+        raise ConfigError(
+            f"pooling.similarity: {name} compares results of {task}; this model serves "
+            f"{', '.join(capacity.tasks)}"
+        )
+    return name
+
+
+def _check_expansion(late: LateInteraction, model_dir: Path) -> None:
+    """Raise `UnsupportedError` for mask tokens that other tokens don't attend to."""
+    if late.expansion is not None and not late.expansion.is_attended:
+        raise UnsupportedError(
+            f"{model_dir}: its queries are filled with mask tokens that other tokens don't attend "
+            f"to, which no attention backend computes; served are models with "
+            f"attend_to_expansion_tokens, or without query expansion"
+        )
+
+
 def _cosine(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
     norms = float(np.linalg.norm(first) * np.linalg.norm(second))
     cosine = float(first @ second) / max(norms, 1e-12)
     return min(1.0, max(-1.0, cosine))  # rounding may exceed them
 
 
-Similarity = Callable[[NDArray[np.float64], NDArray[np.float64]], float]
+Similarity = Callable[[NDArray[Any], NDArray[Any]], float]
 SIMILARITY: Mapping[str, Similarity] = {
     "cosine": _cosine,
     "dot": lambda first, second: float(first @ second),
     "euclidean": lambda first, second: -float(np.linalg.norm(first - second)),
     "manhattan": lambda first, second: -float(np.abs(first - second).sum()),
+    # of matrices [tokens, size]
+    "maxsim": maxsim,
+    "meanmaxsim": mean_maxsim,
 }
 
 
@@ -193,6 +259,11 @@ class ScorePlan:
     places: list[tuple[int, int]] | None
     similarity: str = "cosine"  # of these
 
+    @property
+    def compares_tokens(self) -> bool:
+        """True if results are matrices, of a vector for each token."""
+        return self.params.task == "token_embed"
+
     def of_pair(self, pair: int) -> tuple[int, ...]:
         """Return the places of a pair's prompts."""
         return (pair,) if self.places is None else self.places[pair]
@@ -201,8 +272,35 @@ class ScorePlan:
         """Return the score of a pair, given what was pooled of its prompts."""
         if self.places is None:
             return float(results[0][0])
-        first, second = (np.asarray(result, np.float64) for result in results)
+        dtype = np.float32 if self.compares_tokens else np.float64
+        first, second = (np.asarray(result, dtype) for result in results)
         return SIMILARITY[self.similarity](first, second)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptReading:
+    """Reads the results of those tokens that count."""
+
+    token_ids: NDArray[np.int32]  # of the prompt
+    kept: NDArray[np.bool_]
+
+    def __call__(self, data: NDArray[np.float32]) -> PoolingOutput:
+        return PoolingOutput(data[self.kept], self.token_ids[self.kept])
+
+
+@dataclass(frozen=True, slots=True)
+class LexicalReading:
+    """Reads weights of tokens [tokens, 1] as those of their ids: the largest of each."""
+
+    token_ids: NDArray[np.int32]  # of the prompt
+    unweighted: NDArray[np.int32]  # ids that have none
+
+    def __call__(self, data: NDArray[np.float32]) -> PoolingOutput:
+        ids, places = np.unique(self.token_ids, return_inverse=True)
+        weights = np.zeros(len(ids), np.float32)
+        np.maximum.at(weights, places, data[:, 0])
+        kept = (weights > 0) & ~np.isin(ids, self.unweighted)
+        return PoolingOutput(weights[kept], ids[kept])
 
 
 class PoolingIntake:
@@ -221,6 +319,7 @@ class PoolingIntake:
         self._encoded = encoded
         self._tokenizer = tokenizer
         self._check_chars = check_chars
+        self._late = None if facts.late is None else LateTexts(facts.late, tokenizer)
 
     def source(
         self, prompts: Sequence[Prompt], params: Sequence[PoolingParams], name: str | None = None
@@ -237,13 +336,35 @@ class PoolingIntake:
             for head, text in zip(heads, texts, strict=True)
         ]
 
+        side = _side(name or self.facts.default_prompt)
+
         def make(part: slice) -> list[Prompt]:
             pairs = zip(heads[part], prompts[part], strict=True)
-            return self._encoded(
-                [head + content_of(prompt) if head else prompt for head, prompt in pairs]
-            )
+            whole = [head + content_of(prompt) if head else prompt for head, prompt in pairs]
+            if self._late is None:
+                return self._encoded(whole)
+            return self._late_prompts(self._late, whole, params[part], [side] * len(whole))
 
         return self._checked(PromptSource(chars, make), params)
+
+    def _late_prompts(
+        self,
+        late: LateTexts,
+        prompts: Sequence[Prompt],
+        params: Sequence[PoolingParams],
+        sides: Sequence[Side],
+    ) -> list[Prompt]:
+        """Return prompts of a model of late interaction, those that are texts tokenized."""
+        made = list(prompts)
+        places = [place for place, one in enumerate(prompts) if isinstance(content_of(one), str)]
+        texts = [late.text_before(sides[place]) + content_of(prompts[place]) for place in places]
+        for place, tokenized in zip(places, self._texts(texts), strict=True):
+            side = sides[place]
+            most = late.length(side, self._most(params[place]))
+            ids = tokenized.token_ids
+            ids = ids if most is None else self._cut_to(ids, most)
+            made[place] = late.prompt(tokenized.text, ids, side)
+        return made
 
     def _head(self, content: Any, params: PoolingParams, name: str | None) -> str:
         """Return what is put before a prompt."""
@@ -264,7 +385,10 @@ class PoolingIntake:
         side that the tokenizer names, keeping the special tokens around it. Raises
         `RequestError`."""
         most = self._most(params) if is_text or cuts(params) else None
-        if most is None or len(token_ids) <= most:
+        return token_ids if most is None else self._cut_to(token_ids, most)
+
+    def _cut_to(self, token_ids: Sequence[Any], most: int) -> Sequence[Any]:
+        if len(token_ids) <= most:
             return token_ids
         head, tail = self._tokenizer().around
         begun = len(head) if list(token_ids[: len(head)]) == head else 0
@@ -281,14 +405,50 @@ class PoolingIntake:
     def numbers(self, prompts: Sequence[Prompt], params: PoolingParams) -> int:
         """Return how many numbers are pooled of tokenized prompts. Raises `RequestError`."""
         pooling = self.facts.row_pooling(params)
-        can = self.facts.capacity
-        size = (
-            (pooling.dimensions or can.size) if pooling.task.endswith("embed") else len(can.labels)
-        )
+        size = pooling.dimensions or self.facts.capacity.size_of(pooling.task)
+        if params.task == "embed_sparse":
+            size = 4  # as long as an id and a weight with their names
         if not pooling.task.startswith("token_"):
             return size * len(prompts)
         most = self._most(params) or self.facts.max_tokens
         return size * sum(min(most, len(_ids_of(prompt))) for prompt in prompts)
+
+    def reading(
+        self, params: PoolingParams, token_ids: NDArray[np.int32], side: Side | None
+    ) -> PooledReading:
+        """Return how the result of a prompt is read. `side`: of a text of a model of late
+        interaction; None: other prompts, whose results are those of all tokens."""
+        can = self.facts.capacity
+        if params.task == "embed_sparse":
+            return LexicalReading(token_ids, self._unweighted)
+        task = self.facts.row_pooling(params).task
+        kept = None
+        if self._late is not None and side is not None:
+            kept = self._late.kept(token_ids, side)
+        elif can.token_size is not None and task == "token_embed":
+            kept = self._inner(token_ids, after=False)
+        elif can.is_lexical and task == "token_classify":
+            kept = self._inner(token_ids, after=True)
+        return PoolingOutput if kept is None or kept.all() else KeptReading(token_ids, kept)
+
+    def _inner(self, token_ids: NDArray[np.int32], *, after: bool) -> NDArray[np.bool_]:
+        """Return which tokens of a prompt aren't the special ones before a text, or after it if
+        these count, too."""
+        head, tail = self._tokenizer().around
+        kept = np.ones(len(token_ids), np.bool_)
+        if token_ids[: len(head)].tolist() == head:
+            kept[: len(head)] = False
+        if after and tail and token_ids[-len(tail) :].tolist() == tail:
+            kept[-len(tail) :] = False
+        return kept
+
+    @cached_property
+    def _unweighted(self) -> NDArray[np.int32]:
+        """Tokens without a lexical weight."""
+        tokenizer = self._tokenizer()
+        names = (tokenizer.special_tokens.get(name) for name in _UNWEIGHTED)
+        found = [tokenizer.token_id(name) for name in names if name is not None]
+        return np.array([token_id for token_id in found if token_id is not None], np.int32)
 
     def prompted(self, text: str, name: str | None) -> str:
         """Put the stored prompt of this name before a text; None: the default one, if there is one.
@@ -317,7 +477,7 @@ class PoolingIntake:
                     "template: this model compares embeddings of the two texts, and has no prompt "
                     "of both"
                 )
-            return self._plan_cosines(pairs, params)
+            return self._plan_compared(pairs, params)
         params = replace(params, task="score")
         template = self.facts.template if template is None else checked_template(template)
         if template is None and self.facts.capacity.generates:
@@ -350,9 +510,16 @@ class PoolingIntake:
             return self.facts.cut_at
         return self.facts.max_tokens if asked == -1 else asked
 
-    def _plan_cosines(self, pairs: Sequence[tuple[str, str]], params: PoolingParams) -> ScorePlan:
-        if params.task not in (None, "embed", "score"):
+    def _plan_compared(self, pairs: Sequence[tuple[str, str]], params: PoolingParams) -> ScorePlan:
+        if params.task not in (None, "embed", "score", "token_embed"):
             raise RequestError(f"task: scores of this model compare embeddings, got {params.task}")
+        similarity = self.facts.similarity
+        if params.task == "token_embed" and similarity not in LATE_SIMILARITIES:
+            similarity = LATE_SIMILARITIES[0]
+        task: PoolingTask = "token_embed" if similarity in LATE_SIMILARITIES else "embed"
+        if params.task not in (None, "score", task):
+            raise RequestError(f"task: scores of this model are {similarity}, of {task}")
+        params = replace(params, task=task)
         places: dict[tuple[int, str], int] = {}
         found = [
             tuple(places.setdefault((side, text), len(places)) for side, text in enumerate(pair))
@@ -367,11 +534,15 @@ class PoolingIntake:
         chars = [len(heads[side]) + len(text) for side, text in texts]
 
         def make(part: slice) -> list[Prompt]:
-            return self._encoded([heads[side] + text for side, text in texts[part]])
+            whole = [heads[side] + text for side, text in texts[part]]
+            if self._late is None:
+                return self._encoded(whole)
+            sides = [SIDES[side] for side, _ in texts[part]]
+            return self._late_prompts(self._late, whole, [params] * len(whole), sides)
 
         of_pairs = [(first, second) for first, second in found]
         prompts = self._checked(PromptSource(chars, make), [params] * len(chars))
-        return ScorePlan(prompts, replace(params, task="embed"), of_pairs, self.facts.similarity)
+        return ScorePlan(prompts, params, of_pairs, similarity)
 
     def _checked(self, prompts: PromptSource, params: Sequence[PoolingParams]) -> PromptSource:
         """Return the prompts. Raises `RequestError` for one whose text is too long."""
@@ -405,6 +576,12 @@ class PoolingIntake:
                     prompt.text, [*prompt.token_ids[: most - len(tail)], *tail]
                 )
         return prompts
+
+
+def _side(name: str | None) -> Side:
+    """Return which of the two texts one with the stored prompt of this name is, in a model of late
+    interaction."""
+    return "query" if name == "query" else "document"
 
 
 def _ids_of(prompt: Prompt) -> Sequence[Any]:

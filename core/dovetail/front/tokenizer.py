@@ -20,6 +20,7 @@ from dovetail.base.config_sizes import check_sizes
 from dovetail.errors import ConfigError, MissingExtraError, ModelLoadError, RequestError
 
 if TYPE_CHECKING:
+    from dovetail.api.late_interaction_files import Side
     from dovetail.api.tokenizer import Chat
 
 _ITS_CLASS = Used("by transformers' class")
@@ -95,6 +96,7 @@ class TokenizedText:
     text: str
     token_ids: Sequence[int]
     second: int | None = None  # of a pair of texts: see `dovetail.api.executor.RowPooling`
+    side: Side | None = None  # of a model of late interaction: which of the two texts it is
 
 
 class Tokenizer(ABC):
@@ -244,6 +246,11 @@ class Tokenizer(ABC):
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """Return each token as the vocabulary spells it."""
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token that the vocabulary spells like this; None if it has none."""
+        ids = self.encode(token, special_tokens=False)
+        return ids[0] if len(ids) == 1 and self.token_strings(ids) == [token] else None
+
     @abstractmethod
     def described(self) -> dict[str, Any]:
         """Describe it as tokenizer_config.json does, in plain values, without names of files."""
@@ -293,6 +300,14 @@ class TransformersTokenizer(Tokenizer):
     @property
     def bos_token_id(self) -> int | None:
         token_id: int | None = self.own.bos_token_id
+        return token_id
+
+    def token_id(self, token: str) -> int | None:
+        token_id: int | None = (
+            self.own.get_vocab().get(token)
+            if self.backend is None
+            else self.backend.token_to_id(token)
+        )
         return token_id
 
     @cached_property

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from dovetail.end_reason import EndReason, FinishReason
     from dovetail.request.outputs import RequestMetrics
 
-Task = Literal["embed", "classify", "score", "token_embed", "token_classify"]
-T = TypeVar("T")
-TASKS = ("embed", "classify", "score", "token_embed", "token_classify")
+Task = Literal["embed", "classify", "score", "token_embed", "token_classify", "embed_sparse"]
+TASKS = ("embed", "classify", "score", "token_embed", "token_classify", "embed_sparse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +68,24 @@ class PoolingParams:
 
 @dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """A result as it is: `data` [size], or [tokens, size] of tasks for each token."""
+    """A result as it is: `data` [size], or [tokens, size] of tasks for each token, or [n] of the
+    task "embed_sparse"."""
 
     data: NDArray[np.float32]
+    # [tokens] int32: the tokens that `data` is of, if they aren't all of the prompt, in order; [n]
+    # of "embed_sparse": those with a weight, ascending
+    token_ids: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
     embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class SparseEmbeddingOutput:
+    # a token's id -> its weight, more than 0; all others have 0
+    weights: dict[int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +125,12 @@ class PoolingRequestOutput(Generic[Output]):
         """Return the output of a request that pooled one vector, with that as this class has it."""
         shared = {name: getattr(base, name) for name in _NAMES}
         return cls(
-            **{**shared, "outputs": None if base.outputs is None else cls._read(base.outputs.data)}
+            **{**shared, "outputs": None if base.outputs is None else cls._read(base.outputs)}
         )
 
     @classmethod
-    def _read(cls, data: NDArray[np.float32]) -> Any:
-        return PoolingOutput(data)
+    def _read(cls, output: PoolingOutput) -> Any:
+        return output
 
 
 _NAMES = tuple(one.name for one in fields(PoolingRequestOutput))
@@ -132,8 +141,18 @@ class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
     """The embedding of a prompt."""
 
     @classmethod
-    def _read(cls, data: NDArray[np.float32]) -> EmbeddingOutput:
-        return EmbeddingOutput(data.tolist())
+    def _read(cls, output: PoolingOutput) -> EmbeddingOutput:
+        return EmbeddingOutput(output.data.tolist())
+
+
+@dataclass(slots=True)
+class SparseEmbeddingRequestOutput(PoolingRequestOutput[SparseEmbeddingOutput]):
+    """The lexical weights of a prompt."""
+
+    @classmethod
+    def _read(cls, output: PoolingOutput) -> SparseEmbeddingOutput:
+        ids = () if output.token_ids is None else output.token_ids.tolist()
+        return SparseEmbeddingOutput(dict(zip(ids, output.data.tolist(), strict=True)))
 
 
 @dataclass(slots=True)
@@ -141,8 +160,8 @@ class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
     """The probabilities of a classifier's labels."""
 
     @classmethod
-    def _read(cls, data: NDArray[np.float32]) -> ClassificationOutput:
-        return ClassificationOutput(data.tolist())
+    def _read(cls, output: PoolingOutput) -> ClassificationOutput:
+        return ClassificationOutput(output.data.tolist())
 
 
 @dataclass(slots=True)
@@ -150,5 +169,5 @@ class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
     """The score of a pair of texts."""
 
     @classmethod
-    def _read(cls, data: NDArray[np.float32]) -> ScoringOutput:
-        return ScoringOutput(float(data[0]))
+    def _read(cls, output: PoolingOutput) -> ScoringOutput:
+        return ScoringOutput(float(output.data[0]))

@@ -138,7 +138,7 @@ def expected_pooled(
     tests."""
     embeds = pooling.task.endswith("embed")
     ids = np.array(prefix_ids(prompt), np.uint64)[:, None]
-    factors = np.arange(1, 1 + (capacity.size if embeds else len(capacity.labels)), dtype=np.uint64)
+    factors = np.arange(1, 1 + capacity.size_of(pooling.task), dtype=np.uint64)
     states: NDArray[Any] = (ids * factors % 1009 + 1).astype(np.float32) / 1009  # [tokens, size]
     if not pooling.task.startswith("token_"):
         states = {"last": states[-1:], "cls": states[:1], "mean": states.mean(0, keepdims=True)}[

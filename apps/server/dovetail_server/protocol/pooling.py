@@ -25,6 +25,7 @@ HTTP_CALLS = {  # of clients, for each task: as `dovetail.front.pooling.PYTHON_C
     "classify": "/classify returns the probabilities of its labels",
     "token_classify": '/pooling with the task "token_classify" returns them for each token',
     "score": "/v1/score compares texts",
+    "embed_sparse": '/pooling with the task "embed_sparse" returns lexical weights',
 }
 
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from starlette.routing import Route
 
 from dovetail.request.pooling import PoolingParams
-from dovetail.serving import Prompt, at_most
+from dovetail.serving import Prompt, ScorePlan, at_most
+from dovetail_server.errors import HttpError
 from dovetail_server.exchange import Endpoint, Exchange, PooledListener, new_id
 from dovetail_server.json_parts import Fields, Items, Numbers
 from dovetail_server.protocol import pooling as protocol
@@ -33,6 +34,8 @@ B = TypeVar("B", bound=PoolingFields)
 
 NUMBER_BYTES = 16  # of a number of an array and the comma after it, at most
 BASE64_BYTES = 16 / 3
+_PRODUCTS_A_CHAR = 2**14  # of two texts' vectors, in the time that tokenizing a character takes
+_SHORT = 1000  # characters: in about a millisecond
 
 
 async def embeddings(exchange: Exchange) -> None:
@@ -54,13 +57,18 @@ async def pooling(exchange: Exchange) -> None:
     """Do any of the model's tasks with texts or token ids."""
     body, model = await _read(exchange, PoolingRequest)
     params = body.params(task=body.task, dimensions=body.dimensions)
+    is_sparse = body.task == "embed_sparse"
+    if is_sparse and body.encoding_format == "base64":
+        raise HttpError(
+            400, "encoding_format: lexical weights are given as numbers", param="encoding_format"
+        )
     listeners = await _pool(exchange, body, params, "pool", body.prompt_name)
     await _reply(
         exchange,
         "pool",
         model,
         "pooling",
-        ({"data": _told(one.data, body)} for one in listeners),
+        ({"data": _weights(one) if is_sparse else _told(one.data, body)} for one in listeners),
         listeners,
     )
 
@@ -160,6 +168,8 @@ async def _scores(
     """Score pairs of texts; return the scores, and the listeners of what was computed for them."""
     plan = exchange.engine.pooling.plan_scores(pairs, body.params(), template)
     prompts = await exchange.made(plan.prompts)
+    if plan.compares_tokens:
+        _check_vectors(exchange, prompts, plan.params)
     listeners = [PooledListener(exchange) for _ in prompts]
     await exchange.run(
         new_id(name),
@@ -167,10 +177,25 @@ async def _scores(
         body.engine_fields(exchange.engine),
         list(zip(prompts, listeners, strict=True)),
     )
-    return [
-        plan.score([listeners[place].data for place in plan.of_pair(pair)])
-        for pair in range(len(pairs))
-    ], listeners
+    results = [
+        [listeners[place].data for place in plan.of_pair(pair)] for pair in range(len(pairs))
+    ]
+    if not plan.compares_tokens:
+        return [plan.score(result) for result in results], listeners
+    async with exchange.attended():
+        return [await _compared(exchange, plan, result) for result in results], listeners
+
+
+async def _compared(
+    exchange: Exchange, plan: ScorePlan, result: Sequence[NDArray[np.float32]]
+) -> float:
+    """Compare the vectors of two texts, in a thread, in its client's turn if it takes long."""
+    first, second = result
+    cost = len(first) * second.size // _PRODUCTS_A_CHAR
+    if cost < _SHORT:
+        return plan.score(result)
+    preparing = exchange.server.preparing
+    return await preparing.run(exchange.client, cost, partial(plan.score, result))
 
 
 def _check_answer(
@@ -185,6 +210,25 @@ def _check_answer(
         "dimensions, or base64 take less)"
     )
     at_most(what, math.ceil(numbers * size), limits, "max_answer_bytes")
+
+
+def _check_vectors(exchange: Exchange, prompts: Sequence[Prompt], params: PoolingParams) -> None:
+    """Raise `RequestError` if the vectors to compare would be too large, before anything is
+    computed for them."""
+    numbers = exchange.engine.pooling.numbers(prompts, params)
+    what = (
+        "documents: the bytes of their tokens' vectors (fewer documents or a smaller "
+        "truncate_prompt_tokens take less)"
+    )
+    limits = exchange.engine.info.intake.limits
+    at_most(what, numbers * np.float32().itemsize, limits, "max_answer_bytes")
+
+
+def _weights(listener: PooledListener) -> Items:
+    """Return lexical weights as text-embeddings-inference does."""
+    ids = () if listener.token_ids is None else listener.token_ids.tolist()
+    weights = zip(ids, listener.data.tolist(), strict=True)
+    return Items({"index": index, "value": value} for index, value in weights)
 
 
 def _told(data: NDArray[np.float32], body: EmbeddingRequest) -> Numbers:

@@ -110,5 +110,5 @@ def _with_tensor(output: EngineOutput) -> EngineOutput:
         and output.outputs is not None
         and torch is not None
     ):
-        output.outputs = PoolingOutput(torch.tensor(output.outputs.data))
+        output.outputs = PoolingOutput(torch.tensor(output.outputs.data), output.outputs.token_ids)
     return output

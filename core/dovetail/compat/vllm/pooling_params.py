@@ -21,7 +21,7 @@ VLLM_NAMES: Mapping[str, VllmOnly] = {  # fields of vLLM's `PoolingParams`
     "extra_kwargs": VllmOnly("pooling has no further options", ({},)),
     "late_chunking_params": VllmOnly(_CHUNKS),
     "late_interaction_params": VllmOnly(
-        "encode(…, pooling_task='token_embed') returns a vector per token: compare these"
+        "score(…, pooling_params=PoolingParams(task='token_embed')) compares vectors of tokens"
     ),
     "normalize": VllmOnly(_ACTIVATION),
     "output_kind": VllmOnly("pooling has a single output: leave it out", advisory=True),

@@ -37,6 +37,7 @@ ENCODERS = promised(
     "models/test_encoders.py::test_an_encoder_embeds_by_the_mean_of_its_states",
     "models/test_encoders.py::test_part_of_a_prompt_is_refused",
 )
+M3 = promised("models/test_late_interaction.py::test_bge_m3_has_three_outputs")
 
 CLAUSES: Marks = {
     "module": {"token ids stay": held("ids_stay"), "order of submission": held("order"), "*": TOLD},
@@ -107,9 +108,12 @@ CLAUSES: Marks = {
             "models/test_stored_lengths.py::"
             "test_a_classifier_skips_the_pad_token_at_the_end_as_transformers_does"
         ),
+        "numbers of a token's vector": M3,
+        "the one score": M3,
         "How a model pools": TOLD,
         "*": ENCODERS,
     },
+    "PoolingCapacity.size_of": held("pooled"),
     "PoolingCapacity.needs_all_states": held("pooled_again"),
     "AdapterCapacity": held("adapters", "adapter_slots", "adapter_merged"),
     "AdapterLoad": held("adapters", "adapter_slots", "adapter_merged"),

@@ -35,7 +35,7 @@ class ExecutorPooled(ExecutorSubject):
         with self._shared_bench() as bench:
             can = _capacity(bench)
             for task in can.tasks:
-                size = can.size if task.endswith("embed") else len(can.labels)
+                size = can.size_of(task)
                 self._pools(bench, "a", "c", task=RowPooling(task))
                 first = bench.run({"c": 20, "a": LENGTHS["a"]})
                 second = bench.run({"c": LENGTHS["c"] - 20})

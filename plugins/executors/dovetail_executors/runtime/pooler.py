@@ -42,6 +42,7 @@ from dovetail_executors.runtime.features import (
     StepFeature,
     Wanted,
 )
+from dovetail_executors.runtime.pickled import pickled_tensors
 from dovetail_executors.runtime.pooling import PoolingPlan, StoredLayer
 from dovetail_executors.runtime.row_state import RowState, ranges
 from dovetail_executors.runtime.step import Step
@@ -141,13 +142,18 @@ class Pooler(StepFeature[PooledStep]):
         head: Sequence[Vectors],
         rows: RowState,
         *,
+        token_layers: Sequence[Vectors] = (),
         reads_types: bool = False,
     ) -> None:
-        """`layers`: from pooled states to embeddings; `head`: to scores. `reads_types`: the
-        model does."""
+        """`layers`: from pooled states to embeddings; `head`: to scores; `token_layers`: from
+        states to vectors of tokens, if by others than `layers`. `reads_types`: the model does."""
         self.plan = plan
-        self._layers = layers
-        self._head = head
+        self._layers: Mapping[str, Sequence[Vectors]] = {
+            "embed": layers,
+            "token_embed": token_layers or layers,
+            "classify": head,
+            "token_classify": head,
+        }
         self._state = rows
         self._reads_types = reads_types
         self.asking = self._rows = dict[int, _Row]()
@@ -328,17 +334,17 @@ class Pooler(StepFeature[PooledStep]):
 
     def _finished(self, pooling: RowPooling, vectors: torch.Tensor) -> torch.Tensor:
         """Return the embeddings or scores [n, size] of vectors [n, hidden] float32."""
-        embeds = pooling.task.endswith("embed")
-        for layer in self._layers if embeds else self._head:
+        for layer in self._layers[pooling.task]:
             vectors = layer(vectors)
-        if not embeds:
+        if not pooling.task.endswith("embed"):
             name = self.plan.pair_activation if pooling.of_pair else self.plan.activation
             return ACTIVATIONS[name](vectors) if pooling.activate else vectors
         vectors = vectors[:, : pooling.dimensions]
         vectors = (
             F.normalize(vectors, dim=-1) if pooling.activate and self.plan.normalize else vectors
         )
-        return vectors[:, : self.plan.capacity.size]  # a stored size cuts after normalization
+        # a stored size cuts after normalization
+        return vectors[:, : self.plan.capacity.size_of(pooling.task)]
 
 
 def _grouped(members: Any) -> list[list[_Member]]:
@@ -410,12 +416,15 @@ class PoolerPlan(FeaturePlan):
         hidden_size = int(loaded.plan.config.hidden_size)
         vocab_size = loaded.plan.vocab_size
         layers = _loaded(plan.layers, hidden_size, device, seed)
+        token_layers = _loaded(plan.token_layers, hidden_size, device, seed)
         if plan.score_tokens is None:
             head = _loaded(plan.head, hidden_size, device, seed)
         else:
             head = [_token_scores(plan, vocab_size, hidden_size, device, seed)]
         reads_types = loaded.plan.arch.capabilities.types
-        return Pooler(plan, layers, head, loaded.rows, reads_types=reads_types)
+        return Pooler(
+            plan, layers, head, loaded.rows, token_layers=token_layers, reads_types=reads_types
+        )
 
 
 def _loaded(
@@ -427,7 +436,9 @@ def _loaded(
         shapes = {f"{layer.name}.weight": (out, size), f"{layer.name}.bias": (out,)}
         if layer.norm:
             shapes |= {f"{layer.norm}.weight": (out,), f"{layer.norm}.bias": (out,)}
-        if seed is None:
+        if seed is None and folder.is_file():
+            tensors = pickled_tensors(folder, size)
+        elif seed is None:
             tensors = dict(tensors_named(folder, shapes.__contains__))
         else:
             tensors = {
@@ -438,9 +449,9 @@ def _loaded(
                 f"{folder}: the checkpoint lacks {' and '.join(missing)}, of its head"
             )
         for name, tensor in tensors.items():
-            if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
+            if tuple(tensor.shape) != shapes.get(name) or not tensor.is_floating_point():
                 raise ModelLoadError(
-                    f"{folder}: tensor {name}: expected numbers of shape {list(shapes[name])}, "
+                    f"{folder}: tensor {name}: expected numbers of shape {list(shapes.get(name, ()))}, "
                     f"found {list(tensor.shape)}"
                 )
         made.append(

@@ -5,6 +5,13 @@ method      1_Pooling/config.json       | ModelArch.pooling            the last 
 layers      2_Dense/config.json, …      | the head of a classifier     what is computed of it, in float32
 normalize   2_Normalize in modules.json | yes                          embeddings to length 1
 scores      LogitScore in modules.json  | `score_tokens`               of a generator: the logit of one token less that of another
+
+Of a model of late interaction, `layers` are those of each token, and there is no vector of a whole
+text. BGE-M3 (arXiv:2402.03216) has two more outputs beside its embedding, whose layers are files of
+their own:
+
+each token  colbert_linear.pt           vectors for MaxSim
+            sparse_linear.pt            a lexical weight: how much the token says of its text
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from dovetail.api.executor import PoolingCapacity, PoolingMethod, PoolingTask
 from dovetail.api.json_files import read_json_list, read_json_object
+from dovetail.api.late_interaction_files import SIDES, LateInteraction
 from dovetail.api.model import HeadLayer, ModelPooling
 from dovetail.api.sentence_transformers_files import (
     DENSE,
@@ -25,11 +33,14 @@ from dovetail.api.sentence_transformers_files import (
     OWN_FILE,
     POOLING,
     has_marks,
+    is_late,
+    module_of,
     read_checked,
     read_own,
     read_transformer,
 )
 from dovetail.errors import ConfigError, ModelLoadError, UnsupportedError, shown
+from dovetail_executors.runtime.pickled import pickled_tensors
 
 MadeFor = Literal["generate", "embed", "classify", "tag"]  # tag: labels of each token
 
@@ -48,7 +59,7 @@ _OLD_MODES = {  # keys of older files
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# of modules; the third may occur several times
+# of modules; Dense may occur several times
 _ORDER = (
     "Transformer",
     "Pooling",
@@ -56,6 +67,12 @@ _ORDER = (
     "Normalize",
     "LogitScore",
 )
+_LATE_ORDER = ("Transformer", "Dense", "Normalize")  # of a model of late interaction
+# of one, too: it says which vectors count, wherever it is among the others
+_MASK = "MultiVectorMask"
+# of BGE-M3
+_COLBERT = "colbert_linear"
+_SPARSE = "sparse_linear"
 _TORCH_ACTIVATIONS = {
     "GELU": "gelu",
     "Identity": "identity",
@@ -71,15 +88,11 @@ _OUTPUTS = {  # of the transformer, by its task: what is read of its results
     "text-generation": "logits",
 }
 _NO_LENGTH = 1e15  # transformers stores 1e30 for a tokenizer without a length
-# kinds of sentence-transformers models that aren't served
-_SINGLE = (
-    "SparseEncoder",
-    "MultiVectorEncoder",
-)
 
 
 class StoredLayer(NamedTuple):
-    """A layer, the folder of the file that has its tensors, and the size of its result."""
+    """A layer, the folder of the file that has its tensors, or the file itself if that is pickled,
+    and the size of its result."""
 
     layer: HeadLayer
     folder: Path
@@ -97,6 +110,7 @@ class Stored:
     activation: str | None = None  # of scores
     max_length: int | None = None  # tokens of the longest text
     size: int | None = None  # to which embeddings are cut after normalization
+    is_late: bool = False  # it has a vector for each token, and none for a text
 
     @classmethod
     def of(cls, directory: Path) -> Stored:
@@ -104,10 +118,10 @@ class Stored:
         `UnsupportedError` for what isn't served, by name."""
         own = directory / OWN_FILE
         config = read_own(directory)
-        if config.get("model_type") in _SINGLE:
+        if config.get("model_type") == "SparseEncoder":
             raise UnsupportedError(
-                f"{own}: model_type {config['model_type']} isn't served, only embeddings of a "
-                f"fixed size and scores"
+                f"{own}: model_type SparseEncoder isn't served: its vectors have a number for each "
+                f"token of the vocabulary"
             )
         activation = (
             _activation(config["activation_fn"], own) if config.get("activation_fn") else None
@@ -117,15 +131,32 @@ class Stored:
             raise ModelLoadError(f"{own}: truncate_dim: expected a size, got {shown(size)}")
         path = directory / MODULES.file
         if not path.is_file():
+            if is_late(config):
+                raise ModelLoadError(
+                    f"{path} is missing, which names the layers of tokens' vectors"
+                )
             raw = read_json_object(directory / "config.json", missing_ok=True)
             length = _tokenizer_length(directory) if has_marks(directory, raw) else None
             return cls(activation=activation, max_length=length, size=size)
-        found = _modules(path)
+        late = LateInteraction.read(directory)
+        found = _modules(path, is_late=late is not None)
         for folder in found.get("Normalize", ()):
-            read_checked(folder / "config.json", NORMALIZE)
+            _check_vectors(
+                read_checked(folder / "config.json", NORMALIZE),
+                folder / "config.json",
+                is_late=late is not None,
+            )
+        if late is not None:
+            return cls(
+                layers=tuple(_dense(folder, is_late=True) for folder in found.get("Dense", ())),
+                normalize="Normalize" in found or config.get("model_type") != "MultiVectorEncoder",
+                max_length=_late_length(directory, late),
+                size=size,
+                is_late=True,
+            )
         return cls(
             method=_pooling_method(found["Pooling"][0]) if "Pooling" in found else None,
-            layers=tuple(map(_dense, found.get("Dense", ()))),
+            layers=tuple(_dense(folder, is_late=False) for folder in found.get("Dense", ())),
             normalize="Normalize" in found or "Pooling" not in found,
             score_tokens=_logit_tokens(found["LogitScore"][0]) if "LogitScore" in found else None,
             activation=activation,
@@ -142,6 +173,7 @@ class PoolingPlan:
     capacity: PoolingCapacity
     normalize: bool  # embeddings
     layers: tuple[StoredLayer, ...] = ()  # from a pooled state to an embedding
+    token_layers: tuple[StoredLayer, ...] = ()  # from a token's state to its vector
     head: tuple[StoredLayer, ...] = ()  # from it to the scores of labels
     # instead of a head: the score is the first one's logit, less the second's
     score_tokens: tuple[int, int | None] | None = None
@@ -183,6 +215,7 @@ class PoolingPlan:
         tasks = list[PoolingTask]()
         activation = "sigmoid"
         layers = stored.layers
+        token_layers = tuple[StoredLayer, ...]()
         head = tuple[StoredLayer, ...]()
         pair_activation = "sigmoid"
         if made_for in ("classify", "tag"):
@@ -200,8 +233,17 @@ class PoolingPlan:
                 StoredLayer(layer, directory, len(labels) if layer is model.head[-1] else size)
                 for layer in model.head
             )
+        elif stored.is_late:
+            tasks = ["token_embed"]
         else:
             tasks = ["embed", "token_embed"]
+            if indivisible:
+                token_layers = _pickled_layer(directory, _COLBERT, size)
+                head = _pickled_layer(directory, _SPARSE, size)
+            if head:
+                tasks = ["embed", "token_classify", "token_embed"]
+                labels = ("lexical weight",)
+                activation = "relu"
         if tokens is not None:
             if made_for != "generate" or not model.generates:
                 raise ConfigError(
@@ -225,6 +267,8 @@ class PoolingPlan:
             padding=_padding(config)
             if made_for == "classify" and method == "last" and not indivisible
             else None,
+            token_size=token_layers[-1].size if token_layers else None,
+            is_lexical=bool(head) and "embed" in tasks,
         )
         normalize = bool(overrides.get("normalize", stored.normalize))
         return cls(
@@ -232,6 +276,7 @@ class PoolingPlan:
             capacity,
             normalize,
             layers,
+            token_layers,
             head,
             tokens,
             activation,
@@ -240,12 +285,12 @@ class PoolingPlan:
         )
 
     def __str__(self) -> str:
-        what = (
-            f"embeddings of {self.capacity.size} numbers"
-            if not self.capacity.labels
-            else f"scores of {len(self.capacity.labels)} labels"
-        )
-        return f"{what}, by {self.capacity.method}"
+        can = self.capacity
+        if can.tasks == ("token_embed",):
+            return f"vectors of {can.size} numbers, of each token"
+        if can.labels and not can.is_lexical:
+            return f"scores of {len(can.labels)} labels, by {can.method}"
+        return f"embeddings of {can.size} numbers, by {can.method}"
 
     def owns(self, tensor: str) -> bool:
         """Return True for a tensor of the checkpoint that isn't the model's: of the head, or of a
@@ -256,26 +301,29 @@ class PoolingPlan:
         )
 
 
-def _modules(path: Path) -> dict[str, list[Path]]:
+def _modules(path: Path, *, is_late: bool) -> dict[str, list[Path]]:
     """Return the folders of the modules that `modules.json` lists, by their kind, in its order.
     Raises `ModelLoadError` if it is wrong, `UnsupportedError` for modules that aren't served."""
     directory = path.parent
+    served = _LATE_ORDER if is_late else _ORDER
+    packages = ("sentence_transformers", "pylate") if is_late else ("sentence_transformers",)
+    without_effect = ("Dropout", _MASK) if is_late else ("Dropout",)  # on the numbers
     found: dict[str, list[Path]] = {}
     for module in read_json_list(path):
-        kind, folder = _kind_and_folder(module, path)
+        kind, folder = module_of(module, path)
         package, _, name = kind.rpartition(".")
-        is_known = name in (*_ORDER, "Dropout")
-        if package.partition(".")[0] != "sentence_transformers" or not is_known:
+        is_known = name in served or name in without_effect
+        if package.partition(".")[0] not in packages or not is_known:
             raise UnsupportedError(
-                f"{path}: module {kind} isn't served; served are {', '.join(_ORDER)}"
+                f"{path}: module {kind} isn't served; served are {', '.join(served)}"
             )
-        if name != "Dropout":  # there is none but in training
+        if name not in without_effect:
             found.setdefault(name, []).append(directory / folder)
-    order = [_ORDER.index(name) for name, folders in found.items() for _ in folders]
+    order = [served.index(name) for name, folders in found.items() for _ in folders]
     repeated = [name for name, folders in found.items() if len(folders) > 1 and name != "Dense"]
     if order != sorted(order) or repeated or "Transformer" not in found:
         raise UnsupportedError(
-            f"{path}: served are modules in the order {', '.join(_ORDER)}, of Dense any number, "
+            f"{path}: served are modules in the order {', '.join(served)}, of Dense any number, "
             f"found {', '.join(found)}"
         )
     if found["Transformer"] != [directory]:
@@ -286,26 +334,12 @@ def _modules(path: Path) -> dict[str, list[Path]]:
     return found
 
 
-def _kind_and_folder(module: Any, path: Path) -> tuple[str, str]:
-    """Return the type of a module, and its folder below the model's. Raises `ModelLoadError`."""
-    if isinstance(module, dict):
-        kind = module.get("type")
-        folder = module.get("path")
-        if isinstance(kind, str) and isinstance(folder, str):
-            is_below = ".." not in Path(folder).parts and not Path(folder).is_absolute()
-            if is_below:
-                MODULES.check(module, path)
-                return kind, folder
-    raise ModelLoadError(
-        f"{path}: expected modules, each with its 'type' and 'path', got {shown(module)}"
-    )
-
-
 def is_embedding_model(directory: str | Path) -> bool:
     """Return True if files of sentence-transformers say that the checkpoint makes embeddings."""
-    return (Path(directory) / MODULES.file).is_file() and Stored.of(
-        Path(directory)
-    ).method is not None
+    if not (Path(directory) / MODULES.file).is_file():
+        return False
+    stored = Stored.of(Path(directory))
+    return stored.is_late or stored.method is not None
 
 
 def _pooling_method(folder: Path) -> PoolingMethod:
@@ -328,9 +362,36 @@ def _pooling_method(folder: Path) -> PoolingMethod:
     return _METHODS[modes[0]]  # type: ignore[return-value]
 
 
-def _dense(folder: Path) -> StoredLayer:
+def _check_vectors(config: Mapping[str, Any], path: Path, *, is_late: bool) -> None:
+    """Raise `UnsupportedError` if a module computes other vectors than those that are served."""
+    own = "token_embeddings" if is_late else "sentence_embedding"
+    for key in ("module_input_name", "module_output_name"):
+        # sentence-transformers itself leaves such names out in older files
+        if (name := config.get(key)) not in (None, own):
+            raise UnsupportedError(
+                f"{path}: {key} = {shown(name)} isn't served in this model, only {own!r}"
+            )
+
+
+def _pickled_layer(directory: Path, name: str, size: int) -> tuple[StoredLayer, ...]:
+    """Return the layer from states of `size` numbers that a file of this name has; none if there is
+    none. Raises `ModelLoadError` if it is wrong."""
+    path = directory / f"{name}.pt"
+    if not path.is_file():
+        return ()
+    weight = pickled_tensors(path, size).get(f"{name}.weight")
+    if weight is None or weight.ndim != 2 or not 1 <= len(weight) <= size:
+        found = "none" if weight is None else str(list(weight.shape))
+        raise ModelLoadError(
+            f"{path}: expected a weight of at most {size} rows and {size} columns, found {found}"
+        )
+    return (StoredLayer(HeadLayer(name), path, len(weight)),)
+
+
+def _dense(folder: Path, *, is_late: bool) -> StoredLayer:
     path = folder / "config.json"
     config = read_checked(path, DENSE)
+    _check_vectors(config, path, is_late=is_late)
     size = config.get("out_features")
     if type(size) is not int or size < 1:
         raise ModelLoadError(f"{path}: out_features: expected a size, got {shown(size)}")
@@ -359,10 +420,26 @@ def _logit_tokens(folder: Path) -> tuple[int, int | None]:
     return yes, no
 
 
-def _max_length(directory: Path) -> int | None:
+def _late_length(directory: Path, late: LateInteraction) -> int | None:
+    """Return how many tokens of a text are used in a model of late interaction. Raises as
+    `_max_length`."""
+    usual = _max_length(directory, is_late=True)
+    lengths = late.lengths.values()
+    if len(lengths) == len(SIDES):
+        return max(lengths)  # `max_seq_length` is that of the last text before the model was saved
+    return None if usual is None else max(usual, *lengths)
+
+
+def _max_length(directory: Path, *, is_late: bool = False) -> int | None:
     """Return how many tokens of a text are used. Raises `UnsupportedError` for what changes the
     numbers and isn't implemented."""
     path, config = read_transformer(directory)
+    for key in ("query_length", "document_length", "query_expansion"):
+        if config.get(key) is not None and not is_late:
+            raise UnsupportedError(
+                f"{path}: {key} is served in models of late interaction only, such as "
+                f"MultiVectorEncoder"
+            )
     task = config.get("transformer_task", "feature-extraction")
     if task not in _OUTPUTS:
         raise UnsupportedError(f"{path}: transformer_task = {shown(task)} isn't served")
