@@ -14,8 +14,9 @@ import pytest
 import yaml
 from prometheus_client import Metric
 
+from dovetail.serving import TierStats
 from dovetail_server.engine import ServedEngine
-from dovetail_server.metrics import ServerMetrics
+from dovetail_server.metrics import ServerMetrics, tier_metrics
 from dovetail_server.settings import ServerSettings
 from tests.docs.pages import ROOT
 from tests.server.test_metrics import IdleEngine, output
@@ -25,11 +26,12 @@ METRIC = re.compile(r"\b(?:vllm:|dovetail_)\w+")
 
 
 def families() -> list[Metric]:
-    """All metrics of a server that has seen a request and refused one."""
+    """All metrics of a server that has seen a request, refused one, and has a host pool."""
     metrics = ServerMetrics(cast(ServedEngine, IdleEngine()))
     metrics.meter("a").saw(output(1, reason="stop"))
     metrics.request_refused(429)
-    return list(metrics.collect())
+    tiers = TierStats(missed={"slower": 1}, damaged_frames={"host": 1})
+    return [*metrics.collect(), *tier_metrics(tiers, {"model_name": "a-model"})]
 
 
 def queries() -> list[str]:

@@ -33,6 +33,7 @@ from dovetail_server.metrics import (
     OTHER,
     Histogram,
     ServerMetrics,
+    tier_figures,
     tier_metrics,
     token_bounds,
 )
@@ -325,6 +326,20 @@ def test_k_and_v_beyond_the_gpu_are_counted() -> None:
     assert (saved.labels, saved.value) == ({"model_name": "m"}, 5)
     [missed] = families["dovetail_kv_missed_restores"].samples
     assert (missed.labels["reason"], missed.value) == ("damaged", 2)
+
+
+def test_the_page_gets_figures_of_the_tiers_if_there_are_any() -> None:
+    stats = TierStats(host_limit=64, host_bytes=32, restored_tokens=7, missed={"late": 2})
+    stats.stored_bytes["disk"] = 5
+    stats.damaged_frames["host"] = 1
+    assert tier_figures(stats) == {
+        "host": {"limit": 64, "used": 32},
+        "restored_tokens": 7,
+        "missed": {"late": 2},
+        "damaged": 1,
+        "dropped": 0,
+        "tiers": {"disk": {"stored": 5, "loaded": 0, "off": 0}},
+    }
 
 
 def test_usage_says_what_was_restored_if_anything_was() -> None:

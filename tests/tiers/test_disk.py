@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,10 +100,15 @@ def frames_of(folder: Path) -> list[Path]:
 
 
 def test_frames_survive_a_restart_and_serve_two_engines(
-    tmp_path: Path, expected: list[int]
+    tmp_path: Path, expected: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "dovetail")
     with started(tmp_path / "frames") as engine:
         assert answer(engine, "first") == (expected, 0, 0)
+    line = (
+        r"K and V beyond the device: 1\.0 MiB of host memory, in frames of 16 tokens; tier .*disk"
+    )
+    assert re.search(line, caplog.text)
     with started(tmp_path / "frames") as one, started(tmp_path / "frames") as two:
         assert answer(one, "again") == (expected, 32, 32)
         answer(one, "other", OTHER)

@@ -285,6 +285,7 @@ class ServerMetrics(Collector):
             "first_token": {"count": sum(self.first_token.counts), "sum_s": self.first_token.total},
             "gap": {"count": sum(self.gap.counts), "sum_s": self.gap.total},
             "finished": self.finished,
+            "tiers": None if load.tiers is None else tier_figures(load.tiers),
         }
 
     def collect(self) -> Iterator[Metric]:
@@ -658,6 +659,26 @@ class RequestMeter:
                 self._adapter,
             )
         )
+
+
+def tier_figures(stats: TierStats) -> dict[str, Any]:
+    """Return the figures of K and V beyond the device for the page at `/`."""
+    names = sorted({*stats.stored_bytes, *stats.loaded_bytes, *stats.off})
+    return {
+        "host": {"limit": stats.host_limit, "used": stats.host_bytes},
+        "restored_tokens": stats.restored_tokens,
+        "missed": stats.missed,
+        "damaged": sum(stats.damaged_frames.values()),
+        "dropped": sum(stats.dropped_frames.values()),
+        "tiers": {
+            name: {
+                "stored": stats.stored_bytes.get(name, 0),
+                "loaded": stats.loaded_bytes.get(name, 0),
+                "off": stats.off.get(name, 0),
+            }
+            for name in names
+        },
+    }
 
 
 def tier_metrics(stats: TierStats, labels: Mapping[str, str]) -> Iterator[Metric]:

@@ -95,6 +95,14 @@ const charts = [
   new Chart("Prompt tokens per second", "", ["all", "cached"], (s) => [s.prompt_per_s, s.cached_per_s]),
 ];
 
+let tierChart = null; // only where K and V are kept beyond the device
+
+function showTierChart(live) {
+  if (!live.tiers || tierChart) return;
+  tierChart = new Chart("Restored prompt tokens per second", "", [""], (s) => [s.restored_per_s]);
+  charts.push(tierChart);
+}
+
 const samples = [];
 const before = new Map(); // front end -> its answer before: several share the port, and each counts for itself
 let apiKey = "";
@@ -111,6 +119,8 @@ function take(live) {
   const seconds = then ? live.time_s - then.time_s : 0;
   const restarted = then && live.generated_tokens < then.generated_tokens;
   const perSecond = (key) => (seconds > 0 && !restarted ? (live[key] - then[key]) / seconds : null);
+  const restored = live.tiers?.restored_tokens ?? null;
+  const restoredBefore = then?.tiers?.restored_tokens ?? null;
   const pages = live.pages.held + live.pages.cached + live.pages.free;
   const now = performance.now() / 1000;
   samples.push({
@@ -120,12 +130,14 @@ function take(live) {
     tokens_per_s: perSecond("generated_tokens"),
     prompt_per_s: perSecond("prompt_tokens"),
     cached_per_s: perSecond("cached_tokens"),
+    restored_per_s: restored === null || restoredBefore === null || perSecond("generated_tokens") === null ? null : Math.max(0, restored - restoredBefore) / seconds,
     held: pages ? live.pages.held / pages : 0,
     cached: pages ? live.pages.cached / pages : 0,
     first_token_s: then && !restarted ? mean(live.first_token, then.first_token) : null,
     gap_s: then && !restarted ? mean(live.gap, then.gap) : null,
   });
   while (samples.length && samples[0].at < now - SECONDS_SHOWN) samples.shift();
+  showTierChart(live);
   charts.forEach((chart) => chart.draw(samples, now));
   showCounts(live);
   showSteps(live);
@@ -158,6 +170,29 @@ function drafts({ draft_rows: rows, draft_tokens: tokens, accepted_drafts: accep
   ];
 }
 
+const inBytes = (value) => {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const power = value ? Math.min(units.length - 1, Math.floor(Math.log2(value) / 10)) : 0;
+  const scaled = value / 1024 ** power;
+  return `${scaled.toFixed(power && scaled < 100 ? 1 : 0)} ${units[power]}`;
+};
+
+// What is kept beyond the device, and what came back from there; nothing without a host pool.
+function tierCounts({ tiers: all }) {
+  if (!all) return [];
+  const missed = Object.entries(all.missed).filter(([, count]) => count);
+  return [
+    ["restored from beyond the GPU", all.restored_tokens.toLocaleString("en")],
+    ["host pool", `${inBytes(all.host.used)} of ${inBytes(all.host.limit)}`],
+    ["frames damaged, not saved", `${all.damaged.toLocaleString("en")}, ${all.dropped.toLocaleString("en")}`],
+    ...missed.map(([reason, count]) => [`prefixes not restored: ${reason}`, count.toLocaleString("en")]),
+    ...Object.entries(all.tiers).map(([name, one]) => [
+      `tier ${name}`,
+      `${inBytes(one.stored)} stored, ${inBytes(one.loaded)} loaded${one.off ? `, ${one.off} times off` : ""}`,
+    ]),
+  ];
+}
+
 function showCounts(live) {
   const number = (value) => value.toLocaleString("en");
   const ended = Object.entries(live.finished).filter(([reason, count]) => count || reason === "stop" || reason === "length");
@@ -165,6 +200,7 @@ function showCounts(live) {
     ["generated tokens", number(live.generated_tokens)],
     ["prompt tokens", number(live.prompt_tokens)],
     ["found in the prefix cache", number(live.cached_tokens)],
+    ...tierCounts(live),
     ["preemptions", number(live.preemptions)],
     ...drafts(live),
     ...heldByGroup(live),
