@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Gemma3TextModel
+from transformers import Gemma3TextModel, Qwen2_5_VLConfig
 
 from dovetail import LLM, LoRARequest
 from dovetail.api.attention import LayerSpec
 from dovetail.api.executor import Pooled, RowPooling
 from dovetail.errors import UnsupportedError
+from dovetail.nn.model_files import read_config, text_of
 from dovetail.testing.checks import CheckFailed
 from dovetail_executors.runtime.attention_choice import choose_attention
 from tests.adapters import config_of, weights_of, write_adapter
@@ -50,6 +51,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "max_relative_positions": -1,
     },
     "NomicBert": {"head_dim": 12},
+    "JinaEmbeddingsV3": {"pad_token_id": 1},
 }
 ENCODERS["EuroBert"] = {"pad_token_id": 0, "mask_token_id": 3}
 CLASSIFIERS = [family for family in ENCODERS if family not in ("NomicBert", "EuroBert")]
@@ -282,6 +284,7 @@ REFUSED = [
     ("DebertaV2", {"conv_kernel_size": 3}, "conv_kernel_size"),  # V2's
     ("DebertaV2", {"share_att_key": False}, "share_att_key = False"),
     ("MPNet", {"pad_token_id": 0}, "pad_token_id = 0"),
+    ("XLMRoberta", {"position_embedding_type": "rotary"}, "JinaEmbeddingsV3"),
     ("NomicBert", {"rotary_emb_interleaved": True}, "rotary_emb_interleaved = True"),
     ("ModernBert", {"classifier_activation": "silu"}, "classifier_activation = 'silu'"),
 ]
@@ -296,6 +299,18 @@ def test_an_encoder_of_another_kind_is_refused_by_the_field(
     saved(tmp_path, family, **fields)
     with pytest.raises(UnsupportedError, match=words), started(tmp_path):
         pass
+
+
+def test_the_text_of_a_vision_model_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
+    """As Jina embeddings v4, whose adapters only its own code applies."""
+    own = {"AutoModel": "modeling_jina_embeddings_v4.JinaEmbeddingsV4Model"}
+    config = Qwen2_5_VLConfig(architectures=["JinaEmbeddingsV4Model"], auto_map=own)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="auto_map: JinaEmbeddingsV4Model is"):
+        text_of(read_config(tmp_path), tmp_path)
+    config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    assert text_of(read_config(tmp_path), tmp_path).architectures
 
 
 def test_adapters_of_deberta_are_refused(tmp_path: Path) -> None:

@@ -76,6 +76,18 @@ OF_TYPES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 128,
         "hidden_size_per_layer_input": 8,
     },
+    # as published ones
+    "deberta-v2": {
+        "relative_attention": True,
+        "share_att_key": True,
+        "position_biased_input": False,
+        "norm_rel_ebd": "layer_norm",
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 8,
+        "max_relative_positions": -1,
+    },
+    "distilbert": {"dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4},
+    "mpnet": {"pad_token_id": 1, "bos_token_id": 0},
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
     "deepseek_v2": {"num_experts_per_tok": 2},

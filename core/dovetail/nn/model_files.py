@@ -95,6 +95,10 @@ def text_of(config: Any, model_dir: str | Path) -> Any:
         raise UnsupportedError(
             f"{model_dir}: {head} isn't served: a classifier beside a vision model"
         )
+    if code := _own_code(config):
+        raise UnsupportedError(
+            f"{model_dir}: auto_map: {code} is the checkpoint's own code, which is never run"
+        )
     if config.model_type in _NAMED_OTHERWISE:
         raise UnsupportedError(
             f"{model_dir}: the text of {config.model_type} isn't served: its tensors have other "
@@ -121,6 +125,19 @@ def text_of(config: Any, model_dir: str | Path) -> Any:
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
     log.info("%s: the language model of %s is served as %s", model_dir, config.model_type, name)
     return text
+
+
+def _own_code(config: Any) -> str | None:
+    """Return the architecture that code in the checkpoint defines, if transformers has no class of
+    this name."""
+    import transformers
+
+    auto_map = getattr(config, "auto_map", None)
+    values = auto_map.values() if isinstance(auto_map, Mapping) else ()
+    own = {str(value).rpartition(".")[2] for value in values}
+    names = [str(name) for name in config.architectures or ()]
+    known = {*dir(transformers)} if own.intersection(names) else set()
+    return next((name for name in names if name in own and name not in known), None)
 
 
 def stored_as(model_dir: str | Path) -> Mapping[str, Any] | None:

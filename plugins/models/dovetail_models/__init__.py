@@ -174,6 +174,13 @@ def dovetail_components() -> list[ComponentSpec]:
         _encoder(
             "deberta_v2", "DebertaV2", "DebertaV2", "DeBERTa V3, an encoder: rerankers", "deberta"
         ),
+        _encoder(
+            "jina_embeddings_v3",
+            "JinaEmbeddingsV3",
+            "JinaEmbeddingsV3",
+            "Jina embeddings v3, an encoder with adapters for tasks",
+            "jina",
+        ),
         _model("eurobert", "EuroBert", "EuroBertModel", "EuroBERT, an encoder"),
         _model(
             "nomic_bert",

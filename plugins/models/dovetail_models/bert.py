@@ -105,6 +105,15 @@ class XLMRoberta(Roberta):
 
     model_type = "xlm-roberta"
 
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        reasons = super().reasons_against_fields(config)
+        if getattr(config, "position_embedding_type", None) == "rotary":
+            reasons.append(
+                "jina-embeddings-v3 is code of its own in this form; in that of transformers, "
+                "JinaEmbeddingsV3 (jinaai/jina-embeddings-v3-hf), it is served"
+            )
+        return reasons
+
 
 # the classifier of RoBERTa, and of models that have its head
 TWO_LAYERS = ModelPooling(
