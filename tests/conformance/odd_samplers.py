@@ -94,7 +94,7 @@ def drawing(sampling: RowSampling) -> Callable[[Scores, Sequence[int], int], int
     def draw(scores: Scores, tokens: Sequence[int], prompt: int) -> int:
         for rule in rules:
             scores = rule(scores, tokens, prompt)
-        scores = np.nan_to_num(scores, nan=-np.inf, posinf=-LEAST, neginf=-np.inf)
+        scores = np.where(np.isnan(scores), -np.inf, np.minimum(scores, -LEAST))
         if not sampling.temperature:
             return int(scores.argmax())
         scaled = (scores - max(scores.max(), LEAST)) / max(sampling.temperature, 1e-300)

@@ -38,12 +38,13 @@ from tests.models.oracle import reference
 from tests.registry.fakes import Site
 from tests.registry.site import site  # noqa: F401
 from tests.small_model import small_demo
+from tests.support import FULL
 
 pytestmark = pytest.mark.usefixtures("trusted_rules")
 torch.set_num_threads(1)
 
 VOCAB = 1024  # of the demo model's tokenizer
-ENGINES = 200
+ENGINES = 200 if FULL else 50
 MOST_CALLS = 1_000_000  # of `step`: those that wait for a grammar's compilation do nothing
 INTERNAL = re.compile(r"can't start: \w+Error|Traceback")  # in place of a sentence for users
 REJECTING = ("edf", "slo", "rpm")  # policies that may reject requests

@@ -16,11 +16,13 @@ import asyncio
 import json
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import NamedTuple, get_type_hints
 
 import msgspec
 import pytest
@@ -243,38 +245,69 @@ class Http:
         self.runner.close()
 
 
-def bodies(
-    path: str, kind: type, *, all_of_them: bool
-) -> Iterator[tuple[str, Callable[[int], bytes]]]:
-    """Yield the hostile bodies of an endpoint, by name: each kind of input in some fields; in all
-    of them, if so."""
-    minimal = {
-        name: value for name, value in REQUIRED.items() if name in kind.__struct_encode_fields__
-    }  # type: ignore[attr-defined]
-    places = [
-        json.dumps({**minimal, name: HOLE}).replace(f'"{HOLE}"', HOLE)
-        for name in kind.__struct_encode_fields__
-    ]  # type: ignore[attr-defined]
-    places += [json.dumps({**minimal, name: TEXT_HOLE}) for name in kind.__struct_encode_fields__]  # type: ignore[attr-defined]
-    places += [HOLE, '{"a": @}', *PLACES.get(path, ())]
-    texts = {**TEXTS, **PATTERNS, **JSON, **TEMPLATES}
-    of_place = {place: list((texts if TEXT_HOLE in place else JSON).items()) for place in places}
-    if all_of_them:
-        pairs = [(place, pair) for place, inputs in of_place.items() for pair in inputs]
-    else:  # each place has some input, and each input some place
-        pairs = [
-            (place, inputs[number % len(inputs)])
-            for number, (place, inputs) in enumerate(of_place.items())
-        ]
-    for place, (name, make) in pairs:
-        yield f"{name} in {place}", lambda size, place=place, make=make: filled(place, make(size))  # type: ignore[misc]
+IN_TEXT = {**TEXTS, **PATTERNS, **JSON, **TEMPLATES}
 
 
-def filled(place: str, content: bytes) -> bytes:
-    if TEXT_HOLE in place:
-        return place.replace(TEXT_HOLE, json.dumps(content.decode(errors="replace"))[1:-1]).encode()
-    before, _, after = place.partition(HOLE)
-    return before.encode() + content + after.encode()
+class Hostile(NamedTuple):
+    """A kind of input in a place of a body."""
+
+    place: str
+    name: str  # of the input
+    make: Generator
+    field: Hashable = None  # the name and type of that whose value it is
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.place}"
+
+    @property
+    def holes(self) -> int:
+        return self.place.count(self.hole)
+
+    @property
+    def hole(self) -> str:
+        return TEXT_HOLE if TEXT_HOLE in self.place else HOLE
+
+    @property
+    def key(self) -> str:
+        """Those of equal keys have equal contents."""
+        return f"{self.name} for each {self.holes} x {self.hole}"
+
+    def content(self, size: int) -> bytes:
+        """Return what goes in each hole; in all together, at most about so many bytes."""
+        size //= self.holes
+        if self.hole == HOLE:
+            return self.make(size)
+        swells = max(1.0, len(escaped(self.make(SIZE))) / SIZE)
+        return escaped(self.make(int(size / swells)))
+
+    def body(self, content: bytes) -> bytes:
+        return self.place.encode().replace(self.hole.encode(), content)
+
+
+def escaped(content: bytes) -> bytes:
+    """Return a text as it is written within a JSON string."""
+    return json.dumps(content.decode(errors="replace"))[1:-1].encode()
+
+
+def bodies(path: str, kind: type, *, all_of_them: bool) -> Iterator[Hostile]:
+    """Yield the hostile bodies of an endpoint: each kind of input in some fields; in all of them,
+    if so."""
+    fields: Sequence[str] = kind.__struct_encode_fields__  # type: ignore[attr-defined]
+    minimal = {name: value for name, value in REQUIRED.items() if name in fields}
+    types = get_type_hints(kind)
+    places: dict[str, Hashable] = {}
+    for name in fields:
+        whole = json.dumps({**minimal, name: HOLE}).replace(f'"{HOLE}"', HOLE)
+        places[whole] = f"{name}: {types.get(name)}"
+    for name in fields:
+        places[json.dumps({**minimal, name: TEXT_HOLE})] = f"{name}: {types.get(name)} as text"
+    places |= dict.fromkeys((HOLE, '{"a": @}', *PLACES.get(path, ())))
+    for number, (place, field) in enumerate(places.items()):
+        inputs = list((IN_TEXT if TEXT_HOLE in place else JSON).items())
+        # otherwise each place has some input, and each input some place
+        chosen = inputs if all_of_them else [inputs[number % len(inputs)]]
+        for name, make in chosen:
+            yield Hostile(place, name, make, field)
 
 
 @pytest.fixture(scope="module")
@@ -524,33 +557,47 @@ ENDPOINTS = [
 
 @pytest.mark.parametrize(("path", "kind"), ENDPOINTS, ids=[path for path, _ in ENDPOINTS])
 def test_endpoints_take_little_time_per_byte(path: str, kind: type, http: Http) -> None:
-    for name, make in bodies(path, kind, all_of_them=FULL):
-        check_time(f"{path}: {name}", make, lambda body: http.post(path, body), SIZE)
-
-
-@pytest.mark.slow("bodies of 32 MB")
-@pytest.mark.parametrize(("path", "kind"), ENDPOINTS, ids=[path for path, _ in ENDPOINTS])
-def test_the_largest_bodies_never_hold_the_event_loop(path: str, kind: type, http: Http) -> None:
-    inputs = list(bodies(path, kind, all_of_them=False))
-    if "chat_template" in kind.__struct_encode_fields__:  # type: ignore[attr-defined]
-        place = json.dumps(
-            {"messages": REQUIRED["messages"], "max_tokens": 1, "chat_template": TEXT_HOLE}
+    for one in bodies(path, kind, all_of_them=FULL):
+        check_time(
+            f"{path}: {one}",
+            lambda size, one=one: one.body(one.content(size)),  # type: ignore[misc]
+            lambda body: http.post(path, body),
+            SIZE,
         )
-        inputs.append((place, lambda size: filled(place, TEMPLATES["open code"](size))))
-    for name, make in inputs:
-        check_held(f"{path}: {name}", http, path, [make(LARGEST - 10_000)])
+
+
+def large_bodies() -> Mapping[str, list[tuple[str, Hostile]]]:
+    """Return hostile bodies of all endpoints with their paths; those of equal contents together,
+    since it takes longer to make 32 MB than to refuse them. All endpoints decode bodies in one way:
+    fields of equal names and types are sent to one of them, in the full profile to each."""
+    found = defaultdict(list)
+    sent: set[Hashable] = set()
+    for path, kind in ENDPOINTS:
+        for one in bodies(path, kind, all_of_them=False):
+            if FULL or one.field is None or one.field not in sent:
+                sent.add(one.field)
+                found[one.key].append((path, one))
+        if "chat_template" in kind.__struct_encode_fields__:  # type: ignore[attr-defined]
+            conversation = {"messages": REQUIRED["messages"], "max_tokens": 1}
+            place = json.dumps({**conversation, "chat_template": TEXT_HOLE})
+            one = Hostile(place, "open code", TEMPLATES["open code"])
+            found[one.key].append((path, one))
+    for make in ("half marks", "nested repeats"):  # for a model with room for them
+        one = Hostile('{"prompt": "#", "max_tokens": 1}', make, IN_TEXT[make])
+        found[one.key].append(("/v1/completions", one))
+    return found
+
+
+LARGE_BODIES = large_bodies()
 
 
 @pytest.mark.slow("bodies of 32 MB")
-@pytest.mark.parametrize(
-    "make", [TEXTS["half marks"], PATTERNS["nested repeats"]], ids=["half marks", "nested repeats"]
-)
-def test_tokenizing_the_largest_prompts_never_holds_the_event_loop(
-    make: Generator, http: Http
-) -> None:
-    """For a model with room for them."""
-    body = filled('{"prompt": "#", "max_tokens": 1}', make(LARGEST - 10_000))
-    check_held("a prompt", http, "/v1/completions", [body])
+@pytest.mark.parametrize("key", LARGE_BODIES)
+def test_the_largest_bodies_never_hold_the_event_loop(key: str, http: Http) -> None:
+    same = LARGE_BODIES[key]
+    content = same[0][1].content(LARGEST - 10_000)
+    for path, one in same:
+        check_held(f"{path}: {one}", http, path, [one.body(content)])
 
 
 @pytest.mark.slow("bodies of 32 MB")
