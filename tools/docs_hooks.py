@@ -534,6 +534,7 @@ def all_file_keys() -> tuple[FileKeys, ...]:
     """Return the table of each file of a model. Those of models and weight formats need torch,
     which other parts of the site don't."""
     from dovetail.nn.format import (
+        aqlm,
         auto_round,
         awq,
         bitsandbytes,
@@ -543,6 +544,7 @@ def all_file_keys() -> tuple[FileKeys, ...]:
         gptq,
         modelopt,
         mxfp4,
+        quark,
     )
     from dovetail_models import arch, eagle3
 
@@ -564,6 +566,11 @@ def all_file_keys() -> tuple[FileKeys, ...]:
         fbgemm_fp8.KEYS,
         auto_round.KEYS,
         bitsandbytes.KEYS,
+        quark.KEYS,
+        quark.LAYER_KEYS,
+        quark.NUMBER_KEYS,
+        quark.EXPORT_KEYS,
+        aqlm.KEYS,
         tokenizer.TOKENIZER_CONFIG,
         tokenizer.CHAT_TEMPLATE,
         tokenizer.PROCESSORS,

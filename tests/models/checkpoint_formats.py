@@ -1,22 +1,43 @@
-"""Small checkpoints in published ways of storing quantized weights, and the values that the
-definition of each gives these weights, written down once more apart from the product."""
+"""Published ways of storing quantized weights: small checkpoints in each, and the values that its
+definition gives these weights, written down once more apart from the product.
+
+python -m tests.models.checkpoint_formats    # tries all, and writes the table in docs/quantization.md
+
+A tiny Qwen3 of random weights in a format is named to `LLM`, and compared with transformers in
+float32 on these values.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.models.model_types import PROMPTS, greedy
+from dovetail.api.executor import QuantizationRef
+from dovetail.errors import UnsupportedError
+from dovetail.gguf.header import TYPES
+from dovetail_executors.runtime.quantization import choose_quantization
+from dovetail_models import dovetail_quantizations
+from tests.models.model_types import PROMPTS, greedy, served_tokens
 from tests.models.tiny_configs import random_model, tiny
 
+QUANTIZATIONS = tuple(
+    QuantizationRef(f"dovetail:{spec.name}", spec.name, spec.target, spec.quantizes)
+    for spec in dovetail_quantizations()
+)
 Tensors = dict[str, Tensor]
 Pack = Callable[[int, int, torch.Generator], Tensors]
 Values = Callable[[Tensors], Tensor]
@@ -29,14 +50,15 @@ GROUP = 64
 class Format:
     """One way of storing weights: its `quantization_config`, random tensors of a linear module
     [outputs, inputs] by the last components of their names, and the values [outputs, inputs] that
-    they mean. `elsewhere`: the config is in `hf_quant_config.json`."""
+    they mean. `elsewhere`: the config is in `hf_quant_config.json`. `named`: keys of the config that
+    list all quantized modules, and what they say of each."""
 
     name: str
     config: Mapping[str, Any]
     pack: Pack
     values: Values
     elsewhere: bool = False
-    files: Mapping[str, Any] = field(default_factory=dict)
+    named: Mapping[str, Any] = field(default_factory=dict)
 
 
 def random_bytes(generator: torch.Generator, *shape: int) -> Tensor:
@@ -51,6 +73,7 @@ def words(values: Tensor, bits: int, dim: int) -> Tensor:
     """Pack unsigned numbers of so many bits along a dimension, the first one lowest."""
     count = 32 // bits
     turned = (values.t() if dim == 0 else values).long()
+    turned = torch.nn.functional.pad(turned, (0, -turned.shape[1] % count))
     parts = turned.unflatten(1, (-1, count)) << (torch.arange(count) * bits)
     packed = parts.sum(2)
     packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
@@ -288,7 +311,9 @@ NF4 = torch.tensor(
 FP4 = torch.tensor([0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4])
 
 
-def codes_of_a_table(kind: str, *, nested: bool) -> tuple[Pack, Values]:
+def codes_of_a_table(
+    kind: str, *, nested: bool, storage: torch.dtype = torch.uint8
+) -> tuple[Pack, Values]:
     table = NF4 if kind == "nf4" else torch.cat((FP4, -FP4))
 
     def pack(outputs: int, inputs: int, generator: torch.Generator) -> Tensors:
@@ -300,7 +325,7 @@ def codes_of_a_table(kind: str, *, nested: bool) -> tuple[Pack, Values]:
             "dtype": "float32",
         }
         found = {
-            "weight": random_bytes(generator, numbers // 2, 1),
+            "weight": random_bytes(generator, numbers // 2).view(storage)[:, None],
             "weight.absmax": scales(generator, numbers // 64, size=0.2),
             "weight.quant_map": table,
         }
@@ -316,7 +341,7 @@ def codes_of_a_table(kind: str, *, nested: bool) -> tuple[Pack, Values]:
         return found
 
     def values(tensors: Tensors) -> Tensor:
-        packed = tensors["weight"].flatten()
+        packed = tensors["weight"].flatten().view(torch.uint8)
         codes = torch.stack((packed >> 4, packed & 15), 1).flatten().long()
         state = json.loads(bytes(tensors[f"weight.quant_state.bitsandbytes__{kind}"].tolist()))
         found = tensors["weight.absmax"]
@@ -324,6 +349,64 @@ def codes_of_a_table(kind: str, *, nested: bool) -> tuple[Pack, Values]:
             steps = tensors["weight.nested_absmax"].repeat_interleave(256)[: len(found)]
             found = tensors["weight.nested_quant_map"][found.long()] * steps + 0.1
         return (table[codes] * found.repeat_interleave(64)).view(state["shape"])
+
+    return pack, values
+
+
+def exponents(group: int) -> tuple[Pack, Values]:
+    """MXFP8: FP8 with a power of two for each group."""
+
+    def pack(outputs: int, inputs: int, generator: torch.Generator) -> Tensors:
+        numbers = torch.randn((outputs, inputs), generator=generator) * 50
+        powers = torch.randint(115, 119, (outputs, inputs // group), generator=generator)
+        return {
+            "weight": numbers.to(torch.float8_e4m3fn),
+            "weight_scale": powers.to(torch.uint8),
+        }
+
+    def values(tensors: Tensors) -> Tensor:
+        powers = spread(2.0 ** (tensors["weight_scale"].float() - 127), 1, group)
+        return tensors["weight"].float() * powers
+
+    return pack, values
+
+
+def four_dimensions() -> tuple[Pack, Values]:
+    """ModelOpt's FP8_PB_WO."""
+    pack, values = fp8(blocks=(128, 128), name="weight_scale")
+
+    def packed(outputs: int, inputs: int, generator: torch.Generator) -> Tensors:
+        found = pack(outputs, inputs, generator)
+        return found | {"weight_scale": found["weight_scale"][:, None, :, None].contiguous()}
+
+    def unpacked(tensors: Tensors) -> Tensor:
+        return values(tensors | {"weight_scale": tensors["weight_scale"][:, 0, :, 0]})
+
+    return packed, unpacked
+
+
+def codebooks(count: int, bits: int, outputs_of: int = 1) -> tuple[Pack, Values]:
+    """AQLM, with vectors of 8 inputs."""
+
+    def pack(outputs: int, inputs: int, generator: torch.Generator) -> Tensors:
+        shape = (outputs // outputs_of, inputs // 8, count)
+        codes = torch.randint(0, 2**bits, shape, generator=generator)
+        kind = torch.int8 if bits <= 8 else torch.int16
+        books = torch.randn((count, 2**bits, outputs_of, 8), generator=generator)
+        return {
+            "codes": codes.to(kind),  # which wraps around
+            "codebooks": books,
+            "scales": scales(generator, outputs // outputs_of, 1, 1, 1, size=0.1),
+        }
+
+    def values(tensors: Tensors) -> Tensor:
+        unsigned = tensors["codes"].numpy().view("u1" if bits <= 8 else "u2").astype("i8")
+        rows, columns, _ = unsigned.shape
+        found = torch.zeros(rows * outputs_of, columns * 8)
+        for index in range(count):
+            vectors = tensors["codebooks"][index][torch.from_numpy(unsigned[:, :, index])]
+            found += vectors.permute(0, 2, 1, 3).reshape(found.shape)
+        return found * spread(tensors["scales"][:, :, 0, 0], outputs_of, 1)
 
     return pack, values
 
@@ -365,6 +448,27 @@ def of_bitsandbytes(**more: Any) -> dict[str, Any]:
     return {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head", "gate"], **more}
 
 
+def of_quark(weight: Mapping[str, Any], inputs: Any = None) -> dict[str, Any]:
+    return {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": weight, "input_tensors": inputs, "output_tensors": None},
+        "exclude": ["lm_head", "re:.*gate$"],
+        "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
+        "quant_mode": "eager_mode",
+    }
+
+
+def of_aqlm(count: int, bits: int, outputs: int = 1) -> dict[str, Any]:
+    return {
+        "quant_method": "aqlm",
+        "in_group_size": 8,
+        "out_group_size": outputs,
+        "num_codebooks": count,
+        "nbits_per_codebook": bits,
+        "linear_weights_not_to_quantize": ["lm_head.weight", "gate.weight"],
+    }
+
+
 def of_modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
     return {
         "quant_method": "modelopt",
@@ -379,6 +483,14 @@ _INPUT = {"input_scale": torch.tensor(0.1)}
 _CT_FP8: dict[str, Any] = {"blocks": None, "name": "weight_scale"}
 _NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 _MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+_QUARK_FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
+_QUARK_MXFP4 = {
+    "dtype": "fp4",
+    "qscheme": "per_group",
+    "ch_axis": -1,
+    "group_size": 32,
+    "scale_format": "e8m0",
+}
 _TOKEN8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 _PACKED = ("weight_packed", "weight_global_scale")
 
@@ -480,6 +592,16 @@ FORMATS: Sequence[Format] = (
         *packed_integers(4, symmetric=True, group=None),
     ),
     Format(
+        "compressed-tensors W4A16, inputs in any order",
+        of_group(integer(4, actorder="group"), "pack-quantized"),
+        *packed_integers(4, symmetric=True, order=True),
+    ),
+    Format(
+        "compressed-tensors W8A16, inputs in any order",
+        of_group(integer(8, symmetric=False, actorder="group"), "pack-quantized"),
+        *packed_integers(8, symmetric=False, order=True),
+    ),
+    Format(
         "compressed-tensors W4A8",
         of_group(integer(4), "pack-quantized", _TOKEN8),
         *packed_integers(4, symmetric=True),
@@ -522,6 +644,20 @@ FORMATS: Sequence[Format] = (
         *gptq(4, minus=1, symmetric=True, group=-1),
     ),
     Format("GPTQ INT8", of_gptq(8), *gptq(8, minus=1, symmetric=True)),
+    *(
+        Format(f"GPTQ INT{bits}", of_gptq(bits), *gptq(bits, minus=1, symmetric=False))
+        for bits in (2, 3)
+    ),
+    Format(
+        "GPTQ INT4, inputs in any order",
+        of_gptq(4, desc_act=True),
+        *gptq(4, minus=1, symmetric=True, order=True),
+    ),
+    Format(
+        "GPTQ INT4, modules of other bits",
+        of_gptq(8, dynamic={"+:.*": {"bits": 4}, "-:.*gate": {}}),
+        *gptq(4, minus=1, symmetric=True),
+    ),
     Format(
         "AWQ",
         {
@@ -555,6 +691,11 @@ FORMATS: Sequence[Format] = (
         *gptq(8, minus=1, symmetric=True),
     ),
     Format(
+        "AutoRound INT2",
+        of_auto_round(2, "auto_round:auto_gptq"),
+        *gptq(2, minus=1, symmetric=True),
+    ),
+    Format(
         "bitsandbytes NF4",
         of_bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
         *codes_of_a_table("nf4", nested=False),
@@ -571,8 +712,73 @@ FORMATS: Sequence[Format] = (
         of_bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="fp4"),
         *codes_of_a_table("fp4", nested=False),
     ),
+    Format(
+        "bitsandbytes NF4, stored as bfloat16",
+        of_bitsandbytes(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage="bfloat16"
+        ),
+        *codes_of_a_table("nf4", nested=False, storage=torch.bfloat16),
+    ),
     Format("bitsandbytes INT8", of_bitsandbytes(load_in_8bit=True), *row_bytes()),
+    Format("ModelOpt FP8, blocks", of_modelopt("FP8_PB_WO"), *four_dimensions()),
+    Format("ModelOpt MXFP8", of_modelopt("MXFP8"), *exponents(32)),
+    Format(
+        "ModelOpt, formats of single layers",
+        of_modelopt("MIXED_PRECISION"),
+        *fp8(**_CT_FP8, also=_INPUT),
+        named={"quantized_layers": {"quant_algo": "FP8"}},
+    ),
+    Format(
+        "Quark FP8",
+        of_quark({"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, {"dtype": "fp8_e4m3"}),
+        *fp8(**_CT_FP8, also=_INPUT),
+    ),
+    Format(
+        "Quark FP8, K and V in FP8",
+        of_quark(_QUARK_FP8)
+        | {
+            "layer_quant_config": {
+                "*k_proj": {
+                    "weight": _QUARK_FP8,
+                    "input_tensors": None,
+                    "output_tensors": _QUARK_FP8,
+                }
+            }
+        },
+        *fp8(**_CT_FP8, also={"output_scale": torch.tensor(0.1)}),
+    ),
+    Format(
+        "Quark FP8, a scale per output",
+        of_quark({"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0}),
+        *fp8(**_CT_FP8, per="output"),
+    ),
+    Format("Quark MXFP4", of_quark(_QUARK_MXFP4), *mxfp4("weight")),
+    Format("AQLM, one codebook", of_aqlm(1, 10), *codebooks(1, 10)),
+    Format("AQLM, two codebooks", of_aqlm(2, 8), *codebooks(2, 8)),
+    Format("AQLM, vectors of several outputs", of_aqlm(2, 8, 4), *codebooks(2, 8, 4)),
 )
+
+# which no format reads -> a config of one
+REFUSED: Mapping[str, Mapping[str, Any]] = {
+    "compressed-tensors, rotated weights": of_group(integer(4), "pack-quantized")
+    | {"transform_config": {"config_groups": {"R1": {}}}},
+    "compressed-tensors, sparse weights": of_group(float8("channel"), "float-quantized")
+    | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+    "GPTQ in Marlin's order": of_gptq(4, checkpoint_format="marlin"),
+    "AWQ for one kernel": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
+    "AutoRound MXFP4": of_auto_round(4, "auto_round:llm_compressor", data_type="mx_fp"),
+    "ModelOpt AWQ": of_modelopt("W4A16_AWQ"),
+    "HQQ": {"quant_method": "hqq"},
+    "torchao": {"quant_method": "torchao"},
+    "Quanto": {"quant_method": "quanto"},
+    "EETQ": {"quant_method": "eetq"},
+    "BitNet": {"quant_method": "bitnet"},
+    "VPTQ": {"quant_method": "vptq"},
+    "HIGGS": {"quant_method": "higgs"},
+    "SpQR": {"quant_method": "spqr"},
+    "FP-Quant": {"quant_method": "fp_quant"},
+    "SINQ": {"quant_method": "sinq"},
+}
 
 
 # Checkpoints
@@ -613,11 +819,13 @@ def save_in(
     save_file(stored, directory / "model.safetensors", {"format": "pt"})
     file = directory / "config.json"
     fields = json.loads(file.read_text(encoding="utf-8"))
+    modules = [name.removesuffix(".weight") for name in tensors if is_quantized(name)]
+    lists = {key: dict.fromkeys(modules, own) for key, own in form.named.items()}
     if form.elsewhere:
         said = {"producer": {"name": "modelopt"}, "quantization": form.config}
         (directory / "hf_quant_config.json").write_text(json.dumps(said))
     else:
-        file.write_text(json.dumps(fields | {"quantization_config": form.config}))
+        file.write_text(json.dumps(fields | {"quantization_config": {**form.config, **lists}}))
     return reference
 
 
@@ -625,3 +833,73 @@ def expected_tokens(reference: Any) -> Tensor:
     with torch.no_grad():
         found = [greedy(reference, prompt) for prompt in PROMPTS]
     return torch.tensor(found, dtype=torch.float64)
+
+
+def is_exact(form: Format) -> bool:
+    """Return True if a checkpoint in a format gives the tokens and log-probabilities of its
+    values."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.dict(os.environ, XDG_CACHE_HOME=f"{folder}/cache"),
+    ):
+        directory = Path(folder) / "model"
+        directory.mkdir()
+        expected = expected_tokens(save_in(form, "qwen3", directory))
+        return bool(torch.allclose(served_tokens(directory), expected, atol=1e-3))
+
+
+def why_refused(config: Mapping[str, Any]) -> str:
+    """Return the reason for which a checkpoint with a config is refused."""
+    try:
+        choose_quantization(None, config, QUANTIZATIONS, "")
+    except UnsupportedError as error:
+        reason = str(error).removeprefix("config.json: quantization_config: ")
+        return re.sub(r"; (served|known) are .*| \(only .*\)(?=$|:)", "", reason).replace("|", "/")
+    raise AssertionError(f"served: {config}")
+
+
+# The table
+
+PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
+BEGIN = "<!-- python -m tests.models.checkpoint_formats -->"
+END = "<!-- end of formats -->"
+
+
+def table() -> str:
+    """Return the text of the page, for formats that `is_exact` says are served."""
+    types = [one.name for one in TYPES.values() if one.name not in ("F64", "F32", "F16", "BF16")]
+    served = len(FORMATS)
+    rows = [
+        f"| {form.name} | `{form.config.get('quant_method', 'modelopt')}` |" for form in FORMATS
+    ]
+    refused = [f"| {name} | {why_refused(config)} |" for name, config in REFUSED.items()]
+    lines = [
+        f"Of {served + len(REFUSED)} published ways of storing quantized weights in safetensors "
+        f"files, {served} are served, and of the",
+        f"types of GGUF files {len(types)}: {', '.join(types)}.",
+        "",
+        "| served | `quant_method` |",
+        "|---|---|",
+        *rows,
+        "",
+        "| refused | because |",
+        "|---|---|",
+        *refused,
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    wrong = [form.name for form in FORMATS if not is_exact(form)]
+    if wrong:
+        sys.exit(f"wrong: {', '.join(wrong)}")
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

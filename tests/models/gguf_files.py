@@ -24,7 +24,16 @@ def random_blocks(name: str, rows: int, numbers: int, seed: int = 0) -> np.ndarr
     blocks = generator.integers(0, 256, (rows * numbers // kind.numbers, kind.size), np.uint8)
     scale = np.array([0.0123], np.float16).view(np.uint8)
     begins = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,)}
-    begins |= {"Q5_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
+    begins |= {"Q5_0": (0,), "TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": (), "MXFP4": ()}
+    begins |= {
+        one.name: (0,)
+        for one in TYPES.values()
+        if one.name.startswith("IQ") and one.name != "IQ1_M"
+    }
+    if name == "IQ1_M":  # the scale is in the highest bits of four numbers
+        blocks[:, 49:56:2] = blocks[:, 49:56:2] & 15 | np.array([0x40, 0x20, 0x20, 0x20], np.uint8)
+    if name == "MXFP4":
+        blocks[:, 0] = blocks[:, 0] % 8 + 116
     for at in begins.get(name, (0, 2)):
         blocks[:, at : at + 2] = scale
     return blocks.reshape(rows, -1)

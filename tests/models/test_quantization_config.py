@@ -303,8 +303,12 @@ def test_what_is_left_out_stays_plain() -> None:
     ("said", "why"),
     [
         (
-            {"quant_method": "hqq"},
-            r"quant_method 'hqq' is unknown; known are fp8, compressed-tensors, modelopt, bits",
+            {"quant_method": "a-new-one"},
+            r"quant_method 'a-new-one' is unknown; known are fp8, compressed-tensors, modelopt",
+        ),
+        (
+            {"quant_method": "eetq"},
+            r"quant_method 'eetq' isn't served: its bytes are in the order of one kernel; served",
         ),
         (DEEPSEEK_V3 | {"fmt": "e5m2"}, "fmt = 'e5m2' is not implemented"),
         (
@@ -318,15 +322,11 @@ def test_what_is_left_out_stays_plain() -> None:
             DEEPSEEK_V3 | {"is_checkpoint_fp8_serialized": False},
             "remove it and set quantization: fp8",
         ),
-        (
-            GPTQ | {"desc_act": True},
-            r"desc_act = True is not implemented \(only False\): groups of inputs must be "
-            r"contiguous",
-        ),
-        (GPTQ | {"bits": 3}, r"bits = 3 is not implemented \(only 4, 8\)"),
+        (GPTQ | {"bits": 9}, r"bits = 9 is not implemented \(only 2 to 8\)"),
+        (GPTQ | {"bits": "4"}, r"bits = '4' is not implemented \(only 2 to 8\)"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin' is not implemented"),
         (GPTQ | {"format": "marlin"}, "checkpoint_format = 'marlin' is not implemented"),
-        (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "dynamic = .* settings of single modules"),
+        (GPTQ | {"dynamic": {".*down.*": {"rank": 2}}}, r"dynamic..\*down..: rank is unknown"),
         (AWQ | {"format": "gemv", "version": None}, "version = 'gemv' is not implemented"),
         (DEEPSEEK_V3 | {"expert_dtype": "fp4"}, "expert_dtype = 'fp4' is not implemented"),
         (
@@ -364,18 +364,18 @@ def test_what_is_left_out_stays_plain() -> None:
             "bnb_4bit_quant_type = 'int4' is not implemented",
         ),
         (
-            BITS_AND_BYTES | {"bnb_4bit_quant_storage": "bfloat16"},
-            "bnb_4bit_quant_storage = 'bfloat16' is not implemented",
+            BITS_AND_BYTES | {"bnb_4bit_quant_storage": "int8"},
+            "bnb_4bit_quant_storage = 'int8' is not implemented",
         ),
-        (AUTO_ROUND | {"bits": 2}, "bits = 2 in the layout 'auto_round:auto_gptq' are not"),
+        (AUTO_ROUND | {"bits": 1}, "bits = 1 in the layout 'auto_round:auto_gptq' are not"),
         (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type = 'mx_fp' is not implemented"),
         (
-            AUTO_ROUND | {"extra_config": {"model.layers.0.mlp.down_proj": {"bits": 8}}},
-            "extra_config.model.layers.0.mlp.down_proj = .* is not implemented",
+            AUTO_ROUND | {"extra_config": {"model.layers.0.mlp.down_proj": {"act_bits": 8}}},
+            "extra_config.model.layers.0.mlp.down_proj: act_bits is not implemented",
         ),
         (
-            of_group(weights={**INT4, "actorder": "group"}, format="pack-quantized"),
-            "actorder = 'group' is not implemented",
+            of_group(weights={**INT4, "actorder": "dynamic"}, format="pack-quantized"),
+            "actorder = 'dynamic' is not implemented",
         ),
         (
             of_group(weights={**FLOAT8, "strategy": "group"}),

@@ -17,20 +17,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dovetail.api.executor import QuantizationRef
 from dovetail.api.model import ModelInputs
 from dovetail.nn.moe import Experts
 from dovetail.nn.parallel import SINGLE
 from dovetail.nn.weights import DRAWN_EXPERTS
 from dovetail.testing.suites.model_configs import tiny
 from dovetail_executors.runtime.loading import ModelPlan, load_model
-from dovetail_models import dovetail_quantizations
+from tests.models.checkpoint_formats import (
+    FORMATS,
+    PAGE,
+    QUANTIZATIONS,
+    Format,
+    is_exact,
+    table,
+)
 from tests.models.oracle import CPU, MODELS, DenseAttention, executor_config
 
-QUANTIZATIONS = tuple(
-    QuantizationRef(f"dovetail:{spec.name}", spec.name, spec.target, spec.quantizes)
-    for spec in dovetail_quantizations()
-)
 ALL = sorted(path.parent for path in (Path(__file__).parent / "quantized").glob("*/config.json"))
 
 
@@ -106,3 +108,13 @@ def test_random_weights_repeat_the_first_experts_of_each_layer(
         assert not any(torch.equal(*pair) for pair in combinations(values[:DRAWN_EXPERTS], 2))
     first, second = (layer.gate_up[0].data.float() for layer in layers[:2])
     assert not torch.equal(first, second)
+
+
+def test_the_page_lists_the_formats() -> None:
+    assert table() in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow("makes an engine for each format")
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_a_published_format_gives_what_its_definition_does(form: Format) -> None:
+    assert is_exact(form)

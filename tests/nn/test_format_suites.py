@@ -12,6 +12,7 @@ import torch
 
 from dovetail.errors import UnsupportedError
 from dovetail.testing import WeightFormatSuite
+from tests.models.checkpoint_formats import FORMATS, Format
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -196,3 +197,31 @@ class TestBitsAndBytesFp4(OfCheckpoints):
         state = bytes(tensors["weight.quant_state.bitsandbytes__fp4"].tolist())
         numbers = tensors["weight.quant_map"][codes] * spread
         return numbers.view(json.loads(state)["shape"])
+
+
+class OfTheTable(OfCheckpoints):
+    """Formats that are dequantized while they load, as the table of published ones defines them."""
+
+    form: ClassVar[Format]
+
+    def checkpoint(self, outputs: int, inputs: int, generator: torch.Generator) -> Any:
+        return self.form.pack(outputs, inputs, generator)
+
+    def values(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.form.values(dict(tensors)).float()
+
+
+def of_the_table(name: str) -> type[OfTheTable]:
+    form = next(form for form in FORMATS if form.name == name)
+    said = {"name": form.config["quant_method"], "config": dict(form.config), "form": form}
+    return type("TestOfTheTable", (OfTheTable,), said)
+
+
+TestGptqOfThreeBits = of_the_table("GPTQ INT3")
+TestGptqInAnyOrder = of_the_table("GPTQ INT4, inputs in any order")
+TestPackedInAnyOrder = of_the_table("compressed-tensors W4A16, inputs in any order")
+TestModelOptMxfp8 = of_the_table("ModelOpt MXFP8")
+TestModelOptBlocks = of_the_table("ModelOpt FP8, blocks")
+TestQuarkFp8 = of_the_table("Quark FP8")
+TestQuarkMxfp4 = of_the_table("Quark MXFP4")
+TestAqlm = of_the_table("AQLM, two codebooks")

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.errors import ModelLoadError
+from dovetail.errors import DovetailError, ModelLoadError, UnsupportedError
 from dovetail.nn.format.bitsandbytes import Codes, RowInt8
 from dovetail.nn.format.compressed_int8 import PackedInt8, PlainInt8
 from dovetail.nn.format.compressed_tensors import PackedInt4
 from dovetail.nn.format.float8 import Float8
 from dovetail.nn.format.gptq import GptqInt8
 from dovetail.nn.format.nvfp4 import Nvfp4
+from dovetail_executors.runtime.quantization import choose_quantization
+from tests.models.checkpoint_formats import FORMATS as FORMATS_OF_CHECKPOINTS
+from tests.models.checkpoint_formats import QUANTIZATIONS
 from tests.models.oracle import CPU
 from tests.nn.formats import plain_weight
 
@@ -148,3 +151,79 @@ def test_a_block_larger_than_the_weight_takes_no_memory() -> None:
     weight: Any = form.allocate(plain_weight((OUTPUTS,), INPUTS, torch.bfloat16, CPU), CPU)
     weight.data.copy_(FLOATS)
     assert torch.equal(form.dequantized(weight), FLOATS.float())
+
+
+def at_load(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A format of the table of published ones, and a module's tensors in it."""
+    form = next(form for form in FORMATS_OF_CHECKPOINTS if form.name == name)
+    made = choose_quantization(None, form.config, QUANTIZATIONS, "")
+    assert made is not None
+    tensors = form.pack(64, 128, torch.Generator().manual_seed(0))
+    return made.of_module("model.layers.0.mlp.down_proj"), tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "change", "why"),
+    [
+        ("GPTQ INT3", "g_idx", lambda one: one + 1, "g_idx: groups must be from 0 to 1"),
+        ("GPTQ INT3", "g_idx", lambda one: one - 9, "g_idx: groups must be from 0 to 1"),
+        ("GPTQ INT3", "g_idx", lambda one: one.float(), "g_idx: expected integers"),
+        ("GPTQ INT3", "qweight", lambda one: one.short(), "expected int32, found int16"),
+        ("GPTQ INT3", "scales", lambda one: one.int(), "expected floating-point numbers"),
+        ("GPTQ INT3", "scales", lambda one: one * math.inf, "scales must be finite"),
+        ("AQLM, two codebooks", "codes", lambda one: one.int(), "expected int8 or int16"),
+        ("AQLM, two codebooks", "codebooks", lambda one: one.int(), "expected floating-point"),
+        ("ModelOpt MXFP8", "weight_scale", lambda one: one.float(), "expected uint8"),
+        ("ModelOpt MXFP8", "weight_scale", lambda one: one * 0 + 255, "must be finite"),
+        ("ModelOpt MXFP8", "weight", lambda one: one.float(), "expected float8_e4m3fn"),
+        (
+            "compressed-tensors W4A16, inputs in any order",
+            "weight_g_idx",
+            lambda one: one * 1000,
+            "g_idx: groups must be from 0 to 1",
+        ),
+    ],
+)
+def test_what_is_dequantized_at_load_is_checked(
+    name: str, tensor: str, change: Any, why: str
+) -> None:
+    form, tensors = at_load(name)
+    form.values(tensors)
+    weight = form.allocate(plain_weight((64,), 128, torch.float32, CPU), CPU)
+    with pytest.raises(ModelLoadError, match=why):
+        form.store(weight, weight.parts["0"], {**tensors, tensor: change(tensors[tensor])})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("AQLM, two codebooks", {"nbits_per_codebook": 60}),
+        ("AQLM, two codebooks", {"num_codebooks": 1 << 40}),
+        ("AQLM, two codebooks", {"in_group_size": 0}),
+        ("AQLM, two codebooks", {"out_group_size": -1}),
+        ("GPTQ INT3", {"group_size": 0}),
+        ("GPTQ INT3", {"bits": 1 << 70}),
+        ("GPTQ INT3", {"dynamic": {"+:(a*)*b": {"bits": 4}}}),
+        ("ModelOpt, formats of single layers", {"quantized_layers": {}}),
+        ("ModelOpt, formats of single layers", {"quantized_layers": {"a": {"quant_algo": "X"}}}),
+        ("Quark FP8", {"global_quant_config": {"weight": {"dtype": "fp8_e5m2"}}}),
+        ("Quark FP8", {"export": {"weight_format": "fake_quantized"}}),
+    ],
+)
+def test_sizes_in_a_config_are_bounded_before_anything_is_read(
+    name: str, changes: dict[str, Any]
+) -> None:
+    form = next(form for form in FORMATS_OF_CHECKPOINTS if form.name == name)
+    with pytest.raises(DovetailError):
+        choose_quantization(None, {**form.config, **changes}, QUANTIZATIONS, "")
+
+
+def test_a_size_that_is_no_whole_number_of_vectors_is_refused_with_the_numbers() -> None:
+    for name, outputs, inputs in (
+        ("AQLM, two codebooks", 64, 129),
+        ("GPTQ INT3", 64, 48),
+        ("GPTQ INT3", 40, 64),
+    ):
+        form, _ = at_load(name)
+        with pytest.raises(UnsupportedError, match=str(inputs if outputs == 64 else outputs)):
+            form.allocate(plain_weight((outputs,), inputs, torch.float32, CPU), CPU)

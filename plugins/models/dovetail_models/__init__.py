@@ -235,7 +235,13 @@ def dovetail_quantizations() -> list[QuantizationSpec]:
         QuantizationSpec(
             "fbgemm_fp8", "dovetail.nn.format.fbgemm_fp8:FbgemmFp8", "FP8 weights of Meta"
         ),
-        QuantizationSpec("gptq", "dovetail.nn.format.gptq:Gptq", "INT4 or INT8 weights of GPTQ"),
+        QuantizationSpec(
+            "gptq", "dovetail.nn.format.gptq:Gptq", "weights of GPTQ in 2, 3, 4 or 8 bits"
+        ),
+        QuantizationSpec(
+            "quark", "dovetail.nn.format.quark:Quark", "FP8 or MXFP4 weights of AMD's Quark"
+        ),
+        QuantizationSpec("aqlm", "dovetail.nn.format.aqlm:Aqlm", "codebooks of AQLM"),
         QuantizationSpec("awq", "dovetail.nn.format.awq:Awq", "INT4 weights of AWQ"),
         QuantizationSpec(
             "mxfp4", "dovetail.nn.format.mxfp4:Mxfp4", "MXFP4 weights of gpt-oss's experts"

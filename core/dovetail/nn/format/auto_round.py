@@ -1,4 +1,4 @@
-"""`quant_method: auto-round`: INT4 and INT8 checkpoints of Intel's AutoRound (arXiv:2309.05516), in
+"""`quant_method: auto-round`: integer checkpoints of Intel's AutoRound (arXiv:2309.05516), in
 the layouts of GPTQ or AWQ."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dovetail.errors import ModelLoadError, UnsupportedError, shown
 from dovetail.nn.format.awq import AwqInt4
 from dovetail.nn.format.base import Quantization, WeightFormat
 from dovetail.nn.format.dense import DENSE
-from dovetail.nn.format.gptq import MAKING, GptqInt4, GptqInt8
+from dovetail.nn.format.gptq import MAKING, format_of
 from dovetail.nn.format.reading import WHERE, group_size, keys_and_values, names, within
 
 _DEFAULT = "auto_round:auto_gptq"
@@ -25,16 +25,17 @@ _LIKE_GPTQ = {
     "gptq": True,
 }
 _LIKE_AWQ = ("auto_round:auto_awq", "auto_round:awq", "auto_awq", "awq")
+_OF_MODULES = frozenset(("bits", "group_size", "sym"))  # in `extra_config`
 KEYS = FileKeys(
     "auto-round",
     {
         "quant_method": Used("the format"),
-        "bits": Used("4 or 8; others are refused"),
+        "bits": Used("2 to 8; others are refused"),
         "group_size": Used("inputs per scale"),
         "sym": Used("whether all zero points are the middle"),
         "packing_format": Used("the layout: of GPTQ or of AWQ"),
         "backend": Used("the same in older files"),
-        "extra_config": Used("modules of 16 bits, which are plain; other settings are refused"),
+        "extra_config": Used("settings of single modules; those of 16 bits are plain"),
         "modules_to_not_convert": Used("modules that aren't quantized"),
         "block_name_to_quantize": Used("only modules within it are quantized"),
         "to_quant_block_names": Used("the same"),
@@ -63,24 +64,14 @@ class AutoRound(Quantization):
         super().__init__(config)
         config = config or {}
         KEYS.check(config, WHERE)
-        bits = config.get("bits")
-        layout = config.get("packing_format") or config.get("backend") or _DEFAULT
-        symmetric = bool(config.get("sym", True))
-        group = group_size(config, "group_size")
-        if layout in _LIKE_AWQ and bits == 4:
-            self.format: WeightFormat = AwqInt4(group, symmetric=False)
-        elif layout in _LIKE_GPTQ and bits in (4, 8):
-            made = GptqInt4 if bits == 4 else GptqInt8
-            self.format = made(group, symmetric, _LIKE_GPTQ[layout])
-        else:
-            raise UnsupportedError(
-                f"{WHERE}: bits = {shown(bits)} in the layout {shown(layout)} are not implemented "
-                f"(only 4 or 8 of {', '.join(_LIKE_GPTQ)}, and 4 of {', '.join(_LIKE_AWQ)})"
-            )
-        self._left_out = names(config, "modules_to_not_convert") + _plain(config)
+        self.format = _format_of(config)
+        self._own = _of_single_modules(config)
+        self._left_out = names(config, "modules_to_not_convert")
         self._blocks = _blocks(config)
 
     def of_module(self, name: str) -> WeightFormat:
+        if (own := self._own.get(name)) is not None:
+            return own
         is_left_out = any(within(name, other) for other in self._left_out)
         return DENSE if is_left_out or not self._quantizes(name) else self.format
 
@@ -104,19 +95,35 @@ def _blocks(config: Mapping[str, Any]) -> tuple[str, ...]:
     return ()
 
 
-def _plain(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the modules of 16 bits. Raises `UnsupportedError` for one with other settings."""
-    plain = []
+def _format_of(config: Mapping[str, Any]) -> WeightFormat:
+    bits = config.get("bits")
+    layout = config.get("packing_format") or config.get("backend") or _DEFAULT
+    group = group_size(config, "group_size")
+    if layout in _LIKE_AWQ and bits == 4:
+        return AwqInt4(group, symmetric=False)
+    if layout in _LIKE_GPTQ and type(bits) is int and 2 <= bits <= 8:
+        less_one = _LIKE_GPTQ[layout]
+        return format_of(bits, group, bool(config.get("sym", True)), less_one=less_one)
+    raise UnsupportedError(
+        f"{WHERE}: bits = {shown(bits)} in the layout {shown(layout)} are not implemented "
+        f"(only 2 to 8 of {', '.join(_LIKE_GPTQ)}, and 4 of {', '.join(_LIKE_AWQ)})"
+    )
+
+
+def _of_single_modules(config: Mapping[str, Any]) -> dict[str, WeightFormat]:
+    """Return the formats of modules with settings of their own, which 16 bits leave plain."""
+    found: dict[str, WeightFormat] = {}
     settings = keys_and_values(config.get("extra_config") or {}, f"{WHERE}: extra_config")
     for name, own in settings.items():
-        bits = keys_and_values(own, f"{WHERE}: extra_config.{name}").get("bits", config["bits"])
+        own = keys_and_values(own, f"{WHERE}: extra_config.{name}")
+        bits = own.get("bits", config["bits"])
         if type(bits) is not int:
             raise ModelLoadError(f"{WHERE}: extra_config.{name}: bits must be a number")
-        if bits < 16 and any(own[key] != config.get(key) for key in own):
+        changed = {key for key in own if own[key] != config.get(key)} - _OF_MODULES
+        if bits < 16 and changed:
             raise UnsupportedError(
-                f"{WHERE}: extra_config.{name} = {shown(dict(own))} is not implemented (only 16 "
-                f"bits)"
+                f"{WHERE}: extra_config.{name}: {', '.join(sorted(changed))} is not implemented "
+                f"(only {', '.join(sorted(_OF_MODULES))})"
             )
-        if bits >= 16:
-            plain.append(str(name))
-    return tuple(plain)
+        found[str(name)] = DENSE if bits >= 16 else _format_of({**config, **own})
+    return found

@@ -76,7 +76,8 @@ class Awq(Quantization):
         version = config.get("version") or config.get("format") or "gemm"
         if str(version).lower() != "gemm":
             raise UnsupportedError(
-                f"quantization_config: version = {shown(version)} is not implemented (only gemm)"
+                f"quantization_config: version = {shown(version)} is not implemented (only gemm): other "
+                f"layouts are made for one kernel"
             )
         self.format = AwqInt4(
             group_size(config, "group_size" if "group_size" in config else "q_group_size"),

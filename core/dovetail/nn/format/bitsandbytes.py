@@ -37,7 +37,7 @@ KEYS = FileKeys(
         "_load_in_8bit": Used("the same"),
         "bnb_4bit_quant_type": Used("nf4 or fp4"),
         "bnb_4bit_use_double_quant": Used("whether scales are bytes"),
-        "bnb_4bit_quant_storage": Refused("another dtype of the bytes", ("uint8",)),
+        "bnb_4bit_quant_storage": Used("the dtype that the bytes are stored as"),
         "bnb_4bit_compute_dtype": _COMPUTING,
         "llm_int8_skip_modules": Used("modules that aren't quantized"),
         "llm_int8_threshold": _THRESHOLD,
@@ -63,6 +63,12 @@ _TABLES = {
         ]
     ),
 }
+_STORAGES = {
+    "uint8": torch.uint8,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
 BLOCK = 64  # numbers per scale; transformers has no setting for it
 NESTED = 256  # scales per scale of scales
 _STATE = JsonBounds(parts=1_000, depth=5)
@@ -76,6 +82,7 @@ class Codes(WidenedFormat):
 
     kind: str
     nested: bool
+    storage: str = "uint8"  # a key in `_STORAGES`
 
     def __str__(self) -> str:
         return self.kind
@@ -103,8 +110,9 @@ class Codes(WidenedFormat):
         outputs, inputs = part.source_shape
         numbers = outputs * inputs
         blocks = numbers // BLOCK
+        stored = numbers // 2 // _STORAGES[self.storage].itemsize
         tensors = {
-            "weight": TensorShape(((numbers // 2, 1), (1, numbers // 2))),
+            "weight": TensorShape(((stored, 1), (1, stored))),
             "weight.absmax": TensorShape(((blocks,),)),
             "weight.quant_map": TensorShape(((16,),)),
         }
@@ -127,10 +135,11 @@ class Codes(WidenedFormat):
         if state.get("shape") != [outputs, inputs]:
             raise ModelLoadError(f"quant_state: the shape is {shown(state.get('shape'))}")
         values = tensors["weight"]
-        if values.dtype != torch.uint8:
+        if values.dtype != _STORAGES[self.storage]:
             raise ModelLoadError(
-                f"expected uint8, found {str(values.dtype).removeprefix('torch.')}"
+                f"expected {self.storage}, found {str(values.dtype).removeprefix('torch.')}"
             )
+        values = values.flatten().contiguous().view(torch.uint8)
         table = tensors["weight.quant_map"].float()
         assert weight.zeros is not None
         if not torch.allclose(table, weight.zeros, atol=1e-6):
@@ -242,7 +251,13 @@ class BitsAndBytes(Quantization):
                 f"{', '.join(_TABLES)})"
             )
         nested = bool(config.get("bnb_4bit_use_double_quant", False))
-        self.format: WeightFormat = Codes(kind, nested) if in_4 else RowInt8()
+        storage: Any = config.get("bnb_4bit_quant_storage") or "uint8"
+        if in_4 and storage not in tuple(_STORAGES):
+            raise UnsupportedError(
+                f"{WHERE}: bnb_4bit_quant_storage = {shown(storage)} is not implemented (only "
+                f"{', '.join(_STORAGES)})"
+            )
+        self.format: WeightFormat = Codes(kind, nested, storage) if in_4 else RowInt8()
         self._left_out = names(config, "llm_int8_skip_modules") or ("lm_head",)
 
     def of_module(self, name: str) -> WeightFormat:

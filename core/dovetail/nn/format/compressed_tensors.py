@@ -13,12 +13,19 @@ from dovetail.errors import ModelLoadError, UnsupportedError, shown
 from dovetail.nn.format.base import Quantization, WeightFormat
 from dovetail.nn.format.compressed_int8 import PackedInt8, PlainInt8
 from dovetail.nn.format.dense import DENSE
+from dovetail.nn.format.dequantized import Dequantized
 from dovetail.nn.format.float8 import Float8
 from dovetail.nn.format.int4 import Int4, Unpacked
 from dovetail.nn.format.module_names import ModuleNames
 from dovetail.nn.format.mxfp4 import PackedMxfp4
 from dovetail.nn.format.nvfp4 import Nvfp4
-from dovetail.nn.format.packing import PACKED, share_of, unpacked
+from dovetail.nn.format.packing import (
+    PACKED,
+    checked_groups,
+    numbers_of,
+    share_of,
+    unpacked,
+)
 from dovetail.nn.format.reading import (
     DEQUANTIZE,
     WHERE,
@@ -27,7 +34,7 @@ from dovetail.nn.format.reading import (
     keys_and_values,
     names,
 )
-from dovetail.nn.format.stored import TensorShape
+from dovetail.nn.format.stored import TensorShape, checked_scales
 from dovetail.nn.parameter import Part
 
 _MAKING = NoEffect("how the scales were computed")
@@ -73,7 +80,7 @@ NUMBER_KEYS = FileKeys(
         "block_structure": Used("outputs and inputs per scale"),
         "symmetric": Used("whether there are zero points; only of integers"),
         "dynamic": Used("whether scales of inputs are computed"),
-        "actorder": Used("weight or static; others are refused"),
+        "actorder": Used("group, weight or static; others are refused"),
         "observer": _MAKING,
         "observer_kwargs": _MAKING,
         "scale_dtype": _STORED,
@@ -105,6 +112,42 @@ class PackedInt4(Int4):
     def unpack(self, tensors: Mapping[str, torch.Tensor]) -> Unpacked:
         zeros = None if self.symmetric else unpacked(tensors["weight_zero_point"], 0)
         return Unpacked(unpacked(tensors["weight_packed"], 1), tensors["weight_scale"], zeros)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInAnyOrder(Dequantized):
+    """`pack-quantized` of 4 or 8 bits with groups of inputs in any order (`actorder: group`)."""
+
+    bits: int
+    group: int
+    symmetric: bool = True
+
+    def __str__(self) -> str:
+        return f"int{self.bits}, dequantized at load"
+
+    def whole(self, outputs: int, inputs: int) -> Mapping[str, TensorShape]:
+        packed = 32 // self.bits
+        groups = -(-inputs // self.group)
+        tensors = {
+            "weight_packed": TensorShape(((outputs, -(-inputs // packed)),)),
+            "weight_scale": TensorShape(((outputs, groups),)),
+            "weight_shape": TensorShape(((2,),), optional=True),
+            "weight_g_idx": TensorShape(((inputs,),)),
+        }
+        if not self.symmetric:
+            tensors["weight_zero_point"] = TensorShape(((-(-outputs // packed), groups),))
+        return tensors
+
+    def values(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        scales = checked_scales(tensors["weight_scale"], 2.0**self.bits)
+        index = checked_groups(tensors["weight_g_idx"], scales.shape[1])
+        codes = numbers_of(tensors["weight_packed"], self.bits, 1)[:, : len(index)].float()
+        if self.symmetric:
+            zeros = torch.full_like(scales, 2 ** (self.bits - 1))
+        else:
+            stored = numbers_of(tensors["weight_zero_point"], self.bits, 0)
+            zeros = stored[: len(scales)].float()
+        return (codes - zeros[:, index]) * scales[:, index]
 
 
 class CompressedTensors(Quantization):
@@ -150,7 +193,7 @@ def _format_of(name: str, group: Mapping[str, Any], fallback: Any) -> WeightForm
     packing = group.get("format") or fallback
     NUMBER_KEYS.check(weights, f"{where}.weights")
     kind = (weights.get("type"), weights.get("num_bits"), packing)
-    reader = _READERS.get(kind)
+    reader = next((one for known, one in _READERS.items() if known == kind), None)
     if reader is None:
         what = f"weights of type {shown(kind[0])} and {shown(kind[1])} bits, {shown(packing)}"
         known = "; ".join(f"{name} of {bits} bits, {form}" for name, bits, form in _READERS)
@@ -195,8 +238,8 @@ def _float8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | 
     )
 
 
-def _int4(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> PackedInt4:
-    return PackedInt4(*_groups(where, weights))
+def _int4(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> WeightFormat:
+    return _in_any_order(where, weights, 4) or PackedInt4(*_groups(where, weights))
 
 
 def _int8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> PlainInt8:
@@ -206,8 +249,17 @@ def _int8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | No
 
 def _packed_int8(
     where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None
-) -> PackedInt8:
-    return PackedInt8(*_groups(where, weights))
+) -> WeightFormat:
+    return _in_any_order(where, weights, 8) or PackedInt8(*_groups(where, weights))
+
+
+def _in_any_order(where: str, weights: Mapping[str, Any], bits: int) -> WeightFormat | None:
+    """Return the format of weights whose groups of inputs are in any order; None of others."""
+    if weights.get("actorder") not in (True, "group") or weights.get("strategy") != "group":
+        return None
+    group = group_size(weights, "group_size", f"{where}.weights")
+    symmetric = bool(weights.get("symmetric", True))
+    return None if group is None else PackedInAnyOrder(bits, group, symmetric)
 
 
 def _nvfp4(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Nvfp4:
@@ -236,7 +288,7 @@ def _groups(where: str, weights: Mapping[str, Any]) -> tuple[int | None, bool]:
     if weights.get("actorder") not in (None, False, "weight", "static"):
         raise UnsupportedError(
             f"{where}.weights: actorder = {shown(weights['actorder'])} is not implemented (only "
-            f"weight)"
+            f"group, with strategy group, and weight)"
         )
     if (strategy := weights.get("strategy")) not in ("group", "channel"):
         raise UnsupportedError(

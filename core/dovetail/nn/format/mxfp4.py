@@ -25,7 +25,7 @@ from dovetail.nn.format.stored import (
     require_own_groups,
     require_whole_groups,
 )
-from dovetail.nn.format.widened import WidenedFormat
+from dovetail.nn.format.widened import WidenedFormat, places
 from dovetail.nn.kernels import stored_experts
 from dovetail.nn.kernels.stored_experts import BITS, RAISED, VALUES
 from dovetail.nn.parameter import Part, Weight
@@ -142,14 +142,14 @@ class Mxfp4Format(WidenedFormat):
         codes: torch.Tensor,
         scales: torch.Tensor,
     ) -> None:
-        at = (part.at if part.dim == 0 else 0) + first
-        rows = slice(at, at + len(codes))
         blocks = F.pad(codes, (0, -codes.shape[1] % BLOCK)).view(len(codes), -1, 4, GROUP)
         bits = torch.tensor(BITS, dtype=torch.int16, device=codes.device)[:, :, None]
         spread = [(blocks >> bit & 1).to(torch.int16) << bits[:, bit] for bit in range(4)]
-        weight.data[rows] = torch.stack(spread).sum((0, 3), dtype=torch.int16).flatten(1)
+        values = torch.stack(spread).sum((0, 3), dtype=torch.int16).flatten(1)
         raised = F.pad(scales + RAISED, (0, -scales.shape[1] % (BLOCK // GROUP)))
-        weight.scales[:, rows] = raised.view(torch.int32).t()
+        for rows in places(weight, part, first, len(codes)):
+            weight.data[rows] = values
+            weight.scales[:, rows] = raised.view(torch.int32).t()
 
     def for_kernels(self, weights: Sequence[StoredWeight]) -> stored_experts.Stored | None:
         scales = stacked([weight.scales for weight in weights])
@@ -160,18 +160,21 @@ class Mxfp4Format(WidenedFormat):
 
 @dataclass(frozen=True, slots=True)
 class PackedMxfp4(Mxfp4Format):
-    """`mxfp4-pack-quantized` of compressed-tensors: two dimensions, for one layer."""
+    """`mxfp4-pack-quantized` of compressed-tensors: two dimensions, for one layer. `packed`: last
+    component of the name of the weights."""
+
+    packed: str = "weight_packed"
 
     def tensors(self, part: Part) -> Mapping[str, TensorShape]:
         outputs, inputs = part.source_shape
         return {
-            "weight_packed": share_of(part, (outputs, inputs // 2), (0, 1), (1, 2)),
+            self.packed: share_of(part, (outputs, inputs // 2), (0, 1), (1, 2)),
             "weight_scale": share_of(part, (outputs, inputs // GROUP), (0, 1), (1, GROUP)),
         }
 
     def store(self, weight: StoredWeight, part: Part, tensors: Mapping[str, torch.Tensor]) -> None:
         self._check(weight, tensors)
-        packed = tensors["weight_packed"]
+        packed = tensors[self.packed]
         codes = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
         self._place(weight, part, 0, codes, tensors["weight_scale"])
 

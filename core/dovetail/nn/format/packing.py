@@ -40,6 +40,37 @@ def bytes_of(packed: torch.Tensor, dim: int) -> torch.Tensor:
     return values.t() if dim == 0 else values
 
 
+def numbers_of(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """Unpack [a, b] int32 -> uint8 [32 a / bits, b] (dim 0) or [a, 32 b / bits] (dim 1), the lowest
+    bits first. Numbers of 3 bits run on from one integer to the next, of which there must be a
+    multiple of 3. Raises `ModelLoadError` for another dtype."""
+    if packed.dtype != torch.int32:
+        raise ModelLoadError(f"expected int32, found {str(packed.dtype).removeprefix('torch.')}")
+    turned = packed.t() if dim == 0 else packed
+    period = 1 if 32 % bits == 0 else bits  # integers after which a number begins with one again
+    groups = turned.reshape(len(turned), -1, period).long() & (2**32 - 1)
+    found = []
+    for number in range(32 * period // bits):
+        word, shift = divmod(number * bits, 32)
+        value = groups[:, :, word] >> shift
+        if shift + bits > 32:
+            value = value | (groups[:, :, word + 1] << (32 - shift))
+        found.append((value & (2**bits - 1)).to(torch.uint8))
+    values = torch.stack(found, 2).flatten(1)
+    return values.t() if dim == 0 else values
+
+
+def checked_groups(index: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return `g_idx`, the group of each input, as int64. Raises `ModelLoadError` for other than
+    numbers of `groups` groups."""
+    if index.is_floating_point() or index.dtype == torch.bool:
+        raise ModelLoadError("g_idx: expected integers")
+    index = index.long()
+    if len(index) and not 0 <= int(index.min()) <= int(index.max()) < groups:
+        raise ModelLoadError(f"g_idx: groups must be from 0 to {groups - 1}")
+    return index
+
+
 def contiguous_groups(tensors: Mapping[str, torch.Tensor], group: int | None) -> None:
     """Raise `ModelLoadError` unless `g_idx`, if there is one, says that each group of inputs is
     consecutive."""

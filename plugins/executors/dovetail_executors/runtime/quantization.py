@@ -20,6 +20,19 @@ from dovetail.nn.format import Quantization
 from dovetail_executors.runtime.architecture import built_ins_first
 
 METHOD = "quant_method"
+_WHY_NOT = {  # published ways of storing weights that no format reads
+    "bitnet": "its weights are ternary, and its inputs are rounded to 8 bits as a part of the model",
+    "eetq": "its bytes are in the order of one kernel",
+    "fp_quant": "its inputs are rotated by Hadamard matrices",
+    "higgs": "its weights are rotated by Hadamard matrices",
+    "hqq": "each module has its own shape, packing and dtypes, as tensors",
+    "marlin": "its weights are in the order of one kernel",
+    "quanto": "its tensors are Python objects",
+    "sinq": "its weights have scales along both dimensions",
+    "spqr": "it has sparse outliers beside its weights",
+    "torchao": "its tensors are Python objects",
+    "vptq": "its vectors are permuted, with outliers beside them",
+}
 
 
 def choose_quantization(
@@ -97,10 +110,11 @@ def _named(
     name: str, installed: Sequence[QuantizationRef], error: type[DovetailError], what: str
 ) -> QuantizationRef:
     fitting = built_ins_first([ref for ref in installed if name in (ref.method, ref.name)])
+    known = ", ".join(ref.method for ref in installed) or "none"
+    if not fitting and name in _WHY_NOT:
+        raise error(f"{what} isn't served: {_WHY_NOT[name]}; served are {known}")
     if not fitting:
-        raise error(
-            f"{what} is unknown; known are {', '.join(ref.method for ref in installed) or 'none'}"
-        )
+        raise error(f"{what} is unknown; known are {known}")
     if len(fitting) > 1:
         raise error(
             f"{what} is known to {' and '.join(ref.name for ref in fitting)}: write one of these "
