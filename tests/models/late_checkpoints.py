@@ -29,6 +29,16 @@ SPECIAL = {
     name: f"[{name.removesuffix('_token').upper()}]"
     for name in ("pad_token", "cls_token", "sep_token", "unk_token", "mask_token")
 }
+FIELDS: dict[str, dict[str, Any]] = {
+    "ModernBertModel": {
+        "local_attention": 40,
+        "num_hidden_layers": 4,
+        **dict.fromkeys(("cls_token_id", "sep_token_id"), 2),
+    },
+    "RobertaModel": {"max_position_embeddings": 66},
+    "DistilBertModel": {"dim": 48, "hidden_dim": 64, "n_layers": 2, "n_heads": 4},
+    "MPNetModel": {"pad_token_id": 1, "max_position_embeddings": 66},
+}
 _MODULES = "multi_vector_encoder.modules"
 PYLATE: dict[str, Any] = {
     "model_type": "ColBERT",
@@ -66,7 +76,7 @@ def save_tokenizer(directory: Path, **settings: Any) -> None:
 
 def pylate(directory: Path, kind: str = "BertModel", **config: Any) -> tuple[Any, torch.nn.Linear]:
     """Save a model in PyLate's layout, and return transformers' model and the layer after it."""
-    model = save(directory, kind)
+    model = save(directory, kind, **FIELDS.get(kind, {}))
     save_tokenizer(directory)
     stored = {**PYLATE, **config}
     sentence_transformer(

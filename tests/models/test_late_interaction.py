@@ -102,6 +102,36 @@ def test_pylate_s_queries_and_documents_are_compared_by_maxsim(tmp_path: Path) -
             one.embed("w5")
 
 
+@torch.no_grad()
+def hidden(model: Any, layer: torch.nn.Linear, ids: list[int], seen: int) -> Any:
+    """As `computed`, where tokens see only the first ones."""
+    mask = torch.tensor([[1] * seen + [0] * (len(ids) - seen)])
+    body = model.base_model(input_ids=torch.tensor([ids]), attention_mask=mask)
+    return F.normalize(layer(body.last_hidden_state[0]), dim=-1).numpy()
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "ModernBertModel"])
+def test_tokens_that_fill_a_query_are_not_seen(kind: str, tmp_path: Path) -> None:
+    """Beside documents in the same step, whose tokens all are seen."""
+    model, layer = pylate(tmp_path, kind, attend_to_expansion_tokens=False)
+    own = [CLS, QUERY, *ids_of("w5 w6"), SEP]
+    query = [*own, *[MASK] * 5]
+    with llm(tmp_path) as one:
+        ids, found, _ = vectors(one, "w5 w6", "query")
+        assert ids == query
+        expected = hidden(model, layer, query, len(own))
+        near(found, expected)
+        assert abs(found - computed(model, layer, query)).max() > 100 * TOLERANCE
+        full = [CLS, QUERY, *ids_of(LONG)[:7], SEP]  # nothing fills it
+        near(vectors(one, LONG, "query")[1], computed(model, layer, full))
+        outputs = one.score("w5 w6", [TEXT, LONG], use_tqdm=False)
+        scores = [maxsim(expected, vectors(one, text, "document")[1]) for text in (TEXT, LONG)]
+        near([output.outputs.score for output in outputs if output.outputs], scores)
+        # truncation takes the last ones first
+        cut = vectors(one, "w5 w6", "query", truncate_prompt_tokens=7)[0]
+        assert len(cut) == 7
+
+
 def test_a_query_that_nothing_fills_has_its_own_tokens(tmp_path: Path) -> None:
     model, layer = pylate(tmp_path, do_query_expansion=False, attend_to_expansion_tokens=False)
     query = [CLS, QUERY, *ids_of("w5 w6"), SEP]
@@ -251,7 +281,6 @@ def test_a_damaged_layer_is_refused(
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"attend_to_expansion_tokens": False}, "mask tokens that other tokens don't attend to"),
         ({"query_length": 0}, "query_length: expected a number of tokens"),
         ({"query_expansion": {"strategy": "all"}}, "query_expansion: expected strategy"),
         ({"skiplist_words": "abc"}, "skiplist_words: expected at most 10000 texts"),
@@ -264,6 +293,12 @@ def test_files_that_can_t_be_honoured_are_refused(
 ) -> None:
     pylate(tmp_path, **config)
     with pytest.raises((ModelLoadError, UnsupportedError), match=words):
+        llm(tmp_path)
+
+
+def test_attention_of_the_model_s_own_doesn_t_hide_tokens(tmp_path: Path) -> None:
+    pylate(tmp_path, "MPNetModel", attend_to_expansion_tokens=False)
+    with pytest.raises(UnsupportedError, match="mask tokens that other tokens don't attend to"):
         llm(tmp_path)
 
 

@@ -63,6 +63,8 @@ class AttentionCapabilities:
     # a model whose images need it
     both_ways: bool = False
     indexer: bool = False  # `LayerSpec.indexer`
+    # `AttentionBatch.host_seen`, which only backends with it get
+    hidden_tails: bool = False
 
     def __post_init__(self) -> None:
         require_member(self, "cuda_graph", GraphSupport)
@@ -211,6 +213,10 @@ class AttentionBatch:
     # several rows then, which have the same block table and consecutive tokens, such as text before
     # an image, the image, text after it
     host_both_ways: np.ndarray | None = None
+    # [num_rows] int32, 1 or more: in layers without `LayerSpec.causal`, the queries of a row see the
+    # first so many of its tokens, and none after these. None: they see all. The values of a query
+    # whose window has none of these are undefined
+    host_seen: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,9 @@ class RowPooling:
     # scores of a pair of texts: a cross-encoder may use another activation for them than a
     # classifier for labels
     of_pair: bool = False
+    # the prompt's first tokens, at least one, that its tokens see: those after them see these, too,
+    # and are seen by none. None: all. Only with `PoolingCapacity.hidden_tails`
+    seen: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +199,7 @@ class PoolingCapacity:
     token_size: int | None = None
     # the one score of "token_classify" is the token's lexical weight, at least 0 if it is activated
     is_lexical: bool = False
+    hidden_tails: bool = False  # it can use `RowPooling.seen`
 
     def size_of(self, task: PoolingTask) -> int:
         """Return the numbers of a vector of this task."""

@@ -48,7 +48,8 @@ class ModelCapabilities:
     """Features that a model supports. `tensor_parallel`: it can be split over ranks. `taps`: what
     it builds is `Tapped`. `types`: it reads `ModelInputs.types`. `media`: it reads
     `ModelInputs.rows[0]` and `is_row`. `levels`: it reads `ModelInputs.rows[1:]`, too. `axes`: it
-    reads `ModelInputs.axes`. `plain_config`: it reads only attributes of a config that are plain
+    reads `ModelInputs.axes`. `hidden_tails`: what tokens see of each other is computed by its
+    attention layers only, so that `AttentionBatch.host_seen` holds. `plain_config`: it reads only attributes of a config that are plain
     values, so that it may get one without methods, which needs no import of transformers; called
     without arguments, the config's class returns the defaults."""
 
@@ -59,6 +60,7 @@ class ModelCapabilities:
     levels: bool = False
     axes: bool = False
     plain_config: bool = False
+    hidden_tails: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,6 +203,9 @@ class Intake:
         token_ids = checked_ids(given, self.facts.vocab_size)
         if isinstance(prompt, TokenizedText) and prompt.second is not None:
             pooling = replace(pooling, second=prompt.second)
+        seen = prompt.seen if isinstance(prompt, TokenizedText) else None
+        if seen is not None and seen < len(token_ids):
+            pooling = replace(pooling, seen=seen)
         core = can.core_params(pooling)
         pooled_ids = can.pooled_part(token_ids, pooling)
         request = CheckedRequest(

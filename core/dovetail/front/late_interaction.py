@@ -42,9 +42,11 @@ class LateTexts:
             head, _ = self._tokenizer().around
             ids.insert(len(head) if ids[: len(head)] == head else 0, prefix)
         expansion = self._files.expansion
+        seen = None
         if side == "query" and expansion is not None:
+            seen = None if expansion.is_attended else len(ids)
             ids += [self._filler] * (expansion.length - len(ids))
-        return TokenizedText(text, ids, side=side)
+        return TokenizedText(text, ids, side=side, seen=seen)
 
     def kept(self, token_ids: NDArray[np.int32], side: Side) -> NDArray[np.bool_] | None:
         """Return of which tokens of a prompt the vectors count; None: of all."""

@@ -128,7 +128,7 @@ class PoolingFacts:
         late = LateInteraction.read(model_dir)
         prompts = dict(prompts)
         if late is not None:
-            _check_expansion(late, model_dir)
+            _check_expansion(late, capacity, model_dir)
             default = default or "document"
             for side in SIDES:
                 prompts[side] = prompts.get(side, "").removeprefix(late.prefixes[side])
@@ -221,13 +221,15 @@ def _checked_similarity(name: str, capacity: PoolingCapacity) -> str:
     return name
 
 
-def _check_expansion(late: LateInteraction, model_dir: Path) -> None:
-    """Raise `UnsupportedError` for mask tokens that other tokens don't attend to."""
-    if late.expansion is not None and not late.expansion.is_attended:
+def _check_expansion(late: LateInteraction, capacity: PoolingCapacity, model_dir: Path) -> None:
+    """Raise `UnsupportedError` for mask tokens that other tokens don't attend to, if the executor
+    can't compute them."""
+    if late.expansion is not None and not late.expansion.is_attended and not capacity.hidden_tails:
         raise UnsupportedError(
             f"{model_dir}: its queries are filled with mask tokens that other tokens don't attend "
-            f"to, which no attention backend computes; served are models with "
-            f"attend_to_expansion_tokens, or without query expansion"
+            f"to, which the model or its attention backend can't compute "
+            f"(PoolingCapacity.hidden_tails); served are those with attend_to_expansion_tokens, or "
+            f"without query expansion"
         )
 
 

@@ -97,6 +97,7 @@ class TokenizedText:
     token_ids: Sequence[int]
     second: int | None = None  # of a pair of texts: see `dovetail.api.executor.RowPooling`
     side: Side | None = None  # of a model of late interaction: which of the two texts it is
+    seen: int | None = None  # see `dovetail.api.executor.RowPooling`
 
 
 class Tokenizer(ABC):

@@ -45,7 +45,9 @@ class Part:
 class PackedAttention(AttentionBackend):
     """Creates layers, and plans steps for all of them."""
 
-    capabilities = AttentionCapabilities(groups=True, window=True, bidirectional=True)
+    capabilities = AttentionCapabilities(
+        groups=True, window=True, bidirectional=True, hidden_tails=True
+    )
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
         super().__init__(options, context)
@@ -56,6 +58,7 @@ class PackedAttention(AttentionBackend):
         self.starts = [0]  # of each row's tokens, and the end of the last
         self.query_starts: torch.Tensor | None = None  # the same on the device
         self.longest = 0  # tokens of a row
+        self.hides_tails = False  # some rows have tokens that no query sees
         self.parts: dict[int | None, list[Part]] = {}  # by window
 
     @classmethod
@@ -91,22 +94,27 @@ class PackedAttention(AttentionBackend):
             batch.query_starts[: batch.num_rows + 1],
             int(batch.host_query_lens.max(initial=0)),
         )
+        seen = batch.host_query_lens if batch.host_seen is None else batch.host_seen
+        self.hides_tails = batch.host_seen is not None
+        device = batch.query_starts.device
         self.parts = {
-            window: [*self._cut(window, batch.query_starts.device)] for window in self._windows
+            window: [*self._cut(window, seen.tolist(), device)] for window in self._windows
         }
 
-    def _cut(self, window: int | None, device: torch.device) -> Iterator[Part]:
-        """Yield the parts of the step's rows for layers with this window."""
+    def _cut(self, window: int | None, seen: list[int], device: torch.device) -> Iterator[Part]:
+        """Yield the parts of the step's rows for layers with this window. `seen`: of each row, the
+        tokens that its queries see."""
         masks: dict[tuple[int, int, int], torch.Tensor] = {}
-        for start, end in pairwise(self.starts):
+        for (start, end), count in zip(pairwise(self.starts), seen, strict=True):
+            seen_end = start + count
             if window is None or end - start <= window:
-                yield Part(slice(start, end), slice(start, end), None)
+                yield Part(slice(start, end), slice(start, seen_end), None)
                 continue
             step = max(window, LEAST_PART)
             for first in range(start, end, step):
                 last = min(first + step, end)
-                low = max(start, first - window + 1)
-                high = min(end, last + window - 1)
+                low = max(start, min(first - window + 1, seen_end - 1))
+                high = min(seen_end, last + window - 1)
                 shape = last - first, high - low, first - low
                 if shape not in masks:
                     masks[shape] = _band(*shape, window, device)
@@ -142,7 +150,7 @@ class PackedLayer(AttentionLayer):
             )
         _, k, v = backend.written
         gqa = spec.heads != spec.kv_heads
-        if self._flash and backend.query_starts is not None:
+        if self._flash and backend.query_starts is not None and not backend.hides_tails:
             starts = backend.query_starts
             longest = backend.longest
             reach = -1 if spec.window is None else spec.window - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,8 @@ _OF_V3 = {
 class DebertaV2(EncoderArch):
     """DebertaV2Model, DebertaV2ForSequenceClassification, of V3's shape."""
 
+    # their attention has a bias, and is their own
+    capabilities = replace(EncoderArch.capabilities, hidden_tails=False)
     model_type = "deberta-v2"
     prefix = "deberta."
     handled = frozenset(

@@ -36,7 +36,8 @@ _SIZES = (
 class EncoderArch(ConfigArch):
     """Architecture of an encoder, with or without a head for labels on top."""
 
-    capabilities = ModelCapabilities(tensor_parallel=True)  # no draft head reads an encoder
+    # no draft head reads an encoder
+    capabilities = ModelCapabilities(tensor_parallel=True, hidden_tails=True)
     activations = ("gelu",)
     auto_classes = ("AutoModel", "AutoModelForSequenceClassification")
     prefix: str  # of the encoder's tensors in a checkpoint that has a head

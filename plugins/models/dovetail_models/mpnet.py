@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ _FARTHEST = 128  # tokens; beyond, all distances have one bias
 class MPNet(EncoderArch):
     """MPNetModel, MPNetForSequenceClassification."""
 
+    # their attention has a bias, and is their own
+    capabilities = replace(EncoderArch.capabilities, hidden_tails=False)
     model_type = "mpnet"
     prefix = "mpnet."
     handled = frozenset({"layer_norm_eps", "relative_attention_num_buckets"})

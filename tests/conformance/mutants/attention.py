@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -165,8 +165,8 @@ class OneWindowForAllLayers(PlainAttention):
 
 @mutant(caught_by="attention.bidirectional")
 class WindowToTheLeftOnly(PackedAttention):
-    def _cut(self, window: int | None, device: torch.device) -> Iterator[Part]:
-        for part in super()._cut(window, device):
+    def _cut(self, window: int | None, seen: list[int], device: torch.device) -> Iterator[Part]:
+        for part in super()._cut(window, seen, device):
             query, key = (
                 torch.arange(tokens.start, tokens.stop) for tokens in (part.queries, part.keys)
             )
@@ -176,6 +176,19 @@ class WindowToTheLeftOnly(PackedAttention):
                 if window is None
                 else replace(part, mask=left if part.mask is None else part.mask & left)
             )
+
+
+@mutant(caught_by="attention.hidden_tails")
+class SeesHiddenTails(PackedAttention):
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(replace(batch, host_seen=None))
+
+
+@mutant(caught_by="attention.hidden_tails")
+class SeesHiddenTailsOfWindows(PackedAttention):
+    def _cut(self, window: int | None, seen: list[int], device: torch.device) -> Iterator[Part]:
+        lens = [end - start for start, end in pairwise(self.starts)]
+        return super()._cut(window, seen if window is None else lens, device)
 
 
 @mutant(caught_by="attention.bidirectional")

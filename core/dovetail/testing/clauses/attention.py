@@ -35,6 +35,7 @@ CLAUSES: Marks = {
     "AttentionCapabilities.both_ways": held(
         "both_ways", but="that an engine without it refuses images isn't a backend's"
     ),
+    "AttentionCapabilities.hidden_tails": held("hidden_tails"),
     "AttentionCapabilities.groups": held("groups", "group_pages", "group_block_sizes", "refusals"),
     "AttentionCapabilities.cache_dtypes": held("cache_dtypes", "cache_saturates", "cache_places"),
     "LayerSpec": {
@@ -74,6 +75,7 @@ CLAUSES: Marks = {
         "that all rows share": held("shared_prefix"),
         "with `GraphSupport.ALL`": held("mixed_graph"),
         "see all of the row's": held("both_ways"),
+        "the queries of a row see": held("hidden_tails"),
         "*": TOLD,
     },
     "LayerCache": {

@@ -23,6 +23,11 @@ CLAUSES: Marks = {
         "`media`": held("media_rows"),
         "`levels`": held("media_levels"),
         "`axes`": held("media_axes"),
+        "`hidden_tails`": promised(
+            "models/test_late_interaction.py::test_tokens_that_fill_a_query_are_not_seen",
+            "models/test_late_interaction.py::"
+            "test_attention_of_the_model_s_own_doesn_t_hide_tokens",
+        ),
         "*": held("hygiene.capabilities", "shards"),
     },
     "ModelInputs": {

@@ -121,6 +121,20 @@ class AttentionSuite(AttentionIndexed):
             for _ in range(2):
                 assert_close(bench, bench.attend(), f"in {dtype}, after a smaller step: ")
 
+    @check("attention.hidden_tails", since="1.1", capability="hidden_tails")
+    def test_no_query_sees_the_end_of_its_row(self) -> None:
+        """With `AttentionBatch.host_seen` all queries of a row see its first tokens, as many as
+        that says, in layers without `LayerSpec.causal`, and none after these; a window hides some
+        of them as ever. The next step, without it, sees all again."""
+        lens = (90, 3, 41, 70)
+        seen = (60, 1, 41, 69)
+        windows = (None, 50) if self.claims.window and self.claims.groups else (None,)
+        for dtype in self.tried_dtypes():
+            case = self.case((), lens, windows=windows, padding=5, dtype=dtype).whole(LONG)
+            bench = self.bench(replace(case, seen=seen))
+            assert_as_defined(bench, f"in {dtype}, with hidden tokens at the end of rows: ")
+            assert_as_defined(self.bench(case), f"in {dtype}, without hidden tokens: ")
+
     @check("attention.gqa", since="1.0")
     def test_heads_share_kv_heads_in_groups_that_follow_each_other(self) -> None:
         """Head h reads kv head h // (heads // kv_heads), for any ratio: 1, odd, larger than a tile;

@@ -72,6 +72,7 @@ class Case:
     spans: tuple[tuple[tuple[int, int], ...], ...] = ()
     both_ways: tuple[bool, ...] = (False,)  # whether layers heed these; assigned to layers in turn
     indexers: tuple[Indexer | None, ...] = (None,)  # assigned to layers in turn
+    seen: tuple[int, ...] = ()  # by row, `AttentionBatch.host_seen`; (): None
 
     def whole(self, most: int) -> Case:
         """Return the case with rows of the same lengths, but at most `most` tokens, that are
@@ -412,7 +413,11 @@ class Bench:
             shared_prefix_blocks=shared,
             mixed_graph=self.case.mixed_graph,
             host_both_ways=both_ways,
+            host_seen=self._seen(rows),
         )
+
+    def _seen(self, rows: Sequence[int]) -> NDArray[np.int32] | None:
+        return np.array([self.case.seen[row] for row in rows], np.int32) if self.case.seen else None
 
     def plan_rows(
         self,
@@ -567,6 +572,8 @@ class Bench:
         spans = self.case.spans[row] if self.case.spans and spec.both_ways else ()
         sinks = self.sinks[layer]
         rules = oracle.Rules(spec.scale, spec.window, spec.softcap, sinks, spec.causal, spans)
+        if self.case.seen:
+            rules = rules._replace(seen=self.case.seen[row])
         if spec.indexer is None:
             return rules
         selecting = max(index for index in self.index if index <= layer)

@@ -27,6 +27,7 @@ class Rules(NamedTuple):
     causal: bool = True
     spans: Sequence[tuple[int, int]] = ()  # [start, stop) of tokens that see each other, too
     selected: torch.Tensor | None = None  # [queries, tokens] bool: the others aren't seen
+    seen: int | None = None  # the row's first tokens, and no others
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> torch.Tensor:
@@ -88,6 +89,8 @@ def _attend(
             seen &= ahead < rules.window
     if rules.selected is not None:
         seen &= rules.selected
+    if rules.seen is not None:
+        seen &= token < rules.seen
     scores = scores.masked_fill(~seen, -torch.inf)
     if rules.sinks is not None:  # one key more, without a value
         scores = torch.cat(

@@ -49,6 +49,9 @@ class Wanted(NamedTuple):
     # [tokens] bool: those that attend in both directions. Only with `inputs`, and from at most one
     # feature
     both_ways: NDArray[np.bool_] | None = None
+    # [rows] int32, see `AttentionBatch.host_seen`. Such steps aren't replayed. From at most one
+    # feature
+    seen: NDArray[np.int32] | None = None
 
 
 class FinalStates(NamedTuple):

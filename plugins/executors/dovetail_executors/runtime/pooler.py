@@ -213,6 +213,11 @@ class Pooler(StepFeature[PooledStep]):
                 f"request {new.request_id!r} needs all states, and begins after {new.computed} "
                 "tokens"
             )
+        if pooling.seen is not None and not (can.hidden_tails and pooling.seen >= 1):
+            raise DovetailError(
+                f"request {new.request_id!r} hides all but {pooling.seen} of its tokens "
+                "(PoolingCapacity.hidden_tails)"
+            )
 
     def wants(self, step: Step, note: PooledStep, host: HostInputs) -> Wanted:
         """Raises `DovetailError` if a result is due before the row's last token is computed."""
@@ -243,10 +248,21 @@ class Pooler(StepFeature[PooledStep]):
             firsts.append(begin)
         counts = np.array([member.count for member in note.members])
         tokens = ranges(np.array(firsts, np.int64), counts)
+        seen = self._seen(note, host)
         types = self._types(step, host) if self._reads_types else None
         if types is None:
-            return Wanted(tokens, every)
-        return Wanted(tokens, every, {"types": to_device(types, self._state.device)})
+            return Wanted(tokens, every, seen=seen)
+        return Wanted(tokens, every, {"types": to_device(types, self._state.device)}, seen=seen)
+
+    def _seen(self, note: PooledStep, host: HostInputs) -> NDArray[np.int32] | None:
+        """Return the tokens of each row that its tokens see; None if these are all."""
+        seen = np.diff(host.query_starts).astype(np.int32)
+        hides = False
+        for member in note.members:
+            if (count := member.row.pooling.seen) is not None and count < seen[member.index]:
+                seen[member.index] = count
+                hides = True
+        return seen if hides else None
 
     def _types(self, step: Step, host: HostInputs) -> Int64 | None:
         """Return the tokens' types [tokens]: 1 from the second text of a pair on; None if all are
@@ -421,9 +437,12 @@ class PoolerPlan(FeaturePlan):
             head = _loaded(plan.head, hidden_size, device, seed)
         else:
             head = [_token_scores(plan, vocab_size, hidden_size, device, seed)]
-        reads_types = loaded.plan.arch.capabilities.types
+        can = loaded.plan.arch.capabilities
+        hides = can.hidden_tails and loaded.backend.capabilities.hidden_tails
+        capacity = replace(plan.capacity, hidden_tails=hides and plan.capacity.indivisible)
+        plan = replace(plan, capacity=capacity)
         return Pooler(
-            plan, layers, head, loaded.rows, token_layers=token_layers, reads_types=reads_types
+            plan, layers, head, loaded.rows, token_layers=token_layers, reads_types=can.types
         )
 
 

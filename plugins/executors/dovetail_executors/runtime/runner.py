@@ -51,6 +51,7 @@ class WantedStates:
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # see `Wanted`
     of: dict[Any, slice] = field(default_factory=dict)  # feature -> its part of `tokens`
     both_ways: NDArray[np.bool_] | None = None  # see `Wanted`
+    seen: NDArray[np.int32] | None = None  # see `Wanted`
 
     def ask(self, step: Step, host: HostInputs, most: int) -> None:
         """Add those of the step's features. More than `most` states aren't computed apart."""
@@ -66,6 +67,8 @@ class WantedStates:
                 self.inputs |= wanted.inputs
                 if wanted.both_ways is not None:
                     self.both_ways = wanted.both_ways
+                if wanted.seen is not None:
+                    self.seen = wanted.seen
         self.tokens = np.concatenate(tokens)
         self.every |= bool(self.of) and count > most
 
@@ -254,7 +257,7 @@ class Runner:
         shared = step.shared_blocks
         graph = None
         num_tokens = len(host.token_indices)
-        if self.graphs is not None and not wanted.inputs:
+        if self.graphs is not None and not wanted.inputs and wanted.seen is None:
             graph = self.graphs.for_model(num_tokens, step.graph_axes, all_states=wanted.every)
         if self.graphs is not None and graph is not None:
             inputs = graph.inputs.fill(host, wanted.tokens)
@@ -267,7 +270,7 @@ class Runner:
             step.key = GraphKey("model" if step.is_plain_decode else "mixed", axes=step.axes)
             inputs = host.to_device(self.rows)
             if wanted.both_ways is None:
-                attention = host.attention_batch(self.rows, inputs, shared)
+                attention = host.attention_batch(self.rows, inputs, shared, seen=wanted.seen)
             else:
                 divided = host.divided(wanted.both_ways)
                 attention = divided.attention_batch(self.rows, divided.to_device(self.rows))

@@ -145,9 +145,10 @@ class HostInputs:
         shared_blocks: int = 0,
         *,
         mixed_graph: bool = False,
+        seen: Int32 | None = None,
     ) -> AttentionBatch:
         """Return the step for attention; if it is replayed, including its padding. `inputs`: these
-        on the device."""
+        on the device. `seen`: see `AttentionBatch.host_seen`."""
         tables = inputs.tables
         if tables is None:
             tables = state.tables[..., : self.max_blocks].index_select(1, inputs.rows)
@@ -163,6 +164,7 @@ class HostInputs:
             shared_prefix_blocks=shared_blocks,
             mixed_graph=mixed_graph,
             host_both_ways=self.both_ways,
+            host_seen=seen,
         )
 
     def divided(self, both_ways: NDArray[np.bool_]) -> HostInputs:
