@@ -195,10 +195,14 @@ def ends(
 
 def test_accepted_drafts_save_steps_which_take_as_long_as_their_lines_do() -> None:
     assert ends(1, 1.0) == (pytest.approx(0.01 + 10 * 1e-4 + 20 * (0.01 + 5 * 1e-4)), 21)
-    assert ends(1, 1.0, draft_s=1e-3) == (
-        pytest.approx(0.01 + 10 * 1e-4 + 20 * (0.01 + 5 * 1e-4 + 4e-3)),
+    assert ends(1, 1.0, draft_s=1e-4) == (
+        pytest.approx(0.01 + 10 * 1e-4 + 20 * (0.01 + 5 * 1e-4 + 4e-4)),
         21,
     )
+
+
+def test_the_engine_drafts_less_if_drafts_cost_more_than_they_gain() -> None:
+    assert ends(1, 1.0, draft_s=0.1)[1] == 101
 
 
 def test_drafts_are_accepted_as_often_as_the_simulation_says() -> None:

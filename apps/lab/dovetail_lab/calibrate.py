@@ -5,6 +5,8 @@ decodes            rows × context, at sizes of graphs and others; few rows at m
 prompts join       decodes × their tokens
 prompts in chunks  tokens × history, beside a growing number of decodes; a small last chunk beside decodes
 images             rows, if the model reads images
+adapters           loads, and decodes with and without, if the engine has slots
+pooling            a prompt that pools against one that samples, if the model embeds
 
 A short workload follows, which measures the host's times: `rehearsal`.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle, islice
 from math import log2
@@ -26,6 +29,8 @@ import dovetail
 from dovetail import EngineConfig, LLMEngine
 from dovetail.api.token_sizes import ALWAYS_TOKENS, padded_sizes
 from dovetail.errors import ConfigError
+from dovetail.request.pooling import PoolingParams
+from dovetail_lab.adapter_timing import adapter_times
 from dovetail_lab.cache_layout import measured_groups, pool_tokens
 from dovetail_lab.encoding import Encoded, encoded_images, pictures
 from dovetail_lab.rehearsal import as_rehearsed, rehearse
@@ -260,13 +265,14 @@ def calibrate(
         prompts = pictures(engine, quick=quick)  # which takes no time of the engine
         rig = Rig(engine, time.monotonic() + time_limit_s - rehearsal_s)
         images = encoded_images(rig, prompts, ENCODER_SHARE * time_limit_s)
+        features = {**_adapter_times(rig, quick), **_pooling_times(rig)}
         complete = _measure(rig, design, progress or (lambda done, total: None))
         overlapped = engine.core.max_in_flight > 1
         grid = profile_of(rig.sightings, overlapped, name=name, **_papers(engine, complete))
         taking_in = rehearse(rig, grid, rehearsal_s) or rig.taking_in
         sightings = tuple(rig.sightings)
     profile = as_rehearsed(grid, sightings, overlapped)
-    found = {"request_s": float(np.mean(taking_in)), **_image_times(images)}
+    found = {"request_s": float(np.mean(taking_in)), **_image_times(images), **features}
     return Calibration(profile.model_copy(update=found), sightings, complete)
 
 
@@ -451,6 +457,26 @@ def _image_times(images: Sequence[Encoded]) -> dict[str, float]:
     return {"image_s": image_s, "image_row_s": image_row_s}
 
 
+def _adapter_times(rig: Rig, quick: bool) -> dict[str, float]:
+    """Return what adapters cost; nothing if none was measured."""
+    times = adapter_times(rig, quick=quick)
+    return {} if times is None else {f"adapter_{key}": s for key, s in times._asdict().items()}
+
+
+def _pooling_times(rig: Rig) -> dict[str, float]:
+    """Return what pooling a prompt takes beyond sampling a token; nothing if it can't embed."""
+    pooling = rig.engine.capacity.pooling
+    if pooling is None or "embed" not in pooling.tasks or not pooling.generates:
+        return {}
+    differences = []
+    with suppress(TimeIsUpError):
+        for first in range(1, 2 + REPEATS):
+            ids = [first, *range(8, 23)]
+            pools = rig.time_of(ids, pooling=PoolingParams("embed"))
+            differences.append(pools - rig.time_of([first + 8, *ids[1:]]))
+    return {"pooled_s": max(0.0, float(np.median(differences[1:])))} if differences[1:] else {}
+
+
 def _line(rows: np.ndarray[Any, Any], seconds: Sequence[float]) -> tuple[float, float]:
     """Return offset and slope of a line through the medians at each number of rows, neither
     negative."""
@@ -481,6 +507,7 @@ def _papers(engine: LLMEngine, complete: bool) -> dict[str, Any]:
         "kv_tokens": capacity.num_pages * capacity.layout.block_size,
         "cache_groups": measured_groups(capacity.layout),
         "line_costs": capacity.line_costs,
+        "draft_costs": capacity.draft_costs if len(capacity.draft_costs) > 1 else (),
         "max_in_flight": engine.core.max_in_flight,
         "machine": capacity.details.get("device", capacity.details.get("step times", "unknown")),
         "model": f"{config.model} ({capacity.details.get('model', 'unknown')})",

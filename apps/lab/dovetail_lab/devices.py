@@ -43,6 +43,12 @@ DATA_SHEETS: Mapping[str, DataSheet] = {
     "h100-80gb": DataSheet(
         memory_bytes=80e9, bytes_per_s=3350e9, flops=989e12, link_bytes_per_s=450e9
     ),
+    "h100-pcie": DataSheet(
+        memory_bytes=80e9, bytes_per_s=2000e9, flops=756e12, link_bytes_per_s=64e9
+    ),
+    "rtx-4090": DataSheet(
+        memory_bytes=24e9, bytes_per_s=1008e9, flops=165e12, link_bytes_per_s=32e9
+    ),
     "h200": DataSheet(memory_bytes=141e9, bytes_per_s=4800e9, flops=989e12, link_bytes_per_s=450e9),
     "b200": DataSheet(
         memory_bytes=180e9, bytes_per_s=8000e9, flops=2250e12, link_bytes_per_s=900e9

@@ -13,9 +13,12 @@ from numpy.typing import NDArray
 
 from dovetail import LLMEngine
 from dovetail.errors import RequestError
+from dovetail.request.lora import LoRARequest
+from dovetail.request.pooling import PoolingParams
 from dovetail.request.sampling_params import OutputKind, SamplingParams, changed_unchecked
 from dovetail.serving import AnswerRule, Constraint, MediaPrompt, at_most
 from dovetail_lab.grammars import RULE
+from dovetail_lab.host_times import FrontEnd
 from dovetail_lab.sessions import Followers, Released
 from dovetail_lab.simulated import SimulatedExecutor
 from dovetail_lab.token_ids import STOP_ID, media_items, output_ids, prompt_ids
@@ -51,17 +54,22 @@ class Feeder:
         start: float,
         refused: Callable[[TraceRequest, str], None],
         rules: SimulatedRules | None = None,
+        front_end: FrontEnd | None = None,
     ):
         """Create a feeder. The trace starts at `start` on the engine's clock.
 
         `refused(request, reason)` is called for each rejected request. `rules`: those of a
-        simulated engine; None: no request has a grammar.
+        simulated engine; None: no request has a grammar. `front_end`: of a simulated server; None:
+        it takes no time.
         """
         self._engine = engine
         self._simulated = simulated
         self._start = start
         self._refused = refused
         self._rules = SimulatedRules() if rules is None else rules
+        self._front_end = FrontEnd() if front_end is None else front_end
+        # a front end accepts requests between tokens, which can't be known in advance
+        self._ahead_s = 0.0 if self._front_end.costs else AHEAD_S
         self._followers = Followers(trace)
         self._released: list[Released] = []  # followers with an arrival time, a heap
         self._coming: Iterator[TraceRequest] = iter(
@@ -80,10 +88,10 @@ class Feeder:
         """Add all requests due by `now`, on the engine's clock, and the next one, unless
         `limits.max_waiting` are unfinished: then the next may be rejected, which is only known when
         it arrives."""
-        if now + AHEAD_S < self._known_until:
+        if now + self._ahead_s < self._known_until:
             return
         # before the trace starts there is time to create many
-        soon = now + AHEAD_S if self._known_until == -math.inf else now
+        soon = now + self._ahead_s if self._known_until == -math.inf else now
         while (request := self._first()) is not None:
             arrival = self._start + request.arrival_time
             if arrival > now and self._is_full:
@@ -92,8 +100,9 @@ class Feeder:
                 self._next = next(self._coming, None)
             else:
                 heappop(self._released)
-            if self.take(request, arrival) and arrival > soon:
-                self._known_until = arrival
+            seen = self.take(request, arrival)
+            if seen is not None and seen > soon:
+                self._known_until = seen
                 return
         self._known_until = math.inf
 
@@ -111,23 +120,24 @@ class Feeder:
         """True once all requests have been added, or never will be."""
         return self._known_until == math.inf and not self._followers
 
-    def take(self, request: TraceRequest, arrival: float) -> bool:
-        """Add a request that arrives at `arrival` on the engine's clock. Returns False if it was
-        rejected."""
+    def take(self, request: TraceRequest, arrival: float) -> float | None:
+        """Add a request that arrives at `arrival` on the engine's clock. Returns from when on the
+        core sees it; None if it was rejected."""
+        seen = self._front_end.accept(request.id, arrival, request.prompt_tokens)
         capacity = self._engine.capacity
         if self._simulated is not None:
             self._simulated.expect(
                 request.id, _answer(request, capacity.vocab_size), request.acceptance
             )
             self._rules.constraints = (
-                [_constraint(self._simulated, request, arrival)] if request.grammar else []
+                [_constraint(self._simulated, request, seen)] if request.grammar else []
             )
         try:
             self._engine.add_request(
                 request.id,
                 self._prompt(request),
                 self._params(request),
-                arrival_time=arrival,
+                arrival_time=seen,
                 priority=request.priority,
                 client=request.client,
                 deadline=None if request.deadline is None else self._start + request.deadline,
@@ -136,18 +146,30 @@ class Feeder:
                 if request.ttft_deadline is None
                 else self._start + request.ttft_deadline,
                 tbt_s=request.tbt_s,
+                lora_request=self._adapter(request, seen),
             )
         except RequestError as error:
             if self._simulated is not None:
                 self._simulated.forget(request.id)
             self._refused(request, str(error))
+            self._front_end.arrival(request.id, seen)
             self._abandon(request.id, request.arrival_time)
-            return False
+            return None
         if self._updates is not None:
             self._sent[request.id] = request
         self.taken += 1
         self.cut += request.prompt_tokens + request.output_tokens > capacity.max_model_len
-        return True
+        return seen
+
+    def _adapter(self, request: TraceRequest, seen: float) -> LoRARequest | None:
+        """Return the request's adapter, which the engine gets from the executor. Raises
+        `RequestError` if it has no slots."""
+        if request.adapter is None or self._simulated is None:
+            return None
+        if self._engine.capacity.adapters is None:
+            raise RequestError("this engine takes no adapters: `adapters` says how many slots")
+        self._simulated.adapters.arrival = seen
+        return LoRARequest(request.adapter, 1, request.adapter)
 
     def _prompt(self, request: TraceRequest) -> Prompt:
         """Return the request's prompt. Raises `RequestError` for images that the engine can't
@@ -190,7 +212,7 @@ class Feeder:
 
     def _release(self, delivery: Delivery) -> None:
         """Let those arrive who waited for requests that have ended now."""
-        now_s = self._engine.now() - self._start
+        now_s = self._front_end.last_sent(self._engine.now()) - self._start
         for request, finish in delivery.finished.items():
             if finish.reason.finish_reason not in ("stop", "length"):
                 self._abandon(request.id, now_s)
@@ -215,9 +237,11 @@ class Feeder:
         if self._simulated is not None and self._entered < self.taken:
             self._entered = self._entered + 1 if self._simulated.take_in() else self.taken
 
-    def _params(self, request: TraceRequest) -> SamplingParams:
+    def _params(self, request: TraceRequest) -> SamplingParams | PoolingParams:
         """Return the request's parameters. The answer is streamed, since each token's time is
         measured and policies may treat streamed requests differently."""
+        if request.pools:
+            return PoolingParams("embed")
         stop = (STOP_ID,) if self._simulated is not None else ()
         params = SamplingParams(
             max_tokens=request.limit,

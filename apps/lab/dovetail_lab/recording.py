@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dovetail.request import Request
+from dovetail_lab.host_times import FrontEnd
 from dovetail_lab.records import RequestRecord, Timeline
 from dovetail_lab.simulated import SimulatedExecutor
 from dovetail_lab.token_ids import STOP_ID
@@ -22,10 +23,13 @@ class Recorder:
     """Records the core's deliveries. Times are in seconds after `start`, the start of the trace on
     the engine's clock."""
 
-    def __init__(self, core: EngineCore, trace: Trace, start: float) -> None:
+    def __init__(
+        self, core: EngineCore, trace: Trace, start: float, front_end: FrontEnd | None = None
+    ) -> None:
         self._core = core
         self._trace = trace
         self._start = start
+        self._front_end = FrontEnd() if front_end is None else front_end
         self._of_trace = {request.id: request for request in trace}
         self._token_times: dict[str, list[float]] = {request.id: [] for request in trace}
         self._records: dict[str, RequestRecord] = {}
@@ -38,12 +42,14 @@ class Recorder:
         """Record the result of a call of `EngineCore.step`."""
         now = self._core.clock.now()
         times = self._token_times
-        for request in delivery.requests:
-            times[request.id].append(now)
+        pooled = [request for request, _ in delivery.pooled]
+        sent = self._front_end.send(now, len(delivery.requests) + len(pooled))
+        for request in (*delivery.requests, *pooled):
+            times[request.id].append(sent)
         if self._core.stats.steps != self._num_steps:
             self._note_step(now - self._start)
         for request, finish in delivery.finished.items():
-            self._finished(request, finish, now - self._start)
+            self._finished(request, finish, sent - self._start)
 
     def refused(self, request: TraceRequest, reason: str) -> None:
         """Record that the engine rejected a request."""
@@ -116,8 +122,9 @@ class Recorder:
     def _finished(self, request: Request, finish: Finish, time_s: float) -> None:
         scheduled = request.first_scheduled_time
         of_trace = self._of_trace[request.id]
+        arrival = self._front_end.arrival(request.id, request.arrival_time)
         if of_trace.after:  # the trace has its earliest arrival only
-            of_trace = arriving_at(of_trace, request.arrival_time - self._start)
+            of_trace = arriving_at(of_trace, arrival - self._start)
         self._records[request.id] = RequestRecord(
             **_of_trace(of_trace),
             first_scheduled_s=None if scheduled is None else scheduled - self._start,

@@ -31,9 +31,11 @@ from typing import Any
 from dovetail import EngineConfig, LLMEngine
 from dovetail.api.clock import VirtualClock
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
+from dovetail.request.lora import LoRARequest
 from dovetail.request.request import Request
 from dovetail.request.sampling_params import SamplingParams
-from dovetail.serving import Registry, assemble
+from dovetail.serving import Assembly, Registry, assemble
+from dovetail_lab.adapters import SimulatedAdapter
 from dovetail_lab.feeding import Feeder, SimulatedRules
 from dovetail_lab.recording import Recorder
 from dovetail_lab.records import RequestRecord, RunResult, StepTimes, Timeline
@@ -41,7 +43,7 @@ from dovetail_lab.routers import Arrival, Completion, ReplicaLoad, Router
 from dovetail_lab.sessions import Followers, Released
 from dovetail_lab.simulate import (
     Progress,
-    encoding_notes,
+    device_notes,
     measured_otherwise,
     notes_of,
     settings_of,
@@ -94,7 +96,8 @@ def replay_replicas(
         for clock in clocks:
             rules = SimulatedRules()
             assembly = assemble(runnable, {}, registry=registry, clock=clock)
-            engines.append(stack.enter_context(LLMEngine(assembly, constraints_of=rules)))
+            engine = LLMEngine(assembly, constraints_of=rules, adapter_of=_adapter_of(assembly))
+            engines.append(stack.enter_context(engine))
             members.append(_Replica(engines[-1], clock, trace, rules))
         meeting = _Meeting(members, trace, router, progress or (lambda done, of_all: None))
         for member in members:
@@ -143,12 +146,18 @@ def replay_replicas(
             notes=(
                 *trace.notes,
                 *members[0].measured_otherwise,
-                *encoding_notes([member.device for member in members]),
+                *device_notes([member.device for member in members]),
                 *notes,
             ),
             seeded=trace.seeded,
             window=trace.window,
         )
+
+
+def _adapter_of(assembly: Assembly) -> Callable[[LoRARequest], SimulatedAdapter] | None:
+    """Return what makes the adapters of a simulated engine."""
+    device = assembly.core.executor
+    return device.adapters.get if isinstance(device, SimulatedExecutor) else None
 
 
 class _Replica:
@@ -163,13 +172,14 @@ class _Replica:
                 f"{type(engine.core.executor).__name__}"
             )
         self.core, self._clock, self.device = engine.core, clock, engine.core.executor
-        self.core.plan_timing.plans_late = self.device.options.plans_late
+        self.core.plan_timing.plans_late = self.device.plans_late
         self._vocab_size = engine.capacity.vocab_size
-        self._recorder = Recorder(engine.core, trace, 0.0)
+        front_end = self.device.front_end
+        self._recorder = Recorder(engine.core, trace, 0.0, front_end)
         nothing = replace(trace, requests=())  # requests are added one by one
         self.completions: list[Completion] = []  # not yet passed to the router
         refused = self._recorder.refused
-        self._feeder = Feeder(engine, self.device, nothing, 0.0, refused, rules)
+        self._feeder = Feeder(engine, self.device, nothing, 0.0, refused, rules, front_end)
 
     def join(self, meeting: _Meeting, in_step: bool) -> None:
         self._clock.meeting = meeting
@@ -229,7 +239,7 @@ class _Replica:
 
     def take(self, request: TraceRequest) -> bool:
         """Add a request. Returns False if the engine refused it."""
-        return self._feeder.take(request, request.arrival_time)
+        return self._feeder.take(request, request.arrival_time) is not None
 
     def refuse(self, request: TraceRequest, why: str) -> None:
         self._recorder.refused(request, why)

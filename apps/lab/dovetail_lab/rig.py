@@ -20,6 +20,8 @@ from dovetail import LLMEngine, SamplingParams
 from dovetail.api.executor import Batch, Capacity, Executor, Result
 from dovetail.api.scheduler import Scheduler, SchedulerCapabilities, SchedulerContext, Step
 from dovetail.errors import DovetailError
+from dovetail.request.lora import LoRARequest
+from dovetail.request.pooling import PoolingParams
 from dovetail.request.sampling_params import OutputKind
 from dovetail_lab.cache_layout import windows_of
 from dovetail_lab.step_time import StepShape, Windows
@@ -149,6 +151,7 @@ class Rig:
         self._made = 0
         self._streaming: set[str] = set()  # requests with a first token that aren't finished
         self._alive: set[str] = set()
+        self.adapter: LoRARequest | None = None  # of requests that are added from now on
         self.taking_in: list[float] = []  # seconds spent on accepting each request
 
     @property
@@ -184,11 +187,18 @@ class Rig:
         if self._streaming:
             self.decode(then)
 
-    def time_of(self, prompt: Prompt) -> float:
+    def time_of(
+        self,
+        prompt: Prompt,
+        adapter: LoRARequest | None = None,
+        pooling: PoolingParams | None = None,
+    ) -> float:
         """Run a prompt by itself, and return the seconds from its submission to the end of its last
-        step. Its steps aren't among the sightings."""
+        step. Its steps aren't among the sightings. `pooling`: it pools."""
         first = len(self.sightings)
-        name = self._give(prompt, 1)
+        self.adapter = adapter
+        name = self._give(prompt, 1, pooling)
+        self.adapter = None
         self._run(lambda: name not in self._alive)
         steps = self.sightings[first:]
         del self.sightings[first:]
@@ -215,7 +225,9 @@ class Rig:
         self.taking_in.append(self.engine.now() - begun)
         return name
 
-    def _give(self, prompt: Prompt, output_tokens: int) -> str:
+    def _give(
+        self, prompt: Prompt, output_tokens: int, pooling: PoolingParams | None = None
+    ) -> str:
         name = f"calibration-{self._made}"
         self._made += 1
         params = SamplingParams(
@@ -225,7 +237,7 @@ class Rig:
             detokenize=False,
             output_kind=OutputKind.FINAL,
         )
-        self.engine.add_request(name, prompt, params)
+        self.engine.add_request(name, prompt, pooling or params, lora_request=self.adapter)
         self._alive.add(name)
         return name
 

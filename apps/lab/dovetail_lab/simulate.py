@@ -5,7 +5,7 @@ time."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,13 +57,14 @@ def replay(
     clock = _TraceClock() if simulated else None
     rules = SimulatedRules() if simulated else None
     assembly = assemble(runnable, {}, registry=registry, clock=clock)
-    with LLMEngine(assembly, constraints_of=rules) as engine:
-        executor = (
-            engine.core.executor if isinstance(engine.core.executor, SimulatedExecutor) else None
-        )
+    device = assembly.core.executor
+    executor = device if isinstance(device, SimulatedExecutor) else None
+    adapter_of = None if executor is None else executor.adapters.get
+    with LLMEngine(assembly, constraints_of=rules, adapter_of=adapter_of) as engine:
         start = 0.0 if simulated else engine.now() + LEAD_S
-        recorder = Recorder(engine.core, trace, start)
-        feeder = Feeder(engine, executor, trace, start, recorder.refused, rules)
+        front_end = None if executor is None else executor.front_end
+        recorder = Recorder(engine.core, trace, start, front_end)
+        feeder = Feeder(engine, executor, trace, start, recorder.refused, rules, front_end)
         if clock is not None:
             clock.moved = feeder.feed
         _run(
@@ -87,7 +88,7 @@ def replay(
             notes=(
                 *trace.notes,
                 *(() if executor is None else measured_otherwise(executor, engine.core)),
-                *encoding_notes(() if executor is None else (executor,)),
+                *device_notes(() if executor is None else (executor,)),
                 *notes_of(
                     recorder.records, recorder.timeline, feeder.cut, engine.capacity.max_model_len
                 ),
@@ -117,6 +118,11 @@ def _check_real(trace: Trace) -> None:
         raise ConfigError(
             f"{trace.name}: requests with images can only be simulated: the trace doesn't have "
             f"the pictures"
+        )
+    if any(request.adapter is not None for request in trace):
+        raise ConfigError(
+            f"{trace.name}: requests with adapters can only be simulated: the trace doesn't have "
+            f"the adapters"
         )
 
 
@@ -166,7 +172,7 @@ def _run(
 ) -> None:
     """Run the trace to its end."""
     if executor is not None:
-        core.plan_timing.plans_late = executor.options.plans_late
+        core.plan_timing.plans_late = executor.plans_late
 
     def take(delivery: Delivery) -> None:
         recorder.take(delivery)
@@ -225,7 +231,19 @@ def measured_otherwise(executor: SimulatedExecutor, core: EngineCore) -> Iterato
         yield f"step times {profile.name} were measured with overlap {measured}, and are used here with overlap {simulated}"
 
 
-def encoding_notes(devices: Iterable[SimulatedExecutor]) -> Iterator[str]:
+def device_notes(devices: Sequence[SimulatedExecutor]) -> Iterator[str]:
+    """Yield notes on what the devices did besides generating tokens, and on times that are
+    missing."""
+    yield from _encoding_notes(devices)
+    for device in devices[:1]:
+        yield from device.host_notes()
+    loads = sum(device.adapters.loads for device in devices)
+    if loads:
+        seconds = sum(device.adapters.seconds for device in devices)
+        yield f"adapters loaded to slots: {loads:,}; adapters prolonged steps by {seconds:.3f} s"
+
+
+def _encoding_notes(devices: Sequence[SimulatedExecutor]) -> Iterator[str]:
     """Yield a note on the images that the devices have encoded, if any."""
     images = rows = 0
     seconds = 0.0

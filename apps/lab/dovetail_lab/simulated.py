@@ -4,7 +4,7 @@ takes as long as a step-time model predicts, on a virtual clock."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from dovetail.api.clock import VirtualClock
 from dovetail.api.executor import (
+    AdapterRows,
     Batch,
     Capacity,
     Drafts,
@@ -22,6 +23,9 @@ from dovetail.api.executor import (
     ExecutorContext,
     Masks,
     NewRow,
+    Pooled,
+    PoolingCapacity,
+    PoolingRows,
     Result,
 )
 from dovetail.api.kv_cache import KVLayout
@@ -32,8 +36,10 @@ from dovetail.api.token_sizes import most_lines
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.testing.fake_executor import next_allowed
 from dovetail.testing.timed_transfers import TimedTransfers
+from dovetail_lab.adapters import SimulatedAdapters
 from dovetail_lab.cache_layout import layout_of, pool_tokens, windows_of
 from dovetail_lab.grammars import SimulatedGrammars
+from dovetail_lab.host_times import HOSTS, FrontEnd, HostTimes, host_times
 from dovetail_lab.model_sizes import ModelSizes
 from dovetail_lab.roofline import RooflineStepTime
 from dovetail_lab.step_profile import StepTimeProfile, chance
@@ -45,6 +51,17 @@ OVERLAPPED = 2  # default number of steps in flight
 # of random numbers
 CORE_STREAM = 1
 LAUNCH_STREAM = 2
+# options that replace a profile's times of features
+FEATURES = (
+    "image_s",
+    "image_row_s",
+    "adapter_load_s",
+    "adapter_step_s",
+    "adapter_token_s",
+    "pooled_s",
+)
+POOLING = PoolingCapacity(("embed",), "last", 1)
+VECTOR = np.zeros(1, np.float32)  # what every prompt pools
 FILLER = np.ones(1, np.int32)  # a request's answer if none was set
 
 
@@ -57,6 +74,11 @@ class SimulatedOptions(BaseModel):
         "a10g-llama-2-7b",
         description="A profile's .json file, the name of a shipped one, or an inline model: {kind: "
         "linear, base_s: 0.01, …}.",
+    )
+    engine: str | HostTimes | None = Field(
+        None,
+        description=f"The engine whose host times are added: {', '.join(HOSTS)}, or the times "
+        "themselves. Those of its core only if the step times don't state them. Unset: none.",
     )
     step_time_factor: float = Field(
         1.0,
@@ -83,10 +105,10 @@ class SimulatedOptions(BaseModel):
         description="Steps submitted before the oldest is collected; 1 if overlap is off. Unset: "
         "as measured, or 2.",
     )
-    plans_late: bool = Field(
-        True,
+    plans_late: bool | None = Field(
+        None,
         description="False: plan each step as soon as another may be in flight, as other engines "
-        "do.",
+        "do. Unset: as `engine` does, or True.",
     )
     core_s: float | None = Field(
         None,
@@ -127,6 +149,39 @@ class SimulatedOptions(BaseModel):
         allow_inf_nan=False,
         description="Additional time for each row of these images. Unset: the profile's.",
     )
+    adapter_read_s: float = Field(
+        0.1,
+        ge=0,
+        allow_inf_nan=False,
+        description="Time to read an adapter to the host, when a request first names it.",
+    )
+    adapter_load_s: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Time of a step for each adapter that it loads to a slot. Unset: the "
+        "profile's.",
+    )
+    adapter_step_s: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Additional time of a step in which a request has an adapter. Unset: the "
+        "profile's.",
+    )
+    adapter_token_s: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Additional time for each token of such requests. Unset: the profile's.",
+    )
+    pooled_s: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Time of a step for each prompt that it pools, besides computing it. Unset: "
+        "the profile's.",
+    )
     accept_s: float = Field(
         2.2e-6, ge=0, allow_inf_nan=False, description="Time to pass a token to a row's grammar."
     )
@@ -144,11 +199,12 @@ class SimulatedOptions(BaseModel):
         "however long such steps take. If all seconds are "
         "equal, it checks as many as it may. Unset: as the step times have them.",
     )
-    draft_s: float = Field(
-        0.0,
+    draft_s: float | None = Field(
+        None,
         ge=0,
         allow_inf_nan=False,
-        description="Device time of the drafter `simulated` for each draft of the row with most.",
+        description="Device time of the drafter `simulated` for each draft of the row with most. "
+        "Unset: the profile's.",
     )
     max_lines: int | None = Field(
         None,
@@ -196,6 +252,7 @@ class _Pending:
     rows: NDArray[np.int32]
     lines: NDArray[np.intp]  # index in the batch of the row of each line
     drafts: Drafts | None
+    pooled: Pooled | None = None  # what rows pooled
     masked: int = 0  # number of lines with tokens to pass to grammars
 
 
@@ -214,8 +271,11 @@ class SimulatedExecutor(Executor):
             )
         self.clock = context.clock
         self.profile = StepTimeProfile.load(options.step_time)
-        images = _given(options, "image_s", "image_row_s")
-        self.profile = self.profile.model_copy(update=images)
+        self.profile = self.profile.model_copy(update=_given(options, *FEATURES))
+        self.host = None if options.engine is None else host_times(options.engine)
+        if self.host is not None and not self.profile.states_core:
+            self.profile = self.profile.model_copy(update=_core_of(self.host))
+        self.front_end = FrontEnd() if self.host is None else self.host.front_end
         given = _given(options, "core_s", "core_per_row_s")
         if given:  # the measured variation doesn't apply to given times
             self.profile = self.profile.model_copy(update={**given, "core_spread": None})
@@ -230,7 +290,13 @@ class SimulatedExecutor(Executor):
         self.grammars = SimulatedGrammars(
             context.clock, options.vocab_size, options.compile_s, options.compile_sigma, seed
         )
+        self.adapters = SimulatedAdapters(
+            context.clock, options.adapter_read_s, context.config.max_num_seqs
+        )
         self.masks_s = 0.0  # total delay of the device by grammars
+        # sums over all steps
+        self.device_s = 0.0
+        self.device_rows = self.device_steps = 0
         # images that steps encoded, and by how long that prolonged them
         self.encoded_images = self.encoded_rows = 0
         self.encoding_s = 0.0
@@ -255,6 +321,30 @@ class SimulatedExecutor(Executor):
             PiecewiseStepTime(points=self.profile.line_costs) if self.profile.line_costs else None
         )
         self._windows: Windows = ()
+
+    @property
+    def plans_late(self) -> bool:
+        """Whether the core plans as late as the device allows."""
+        if self.options.plans_late is not None:
+            return self.options.plans_late
+        return self.host is None or self.host.plans_late
+
+    def host_notes(self) -> Iterator[str]:
+        """Yield a note if a roofline's steps take the device less than they take a host, which it
+        doesn't include."""
+        is_roofline = isinstance(self._step_time, RooflineStepTime)
+        if not is_roofline or not self.device_steps or self._launch is not None:
+            return
+        if self.profile.core_s or self.profile.core_per_row_s:
+            return
+        device_s = self.device_s / self.device_steps
+        rows = round(self.device_rows / self.device_steps)
+        hosts = {name: host.core_seconds(rows) for name, host in HOSTS.items()}
+        if longer := [f"{name} {1e3 * s:.2f} ms" for name, s in hosts.items() if s > device_s]:
+            yield (
+                f"a step takes the device {1e3 * device_s:.2f} ms on average, less than the host, "
+                f"whose time isn't included: {', '.join(longer)}: set executor.engine"
+            )
 
     def expect(
         self, request_id: str, answer: NDArray[np.int32], acceptance: float | None = None
@@ -303,9 +393,12 @@ class SimulatedExecutor(Executor):
             max_model_len=config.max_model_len or pool_tokens(layout, num_pages),
             max_lines=max_lines if drafts else 0,
             line_costs=self._told_costs(max_lines) if drafts else (),
+            draft_costs=self._told_draft_costs() if drafts else (),
             media=MediaCapacity(config.media_cache_rows, config.media_step_rows)
             if config.media_cache_rows
             else None,
+            pooling=POOLING,
+            adapters=SimulatedAdapters.capacity(config.max_adapters, config.max_adapter_rank),
             details={"step times": self.profile.name}
             | (
                 {}
@@ -370,6 +463,7 @@ class SimulatedExecutor(Executor):
         self._core_late_s = self.clock.now() - free
         for new in batch.added:
             self._begin(new)
+            self.adapters.begin(new.row)
         rows = batch.rows
         new_tokens = batch.num_tokens
         context = self._computed[rows]
@@ -392,9 +486,11 @@ class SimulatedExecutor(Executor):
         if drafts is not None and self._line_time is not None and not shape.prefill_rows:
             seconds += self._line_seconds(shape.tokens) - self._short_seconds(shape.tokens)
         if drafts is not None and (drafts.token_ids < 0).any():
-            seconds += self.options.draft_s * int(drafts.counts.max())
-        if (images := batch.part(MediaRows)) is not None:
-            seconds += self._encoding_s(images)
+            seconds += self._draft_s(len(rows)) * int(drafts.counts.max())
+        seconds += self._features_s(batch)
+        self.device_s += seconds
+        self.device_rows += shape.rows
+        self.device_steps += 1
         regime = self._rule.regime(shape)
         core_s = self.profile.planning_s(shape.rows, len(batch.added))
         if self.profile.core_spread is not None:
@@ -411,7 +507,10 @@ class SimulatedExecutor(Executor):
         ready = self.clock.now() + core_s
         sampled = None if batch.late else -np.inf
         times = ready, ready + launch_s, seconds, results_s, self._core_late_s, sampled
-        self._pending.append(_Pending(batch.step, token_ids, shape, *times, rows, lines, drafts))
+        pending = _Pending(batch.step, token_ids, shape, *times, rows, lines, drafts)
+        if (pooling := batch.part(PoolingRows)) is not None:
+            pending.pooled = Pooled(dict.fromkeys(pooling.due.tolist(), VECTOR))
+        self._pending.append(pending)
         if launch_s:  # the core is busy meanwhile, and sees the previous step's end late
             self.clock.wait_until(ready + launch_s)
         self._left = self.clock.now()
@@ -493,7 +592,8 @@ class SimulatedExecutor(Executor):
             self._accepting_s += pending.masked * self.options.accept_s
         self._last_ended = last_ended
         token_ids, counts = self._yielded(pending)
-        return Result(pending.step, token_ids, ended - seconds, ended, counts=counts)
+        parts = () if pending.pooled is None else (pending.pooled,)
+        return Result(pending.step, token_ids, ended - seconds, ended, counts=counts, parts=parts)
 
     def transfers(self) -> TimedTransfers | None:
         """Raises `ConfigError` if the size of a page is unknown."""
@@ -532,6 +632,20 @@ class SimulatedExecutor(Executor):
             )
         return shape, seconds
 
+    def _features_s(self, batch: Batch) -> float:
+        """Return by how long images, adapters and pooling prolong a step."""
+        seconds = 0.0
+        if (images := batch.part(MediaRows)) is not None:
+            seconds += self._encoding_s(images)
+        if self.context.config.max_adapters:
+            factor = self.options.step_time_factor
+            costs = self.profile.adapter_costs(factor)
+            part = batch.part(AdapterRows)
+            seconds += self.adapters.step_seconds(part, costs, batch.rows, batch.num_tokens)
+        if (pooling := batch.part(PoolingRows)) is not None:
+            seconds += self.options.step_time_factor * self.profile.pooled_s * len(pooling.due)
+        return seconds
+
     def _encoding_s(self, images: MediaRows) -> float:
         """Return the time of a step for the images that it encodes, and count them."""
         count = len(images.encode)
@@ -561,6 +675,21 @@ class SimulatedExecutor(Executor):
         return self.options.line_costs or tuple(
             (lines, self._line_seconds(lines)) for lines in _sizes(max_lines)
         )
+
+    def _draft_s(self, rows: int) -> float:
+        """Return the device time of a draft of each of `rows` rows."""
+        if self.options.draft_s is not None or not self.profile.draft_costs:
+            return self.options.step_time_factor * (self.options.draft_s or 0.0)
+        model = PiecewiseStepTime(points=self.profile.draft_costs)
+        return self.options.step_time_factor * model.seconds(StepShape(rows, rows, 0, 0, rows, 0))
+
+    def _told_draft_costs(self) -> tuple[tuple[int, float], ...]:
+        """Return `Capacity.draft_costs`; none if drafts are free."""
+        rows = [count for count, _ in self.profile.draft_costs]
+        if self.options.draft_s is not None:
+            rows = [1, self.context.config.max_num_seqs]
+        costs = tuple((count, self._draft_s(count)) for count in sorted({*rows}))
+        return costs if any(seconds for _, seconds in costs) else ()
 
     def _yielded(self, pending: _Pending) -> tuple[NDArray[np.int64], NDArray[np.int32] | None]:
         """Return the tokens of a step, and how many each row yields if it has drafts, whose rows
@@ -657,6 +786,15 @@ class SimulatedExecutor(Executor):
         self._position[new.row] = len(new.token_ids) - new.prompt_len
         self._computed[new.row] = new.computed
         self._streams[new.row] = stream_of("drafts", self.context.config.seed, new.request_id)
+
+
+def _core_of(host: HostTimes) -> dict[str, Any]:
+    """Return the fields of a profile that are the core's times."""
+    return {
+        "launch": host.launch.model_dump(),
+        "joining_s": host.joining_s,
+        "max_in_flight": host.max_in_flight,
+    }
 
 
 def _given(options: SimulatedOptions, *names: str) -> dict[str, float]:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from dovetail.errors import ConfigError
+from dovetail_lab.adapters import AdapterCosts
 from dovetail_lab.cache_layout import MeasuredGroup
 from dovetail_lab.records import StepTimes
 from dovetail_lab.roofline import RooflineStepTime
@@ -180,6 +181,20 @@ class StepTimeProfile(Described):
         "measured: Qwen3-VL-8B's encoder on an H200 takes 0.033 s for 1,024 rows, 0.020 s of them "
         "on the device.",
     )
+    pooled_s: Seconds = Field(
+        default=0.0, description="Time of a step for each prompt that it pools."
+    )
+    adapter_load_s: Seconds = Field(
+        default=0.001, description="Time of a step for each LoRA adapter that it loads to a slot."
+    )
+    adapter_step_s: Seconds = Field(
+        default=0.0013,
+        description="Additional time of a step in which a request has an adapter. The default is "
+        "measured: eight adapters of rank 16 of Qwen3-0.6B on an H200.",
+    )
+    adapter_token_s: Seconds = Field(
+        default=0.0, description="Additional time for each token of such requests."
+    )
     error: float | None = Field(
         default=None,
         ge=0,
@@ -202,6 +217,11 @@ class StepTimeProfile(Described):
         "engine saw them when it started with speculation; "
         "a line is a token that a step samples. Unset: as `step_time` has them.",
     )
+    draft_costs: Annotated[tuple[tuple[int, float], ...], AfterValidator(ascending)] = Field(
+        default=(),
+        description="(rows, device seconds) of a draft of each of that many rows, as the measured "
+        "engine saw them. Unset: drafts take no time.",
+    )
     max_in_flight: int | None = Field(
         default=None,
         ge=1,
@@ -214,6 +234,11 @@ class StepTimeProfile(Described):
     engine: str = Field(default="", description="The measured engine, with its version.")
     source: str = Field(default="", description="Source of the measurements, and their license.")
     notes: tuple[str, ...] = ()
+
+    @property
+    def states_core(self) -> bool:
+        """True if the core's times are known, if only to be part of the step times."""
+        return bool({"core_s", "launch"} & self.model_fields_set)
 
     def planning_s(self, rows: int, admitted: int = 0) -> float:
         """Return the core's seconds before the submission of a step of `rows` requests, `admitted`
@@ -228,6 +253,14 @@ class StepTimeProfile(Described):
     def encoding_s(self, images: int, rows: int) -> float:
         """Return the seconds by which encoding these images prolongs a step."""
         return self.image_s * images + self.image_row_s * rows
+
+    def adapter_costs(self, factor: float = 1.0) -> AdapterCosts:
+        """Return what adapters cost, with all times multiplied by `factor`."""
+        return AdapterCosts(
+            load_s=factor * self.adapter_load_s,
+            step_s=factor * self.adapter_step_s,
+            token_s=factor * self.adapter_token_s,
+        )
 
     def make(self) -> StepTimeModel:
         """Create the model. Raises `ConfigError` if `step_time` is invalid."""

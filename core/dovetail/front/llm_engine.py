@@ -40,6 +40,7 @@ from dovetail.request.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.config.engine import EngineConfig
+    from dovetail.engine.adapter import Adapter
     from dovetail.front.adapters import AdapterStore
     from dovetail.front.engine_args import EngineArgs
     from dovetail.front.engine_info import (
@@ -106,12 +107,13 @@ class LLMEngine(SaysWhatIsMissing):
         assembly: Assembly | None = None,
         *others: Any,
         constraints_of: ConstraintsOf | None = None,
+        adapter_of: Callable[[LoRARequest], Adapter] | None = None,
         **named: Any,
     ) -> None:
         """Take an assembled engine: programs use `from_config` or `from_engine_args`.
 
-        `constraints_of`: takes the place of `Assembly.constraints`, for a simulation, which
-        compiles nothing. Raises `ConfigError` for the arguments of those two.
+        `constraints_of`, `adapter_of`: take the place of the assembly's, for a simulation, which
+        compiles no rules and reads no adapters. Raises `ConfigError` for the arguments of those two.
         """
         if not isinstance(assembly, Assembly) or others or named:
             raise ConfigError(
@@ -128,7 +130,7 @@ class LLMEngine(SaysWhatIsMissing):
             assembly.intake_facts, lambda: self.tokenizer, random.Random(assembly.config.seed)
         )
         self._builder = OutputBuilder(None, self._as_ids)
-        self._admission = Admission(assembly, constraints_of)
+        self._admission = Admission(assembly, constraints_of, adapter_of)
         self._closed = False
         self._numbers = itertools.count()  # for `new_ids`
         # held during a call; released while a step waits for an arrival

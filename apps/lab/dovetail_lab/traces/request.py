@@ -82,6 +82,9 @@ class TraceRequest:
     after: tuple[str, ...] = ()
     gap_s: float = 0.0  # reading, thinking, or running a tool
     images: tuple[TraceImage, ...] = ()  # of its prompt, ascending, without overlap
+    adapter: str | None = None  # name of its LoRA adapter
+    # ends with its prompt, and yields a vector, which counts as its only output token
+    pools: bool = False
 
     @property
     def limit(self) -> int:

@@ -35,6 +35,7 @@ _MEANS = {  # field of a column map -> field of `TraceRequest`
     "max_tokens": "max_tokens",
     "predicted": "predicted_tokens",
     "acceptance": "acceptance",
+    "adapter": "adapter",
 }
 FIELDS = tuple(_MEANS)
 _REQUIRED = ("prompt", "output")

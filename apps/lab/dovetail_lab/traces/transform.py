@@ -122,7 +122,7 @@ def set_grammar_share(trace: Trace, share: float, seed: int = 0) -> Trace:
     if not 0 <= share <= 1:
         raise TraceError(f"the share of requests with a grammar must be from 0 to 1, got {share!r}")
     requests = [
-        replace(request, grammar=has_grammar(request.id, share, trace.name, seed))
+        replace(request, grammar=has_share("grammar", request.id, share, trace.name, seed))
         for request in trace
     ]
     count = sum(request.grammar for request in requests)
@@ -171,7 +171,7 @@ def closed_loop_note(requests: Sequence[TraceRequest]) -> tuple[str, ...]:
     )
 
 
-def has_grammar(request_id: str, share: float, name: str, seed: int) -> bool:
-    """Return True if a request belongs to that share of the trace or stream `name`; depends only on
-    its id, not on other requests."""
-    return stream_of("grammar", name, seed, request_id) < share * 2**64
+def has_share(what: str, request_id: str, share: float, name: str, seed: int) -> bool:
+    """Return True if a request belongs to that share of the trace or stream `name`, for the purpose
+    `what`; depends only on its id, not on other requests."""
+    return stream_of(what, name, seed, request_id) < share * 2**64

@@ -3,6 +3,7 @@ machine."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import numpy as np
 from dovetail_lab.traces import Span, Trace, TraceError, TraceImage, TraceRequest, load_trace
 from dovetail_lab.traces.reading import MOST_TOKENS
 from dovetail_lab.traces.request import stream_of
-from dovetail_lab.traces.transform import arriving_at, closed_loop_note, has_grammar
+from dovetail_lab.traces.transform import arriving_at, closed_loop_note, has_share
 from dovetail_lab.workloads.arrivals import MOST_ARRIVALS, Arrivals
 from dovetail_lab.workloads.lengths import Distribution
 from dovetail_lab.workloads.spec import Clients, Stream, WorkloadSpec
@@ -29,6 +30,7 @@ class _Chat(NamedTuple):
     id: str
     arrival_time: float
     client: str | None
+    adapter: str | None
     prompts: list[int]  # new tokens
     outputs: list[int]
     pauses: list[float]  # before each turn but the first
@@ -124,7 +126,16 @@ def _chats(stream: Stream, name: str, seed: int) -> list[_Chat]:
                 pauses, draw("tool", stream.tool, sum(turns)), calls.tolist(), strict=True
             )
         ]
-    clients = _clients(stream.clients, name, _rng(seed, name, "clients"), len(times))
+    clients = (
+        [name or None] * len(times)
+        if stream.clients is None
+        else _drawn(stream.clients, name or "client", _rng(seed, name, "clients"), len(times))
+    )
+    adapters: Sequence[str | None] = (
+        [None] * len(times)
+        if stream.adapters is None
+        else _drawn(stream.adapters, name or "adapter", _rng(seed, name, "adapters"), len(times))
+    )
     objectives = (
         ("deadline", stream.deadline),
         ("ttft_deadline", stream.ttft_deadline),
@@ -139,14 +150,15 @@ def _chats(stream: Stream, name: str, seed: int) -> list[_Chat]:
             f"{name}-{index}" if name else str(index),
             time,
             client,
+            adapter,
             prompts[end - count : end],
             outputs[end - count : end],
             pauses[end - count + 1 : end],
             images[end - count : end],
             *of_chat,
         )
-        for index, (time, client, count, end, *of_chat) in enumerate(
-            zip(times, clients, turns, ends, *due, strict=True)
+        for index, (time, client, adapter, count, end, *of_chat) in enumerate(
+            zip(times, clients, adapters, turns, ends, *due, strict=True)
         )
     ]
 
@@ -201,14 +213,13 @@ def _images(stream: Stream, name: str, seed: int, count: int) -> list[_Picture |
     ]
 
 
-def _clients(
-    clients: Clients | None, name: str, rng: np.random.Generator, count: int
-) -> list[str | None]:
-    if clients is None:
-        return [name or None] * count
+def _drawn(
+    clients: Clients, name: str, rng: np.random.Generator, count: int
+) -> Sequence[str | None]:
+    """Return the client, or adapter, of each of `count` arrivals."""
     shares = np.arange(1, clients.count + 1) ** -clients.skew
     chosen = rng.choice(clients.count, size=count, p=shares / shares.sum())
-    return [f"{name or 'client'}-{index}" for index in chosen.tolist()]
+    return [f"{name}-{index}" for index in chosen.tolist()]
 
 
 def _turns(chat: _Chat, stream: Stream, stream_name: str, seed: int) -> list[TraceRequest]:
@@ -228,12 +239,13 @@ def _turns(chat: _Chat, stream: Stream, stream_name: str, seed: int) -> list[Tra
             spans.append(Span(stream_of("chat", chat.id), 0, said + prompt + output))
         request_id = f"{chat.id}/{turn}" if len(chat.prompts) > 1 else chat.id
         waits = stream.closed_loop and turn > 0
+        pools = has_share("pooling", request_id, stream.pooling_share, stream_name, seed)
         requests.append(
             TraceRequest(
                 request_id,
                 round(time, 6),
                 stream.system + said + prompt,
-                output,
+                1 if pools else output,
                 client=chat.client,
                 priority=stream.priority,
                 deadline=None if chat.deadline_s is None else round(time + chat.deadline_s, 6),
@@ -241,12 +253,15 @@ def _turns(chat: _Chat, stream: Stream, stream_name: str, seed: int) -> list[Tra
                 if chat.ttft_deadline_s is None
                 else round(time + chat.ttft_deadline_s, 6),
                 tbt_s=chat.tbt_s,
-                grammar=has_grammar(request_id, stream.grammar_share, stream_name, seed),
+                grammar=not pools
+                and has_share("grammar", request_id, stream.grammar_share, stream_name, seed),
                 spans=tuple(spans),
                 session=chat.id if len(chat.prompts) > 1 else None,
                 after=(f"{chat.id}/{turn - 1}",) if waits else (),
                 gap_s=round(chat.pauses[turn - 1], 6) if waits else 0.0,
                 images=images,
+                adapter=chat.adapter,
+                pools=pools,
             )
         )
         said += prompt + output

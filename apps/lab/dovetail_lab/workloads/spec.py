@@ -33,7 +33,8 @@ _NAME = re.compile(r"\s*(\w[\w-]*)\s*:\s*")
 
 
 class Clients(Value):
-    """`count` clients; the k-th sends in proportion to 1 / k^skew (Zipf's law); skew 0: uniform."""
+    """`count` clients, or adapters; the k-th sends in proportion to 1 / k^skew (Zipf's law); skew
+    0: uniform."""
 
     count: PositiveInt
     skew: float = Field(default=0.0, ge=0, le=10)
@@ -136,6 +137,17 @@ class Stream(Value):
     )
     grammar_share: float = Field(
         default=0.0, ge=0, le=1, description="Share of requests with a grammar."
+    )
+
+    adapters: Annotated[Clients, BeforeValidator(_clients)] | None = Field(
+        default=None,
+        description="LoRA adapters that arrivals use: a number, or zipf(count, skew).",
+    )
+    pooling_share: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of requests that end with their prompt, and yield a vector.",
     )
 
     @model_validator(mode="after")
