@@ -27,6 +27,8 @@ from transformers.models.auto import modeling_auto as known
 from dovetail import LLM, SamplingParams
 from dovetail.errors import DovetailError
 from dovetail_executors.runtime.architecture import find_architecture
+from tests.models import vllm_architectures
+from tests.models.alias_configs import ALIASES
 from tests.models.oracle import MODELS
 from tests.models.tiny_configs import PLACEHOLDER, random_model, tiny, tiny_whole
 
@@ -47,6 +49,7 @@ SETTINGS: Mapping[str, Any] = {
 }
 # by type: names of classes in published checkpoints that transformers spells otherwise
 PUBLISHED = {
+    "bailing_hybrid": "BailingMoeV2_5ForCausalLM",
     "exaone_moe": "ExaoneMoEForCausalLM",
     "mpt": "MPTForCausalLM",
     "phimoe": "PhiMoEForCausalLM",
@@ -59,6 +62,8 @@ MISNAMED = {
     "qianfan_ocr": ("language_model.model.encoder.layers.", "language_model.model.layers."),
 }
 UNSCALED = ("aya_vision", "cohere2_vision")
+
+OF_VLLM = "## Architectures of vLLM"
 
 EXACT = "exact"
 NOT_TRIED = "not tried"
@@ -296,7 +301,46 @@ A tiny random checkpoint of each type is named to `LLM`, with the `architectures
 Of vision-language models the text is served, see [Models](models.md#text-of-vision-language-models). Encoders make
 [embeddings](pooling.md#models). {" and ".join(f"`{name}`" for name in UNSCALED)} are compared with logits times the
 `logit_scale` of their text model, which transformers leaves out.
-{"".join(section(title, family, verdicts) for title, family in FAMILIES.items())}"""
+{"".join(section(title, family, verdicts) for title, family in FAMILIES.items())}{architectures(verdicts)}"""
+
+
+def architectures(verdicts: Mapping[str, str]) -> str:
+    """Return the section about the text architectures in vLLM's list."""
+    found = by_architecture(verdicts)
+    served = sum(not one.startswith("refused") for one in found.values())
+    rows = "\n".join(f"| `{name}` | {one} |" for name, one in found.items())
+    return f"""
+{OF_VLLM}
+
+Of the {len(found)} text architectures in vLLM's registry (mid-2026), {served} are served. Some checkpoints bring code of their own
+that computes what a type above does; they are read as it (`dovetail.nn.model_aliases`), and rejected if a field says otherwise.
+
+| architecture | |
+|---|---|
+{rows}
+"""
+
+
+def by_architecture(verdicts: Mapping[str, str]) -> dict[str, str]:
+    """Return how each architecture in vLLM's list is served: "as `type`", or "refused: …"."""
+    types: dict[str, list[str]] = {}
+    for kind, name in CAUSAL.classes.items():
+        for one in dict.fromkeys((published_as(kind), name)):
+            types.setdefault(one, []).append(kind)
+    found = {}
+    for name in vllm_architectures.NAMES:
+        kinds = types.get(name, [])
+        if name in ALIASES:
+            kinds = [ALIASES[name].same]
+        served = [one for one in kinds if verdicts[one].startswith(("native", EXACT))]
+        why = [verdicts[one] for one in kinds if verdicts[one].startswith("refused")]
+        if served:
+            found[name] = f"as `{served[0]}`"
+        elif why:
+            found[name] = why[0]
+        else:
+            found[name] = f"refused: {vllm_architectures.WHY_NOT[name]}"
+    return found
 
 
 def causal_served(verdicts: Mapping[str, str]) -> tuple[int, int]:
@@ -322,7 +366,8 @@ def section(title: str, family: Family, verdicts: Mapping[str, str]) -> str:
 
 def rows_of(text: str) -> dict[str, str]:
     """Return the rows of the page: what it says of each type."""
-    return dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", text, re.M))
+    types = text.partition(OF_VLLM)[0]
+    return dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", types, re.M))
 
 
 def main() -> None:

@@ -18,6 +18,8 @@ from tests.models.model_types import (
     EXACT,
     PAGE,
     PROMPTS,
+    architectures,
+    by_architecture,
     causal_served,
     greedy,
     rows_of,
@@ -52,6 +54,14 @@ def test_no_type_gives_wrong_tokens() -> None:
 def test_the_readme_counts_the_types_of_the_table() -> None:
     served, causal = causal_served(ROWS)
     said = f"{served} of transformers' {causal} types of causal language models"
+    assert said in README.read_text(encoding="utf-8")
+
+
+def test_the_page_and_the_readme_say_how_architectures_of_vllm_are_served() -> None:
+    assert architectures(ROWS) in PAGE.read_text(encoding="utf-8")
+    found = by_architecture(ROWS)
+    served = sum(not one.startswith("refused") for one in found.values())
+    said = f"{served} of {len(found)} text architectures in vLLM's list"
     assert said in README.read_text(encoding="utf-8")
 
 

@@ -17,6 +17,7 @@ from dovetail.api.start_phases import phase
 from dovetail.base.config_sizes import check_sizes
 from dovetail.base.kept_configs import OTHER_FILES, kept_config
 from dovetail.errors import ModelLoadError, UnsupportedError, shown
+from dovetail.nn.model_aliases import CLASSES, as_known
 
 log = logging.getLogger("dovetail")
 
@@ -175,6 +176,8 @@ def read_config(model_dir: str | Path) -> Any:
         from transformers import CONFIG_MAPPING, AutoConfig
         from transformers import __version__ as version
 
+    if (config := _alias(path, raw)) is not None:
+        return config
     if raw["model_type"] not in CONFIG_MAPPING.keys():  # noqa: SIM118 also of what can't be hashed
         own_code = (
             "; the code that the checkpoint brings for it (auto_map) is never run"
@@ -186,11 +189,37 @@ def read_config(model_dir: str | Path) -> Any:
             f"{shown(raw['model_type'])}{own_code}"
         )
     try:
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             str(model_dir), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # transformers raises any exception
         raise ModelLoadError(f"{path}: {first_lines(error)}") from error
+    _name_class(config)
+    return config
+
+
+def _alias(path: Path, raw: Mapping[str, Any]) -> Any:
+    """Return the config of a type that transformers knows, for one that is the same; None for
+    others. Raises `ModelLoadError` or `UnsupportedError`."""
+    from transformers import CONFIG_MAPPING
+
+    fields = as_known(raw, lambda kind: vars(CONFIG_MAPPING[kind]()), str(path))
+    if fields is None:
+        return None
+    check_sizes(path, fields)
+    try:
+        config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    except Exception as error:  # transformers raises any exception
+        raise ModelLoadError(f"{path}: {first_lines(error)}") from error
+    log.info("%s: %s is served as %s", path.parent, raw["model_type"], config.model_type)
+    return config
+
+
+def _name_class(config: Any) -> None:
+    """Name the class of transformers where a checkpoint has another name for it."""
+    names = config.architectures
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        config.architectures = [CLASSES.get((config.model_type, name), name) for name in names]
 
 
 class PlainConfig:
@@ -231,7 +260,9 @@ def kept_text_config(model_dir: str | Path) -> ReadConfig | None:
                 return None
             fields["dtype"] = dtype
     own_class = type(kept.name, (PlainConfig,), {**kept.derived, "_defaults": kept.defaults})
-    return ReadConfig(own_class(**kept.fields), kept.causal_model)
+    config = own_class(**kept.fields)
+    _name_class(config)
+    return ReadConfig(config, kept.causal_model)
 
 
 def _checked(path: Path) -> Mapping[str, Any]:
