@@ -219,6 +219,7 @@ NN_INTERNAL = (
     "format",
     "gguf_tensors",
     "machine",
+    "model_aliases",
     "parallel",
     "placed_weights",
     "rehearsal",
