@@ -36,12 +36,13 @@ class AdapterTimes(NamedTuple):
 
 
 def adapter_times(rig: Rig, *, quick: bool = False) -> AdapterTimes | None:
-    """Measure adapters of the engine's highest rank; None if it has no slots, or time ran out."""
+    """Measure adapters of the engine's highest rank; None if it has no slots, or time ran out. With
+    room for a single row, all of what a step takes counts as `step_s`."""
     capacity = rig.engine.capacity.adapters
     if capacity is None:
         return None
-    rows = [rows for rows in QUICK_ROWS if quick] or list(ROWS)
-    rows = [count for count in rows if count <= rig.engine.config.max_num_seqs]
+    most = rig.engine.config.max_num_seqs
+    rows = [count for count in (QUICK_ROWS if quick else ROWS) if count <= most]
     with suppress(TimeIsUpError), written_adapters(capacity, ADAPTERS) as adapters:
         load_s = _load_seconds(rig, adapters)
         more = [_decode_seconds(rig, count, adapters[-1]) for count in rows]
