@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -93,6 +94,23 @@ def pylate(directory: Path, kind: str = "BertModel", **config: Any) -> tuple[Any
     fields = json.loads(path.read_text())
     fields |= {"activation_function": "torch.nn.modules.linear.Identity", "use_residual": False}
     path.write_text(json.dumps(fields))
+    return model, layer
+
+
+def stanford(directory: Path, **metadata: Any) -> tuple[Any, torch.nn.Linear]:
+    """Save a model in the layout of ColBERT's own program."""
+    model = save(directory, "BertModel")
+    save_tokenizer(directory)
+    torch.manual_seed(9)
+    layer = torch.nn.Linear(48, 16, bias=False)
+    path = directory / "model.safetensors"
+    tensors = {f"bert.{name}": tensor for name, tensor in load_file(path).items()}
+    save_file({**tensors, "linear.weight": layer.weight.data}, path, {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "architectures": ["HF_ColBERT"]}))
+    tokens = {"query_token_id": "w70", "doc_token_id": "w71"}
+    lengths = {"query_maxlen": 10, "doc_maxlen": 12}
+    (directory / "artifact.metadata").write_text(json.dumps({**tokens, **lengths, **metadata}))
     return model, layer
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from dovetail import LLM, PoolingParams
 from dovetail.errors import ConfigError, ModelLoadError, RequestError, UnsupportedError
@@ -27,6 +28,7 @@ from tests.models.late_checkpoints import (
     ids_of,
     multi_vector,
     pylate,
+    stanford,
 )
 from tests.models.pooling_checkpoints import save, states
 
@@ -130,6 +132,36 @@ def test_tokens_that_fill_a_query_are_not_seen(kind: str, tmp_path: Path) -> Non
         # truncation takes the last ones first
         cut = vectors(one, "w5 w6", "query", truncate_prompt_tokens=7)[0]
         assert len(cut) == 7
+
+
+@pytest.mark.parametrize("attended", [False, True])
+def test_the_layout_of_colbert_s_own_program(attended: bool, tmp_path: Path) -> None:
+    model, layer = stanford(tmp_path, attend_to_mask_tokens=attended)
+    own = [CLS, *ids_of("w70 w5 w6"), SEP]
+    query = [*own, *[MASK] * 5]
+    document = [CLS, *ids_of("w71"), *WORDS, SEP]
+    counts = [token not in ids_of(", .") for token in document]
+    with llm(tmp_path) as one:
+        ids, found, _ = vectors(one, "w5 w6", "query")
+        assert ids == query
+        near(found, hidden(model, layer, query, len(query) if attended else len(own)))
+        ids, found, _ = vectors(one, TEXT)
+        assert ids == document
+        near(found, computed(model, layer, document)[counts])
+        [output] = one.score("w5 w6", TEXT, use_tqdm=False)
+        assert output.outputs is not None
+        near(output.outputs.score, maxsim(vectors(one, "w5 w6", "query")[1], found))
+        assert len(vectors(one, LONG)[0]) == 12
+
+
+def test_modules_of_pylate_go_before_colbert_s_own_layer(tmp_path: Path) -> None:
+    model, layer = pylate(tmp_path, do_query_expansion=False)
+    _, other = stanford(tmp_path)
+    assert not torch.equal(layer.weight, other.weight)
+    with llm(tmp_path) as one:
+        ids, found, _ = vectors(one, "w5", "query")
+        assert ids == [CLS, QUERY, *ids_of("w5"), SEP]
+        near(found, computed(model, layer, ids))
 
 
 def test_a_query_that_nothing_fills_has_its_own_tokens(tmp_path: Path) -> None:
@@ -250,6 +282,16 @@ def test_a_model_without_lexical_weights_says_so(tmp_path: Path) -> None:
         llm(tmp_path, pooling={"similarity": "cosine"})
 
 
+def test_a_checkpoint_of_colbert_s_own_program_is_checked(tmp_path: Path) -> None:
+    stanford(tmp_path, query_token_id=["x"])
+    with pytest.raises(ModelLoadError, match=r"artifact.metadata: expected tokens as texts"):
+        llm(tmp_path)
+    (tmp_path / "artifact.metadata").unlink()
+    save_file({"linear.bias": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"has no matrix linear.weight"):
+        llm(tmp_path)
+
+
 def packed(path: Path, size: int) -> None:
     """Write a file that unpacks to `size` bytes."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
@@ -285,6 +327,8 @@ def test_a_damaged_layer_is_refused(
         ({"query_expansion": {"strategy": "all"}}, "query_expansion: expected strategy"),
         ({"skiplist_words": "abc"}, "skiplist_words: expected at most 10000 texts"),
         ({"query_prefix": 3}, "query_prefix: expected a text"),
+        ({"query_prefix": "w" * 1001}, "query_prefix: expected a text of at most 1000"),
+        ({"query_length": 10**9}, "its queries are filled to 1000000000 tokens"),
         ({"similarity_fn_name": "xtr"}, "'xtr' isn't served; served are maxsim, meanmaxsim"),
     ],
 )

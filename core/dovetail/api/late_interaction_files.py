@@ -2,7 +2,8 @@
 vectors that count: `LateInteraction`.
 
 Such a model (ColBERT, arXiv:2004.12832) has a vector for each token, and compares texts by MaxSim.
-Files are those of sentence-transformers' `MultiVectorEncoder` or of PyLate's `ColBERT`.
+Files are those of sentence-transformers' `MultiVectorEncoder`, of PyLate's `ColBERT`, or of
+ColBERT's own program.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from dovetail.api.json_files import read_json_list
+from dovetail.api.json_files import read_json_list, read_json_object
 from dovetail.api.sentence_transformers_files import (
     MASK,
     MODULES,
@@ -28,6 +29,8 @@ from dovetail.errors import ModelLoadError, shown
 
 Side = Literal["query", "document"]
 SIDES: tuple[Side, ...] = ("query", "document")
+STANFORD = "HF_ColBERT"  # the architecture of ColBERT's own program
+MAX_PREFIX = 1000  # characters
 MAX_WORDS = 10_000  # of a skiplist
 
 _USUAL_QUERY = 32  # tokens of a query that mask tokens fill, if the files don't say so
@@ -70,7 +73,7 @@ class LateInteraction:
         `ModelLoadError` for wrong values, `UnsupportedError` for what isn't served."""
         own = read_own(directory)
         if not is_late(own):
-            return None
+            return _of_stanford(directory) if is_stanford(directory) else None
         own_path = directory / OWN_FILE
         path, transformer = read_transformer(directory)
         own_lengths = _lengths(own, own_path)
@@ -85,9 +88,10 @@ class LateInteraction:
                 lengths["query"] = max(lengths["query"], expansion.length)
         prefixes = {side: own.get(f"{side}_prefix") or "" for side in SIDES}
         for side, prefix in prefixes.items():
-            if not isinstance(prefix, str):
+            if not isinstance(prefix, str) or len(prefix) > MAX_PREFIX:
                 raise ModelLoadError(
-                    f"{own_path}: {side}_prefix: expected a text, got {shown(prefix)}"
+                    f"{own_path}: {side}_prefix: expected a text of at most {MAX_PREFIX} "
+                    f"characters, got {shown(prefix)}"
                 )
         masks = _masks(directory)
         words = own.get("skiplist_words")
@@ -97,6 +101,35 @@ class LateInteraction:
         of = masks.get("skiplist_tasks") or ["document"]
         sides = _texts([of] if isinstance(of, str) else of, "skiplist_tasks")
         return cls(prefixes, lengths, expansion, skipped, sides)
+
+
+def is_stanford(directory: Path) -> bool:
+    """Return True for a checkpoint of ColBERT's own program (colbert-ir/colbertv2.0). Raises
+    `ModelLoadError` if its config can't be read."""
+    config = read_json_object(directory / "config.json", missing_ok=True)
+    return config.get("architectures") == [STANFORD]
+
+
+def _of_stanford(directory: Path) -> LateInteraction:
+    """Return what `artifact.metadata` says, which such a checkpoint may lack. Of its many keys,
+    others are about training and indexing."""
+    path = directory / "artifact.metadata"
+    own = read_json_object(path, missing_ok=True)
+    lengths = _lengths(
+        {"query_length": own.get("query_maxlen"), "document_length": own.get("doc_maxlen")}, path
+    )
+    length = lengths["query"] = lengths.get("query", _USUAL_QUERY)
+    tokens = own.get("query_token_id") or "[unused0]", own.get("doc_token_id") or "[unused1]"
+    for token in tokens:
+        if not isinstance(token, str) or len(token) > MAX_PREFIX:
+            raise ModelLoadError(f"{path}: expected tokens as texts, got {shown(token)}")
+    words = list(string.punctuation) if own.get("mask_punctuation", True) else []
+    return LateInteraction(
+        {side: f"{token} " for side, token in zip(SIDES, tokens, strict=True)},
+        lengths,
+        Expansion(length, is_fixed=True, is_attended=bool(own.get("attend_to_mask_tokens"))),
+        tuple(words),
+    )
 
 
 def _lengths(content: Mapping[str, Any], path: Path) -> dict[Side, int]:

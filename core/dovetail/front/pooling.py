@@ -121,14 +121,16 @@ class PoolingFacts:
             if fits_step
             else (max_step_tokens, "max_num_batched_tokens")
         )
-        stored_similarity = stored.get("similarity_fn_name") or SIMILARITIES[0]
+        late = LateInteraction.read(model_dir)
+        usual = SIMILARITIES if late is None else LATE_SIMILARITIES
+        stored_similarity = stored.get("similarity_fn_name") or usual[0]
         similarity = _checked_similarity(similarity or stored_similarity, capacity)
         # as sentence-transformers does
-        cut_at = max_model_len if has_marks(model_dir, config) else None
-        late = LateInteraction.read(model_dir)
+        is_cut = late is not None or has_marks(model_dir, config)
+        cut_at = max_model_len if is_cut else None
         prompts = dict(prompts)
         if late is not None:
-            _check_expansion(late, capacity, model_dir)
+            _check_expansion(late, capacity, most, model_dir)
             default = default or "document"
             for side in SIDES:
                 prompts[side] = prompts.get(side, "").removeprefix(late.prefixes[side])
@@ -221,10 +223,19 @@ def _checked_similarity(name: str, capacity: PoolingCapacity) -> str:
     return name
 
 
-def _check_expansion(late: LateInteraction, capacity: PoolingCapacity, model_dir: Path) -> None:
-    """Raise `UnsupportedError` for mask tokens that other tokens don't attend to, if the executor
-    can't compute them."""
-    if late.expansion is not None and not late.expansion.is_attended and not capacity.hidden_tails:
+def _check_expansion(
+    late: LateInteraction, capacity: PoolingCapacity, most: int, model_dir: Path
+) -> None:
+    """Raise `UnsupportedError` for mask tokens that don't fit a prompt of at most `most` tokens, or
+    that other tokens don't attend to, if the executor can't compute these."""
+    if late.expansion is None:
+        return
+    if late.expansion.length > most:
+        raise UnsupportedError(
+            f"{model_dir}: its queries are filled to {late.expansion.length} tokens, and a prompt "
+            f"has at most {most} (max_model_len, max_num_batched_tokens)"
+        )
+    if not late.expansion.is_attended and not capacity.hidden_tails:
         raise UnsupportedError(
             f"{model_dir}: its queries are filled with mask tokens that other tokens don't attend "
             f"to, which the model or its attention backend can't compute "

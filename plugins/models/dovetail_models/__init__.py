@@ -22,11 +22,12 @@ def _model(
     )
 
 
-def _encoder(name: str, target: str, family: str, summary: str, module: str) -> ComponentSpec:
+def _encoder(
+    name: str, target: str, family: str, summary: str, module: str, *more: str
+) -> ComponentSpec:
     heads = ("ForSequenceClassification", "ForTokenClassification")
-    return _model(
-        name, target, f"{family}Model", summary, module, *(f"{family}{head}" for head in heads)
-    )
+    of_heads = [f"{family}{head}" for head in heads]
+    return _model(name, target, f"{family}Model", summary, module, *of_heads, *more)
 
 
 @hookimpl
@@ -153,7 +154,7 @@ def dovetail_components() -> list[ComponentSpec]:
             "LFM2, gated convolutions and experts",
             module="lfm2",
         ),
-        _encoder("bert", "Bert", "Bert", "BERT, an encoder", "bert"),
+        _encoder("bert", "Bert", "Bert", "BERT, an encoder", "bert", "HF_ColBERT"),
         _encoder("roberta", "Roberta", "Roberta", "RoBERTa, an encoder", "bert"),
         _encoder(
             "xlm_roberta",

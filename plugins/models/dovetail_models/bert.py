@@ -26,6 +26,7 @@ class Bert(EncoderArch):
     capabilities = replace(EncoderArch.capabilities, types=True)
     model_type = "bert"
     prefix = "bert."
+    late_heads = frozenset({"HF_ColBERT"})
     handled = frozenset(
         {
             *(
@@ -79,6 +80,7 @@ class Roberta(Bert):
     """RobertaModel, RobertaForSequenceClassification."""
 
     model_type = "roberta"
+    late_heads = frozenset()
     prefix = "roberta."
 
     def reasons_against_fields(self, config: Any) -> list[str]:

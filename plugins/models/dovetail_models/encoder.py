@@ -42,6 +42,8 @@ class EncoderArch(ConfigArch):
     auto_classes = ("AutoModel", "AutoModelForSequenceClassification")
     prefix: str  # of the encoder's tensors in a checkpoint that has a head
     inner_size = "intermediate_size"  # the field of the feed-forward's
+    # architectures whose head is a layer for each token, which the checkpoint's other files tell
+    late_heads: frozenset[str] = frozenset()
 
     def size_reasons(self, config: Any) -> list[str]:
         if reasons := [
@@ -90,7 +92,7 @@ class EncoderArch(ConfigArch):
             config,
             self.layer_specs(config, context.parallel),
             context,
-            self.prefix if _has_head(config) else "",
+            self.prefix if _has_head(config) or self.late_heads & {*config.architectures} else "",
         )
 
     def pooling(self, config: Any) -> ModelPooling:

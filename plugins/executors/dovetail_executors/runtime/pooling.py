@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from dovetail.api.executor import PoolingCapacity, PoolingMethod, PoolingTask
 from dovetail.api.json_files import read_json_list, read_json_object
-from dovetail.api.late_interaction_files import SIDES, LateInteraction
+from dovetail.api.late_interaction_files import SIDES, LateInteraction, is_stanford
 from dovetail.api.model import HeadLayer, ModelPooling
 from dovetail.api.sentence_transformers_files import (
     DENSE,
@@ -40,6 +40,7 @@ from dovetail.api.sentence_transformers_files import (
     read_transformer,
 )
 from dovetail.errors import ConfigError, ModelLoadError, UnsupportedError, shown
+from dovetail.nn.weights import tensors_named
 from dovetail_executors.runtime.pickled import pickled_tensors
 
 MadeFor = Literal["generate", "embed", "classify", "tag"]  # tag: labels of each token
@@ -130,6 +131,11 @@ class Stored:
         if size is not None and (type(size) is not int or size < 1):
             raise ModelLoadError(f"{own}: truncate_dim: expected a size, got {shown(size)}")
         path = directory / MODULES.file
+        if is_stanford(directory) and not path.is_file():
+            layer = StoredLayer(
+                HeadLayer("linear"), directory, _rows_of(directory, "linear.weight")
+            )
+            return cls(layers=(layer,), is_late=True, max_length=_tokenizer_length(directory))
         if not path.is_file():
             if is_late(config):
                 raise ModelLoadError(
@@ -296,6 +302,8 @@ class PoolingPlan:
         """Return True for a tensor of the checkpoint that isn't the model's: of the head, or of a
         generator's head that isn't used."""
         modules = {name for layer, *_ in self.head for name in (layer.name, layer.norm)}
+        if self.capacity.tasks == ("token_embed",):
+            modules.add("linear")  # of ColBERT's own program; others may have it, too
         return tensor.rpartition(".")[0] in modules or (
             not self.capacity.generates and tensor.startswith("lm_head.")
         )
@@ -360,6 +368,14 @@ def _pooling_method(folder: Path) -> PoolingMethod:
             f"{path}: pooling by {shown(modes)} isn't served, only one of {', '.join(_METHODS)}"
         )
     return _METHODS[modes[0]]  # type: ignore[return-value]
+
+
+def _rows_of(directory: Path, name: str) -> int:
+    """Return the rows of a matrix of a checkpoint. Raises `ModelLoadError` if it has none."""
+    for _, tensor in tensors_named(directory, name.__eq__):
+        if tensor.ndim == 2:
+            return len(tensor)
+    raise ModelLoadError(f"{directory}: the checkpoint has no matrix {name}")
 
 
 def _check_vectors(config: Mapping[str, Any], path: Path, *, is_late: bool) -> None:
