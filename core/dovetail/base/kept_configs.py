@@ -21,6 +21,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,17 @@ def _wait_for(path: Path) -> None:
 def path_of(directory: Path) -> Path:
     """Return the file of a config, by its content and the version of transformers."""
     content = _content(directory)
-    version = metadata.version("transformers")
+    version = _transformers_version()
     source = Path(config_reader.__file__).read_bytes()  # how it is kept may differ between versions
     digest = hashlib.sha256(b"\0".join((content, version.encode(), source))).hexdigest()
     return user_cache("configs") / f"{digest[:32]}.json"
+
+
+@cache
+def _transformers_version() -> str:
+    """Return the version that this process has: every start of an engine asks for it, and parsing
+    metadata takes milliseconds."""
+    return metadata.version("transformers")
 
 
 def _content(directory: Path) -> bytes:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import pluggy
@@ -32,7 +33,12 @@ from dovetail.registry.plugin import (
     PluginFailure,
     PluginOrigin,
 )
+from dovetail.registry.requirements import header
 
+HOOKS = tuple(name for name in dir(hookspecs) if name.startswith("dovetail_"))
+# without its other names, at which pluggy would look for each plugin again
+HOOKSPECS = ModuleType(hookspecs.__name__)
+vars(HOOKSPECS).update({name: getattr(hookspecs, name) for name in HOOKS})
 KEPT = 2**16  # characters of a plugin's output
 T = TypeVar("T", ComponentSpec, CommandSpec, BundledModel, QuantizationSpec, RoutesSpec, RouterSpec)
 
@@ -53,7 +59,7 @@ def find_plugins() -> Findings:
     for name, distribution in _distributions_with_plugins(failures).items():
         origin = PluginOrigin(name, "?", "?")
         try:
-            origin = PluginOrigin(name, "?", str(distribution.version))
+            origin = PluginOrigin(name, "?", str(header(distribution, "Version")))
             if name == NAMESPACE:
                 remedy = f"pip uninstall {name} {DISTRIBUTION}, then install {DISTRIBUTION}"
                 raise PluginError(
@@ -79,7 +85,7 @@ def _distributions_with_plugins(failures: list[PluginFailure]) -> dict[str, meta
     found: dict[str, metadata.Distribution] = {}
     for distribution in _mentioning_the_group():
         try:
-            name = distribution.metadata["Name"]
+            name = header(distribution, "Name")
             if not name:
                 raise PluginError("its metadata has no Name")
             found.setdefault(canonicalize_name(name), metadata.distribution(name))
@@ -181,17 +187,16 @@ def _register(module: Any, plugin_id: str) -> Any:
     """Return the hooks of this plugin alone. Raises pluggy's `PluginValidationError` for hooks or
     arguments that don't exist."""
     manager = pluggy.PluginManager("dovetail")
-    manager.add_hookspecs(hookspecs)
+    manager.add_hookspecs(HOOKSPECS)
     manager.register(module, name=plugin_id)
     manager.check_pending()
     if not any(caller.spec is not None for caller in manager.get_hookcallers(module) or ()):
-        names = [name for name in dir(hookspecs) if name.startswith("dovetail_")]
-        unmarked = [name for name in names if hasattr(module, name)]
+        unmarked = [name for name in HOOKS if hasattr(module, name)]
         hint = (
             f"; {', '.join(unmarked)} is there, but not marked with @hookimpl" if unmarked else ""
         )
         raise PluginError(
-            f"it implements no hook, expected at least one of {', '.join(names)}{hint}"
+            f"it implements no hook, expected at least one of {', '.join(HOOKS)}{hint}"
         )
     return manager.hook
 

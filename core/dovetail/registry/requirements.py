@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from email import message_from_string
+from email.message import Message
 from functools import lru_cache
 from importlib import metadata
 from typing import NamedTuple
@@ -45,15 +46,19 @@ def installed_version(package: str) -> str | None:
         found = metadata.distribution(package)
     except metadata.PackageNotFoundError:
         return None
-    text = found.read_text("METADATA") or found.read_text("PKG-INFO")
-    return _version_in(text) if text else found.version
+    return header(found, "Version")
+
+
+def header(distribution: metadata.Distribution, name: str) -> str | None:
+    """Return a header of a distribution's metadata, such as "Version", or None if it has none.
+    Every start of an engine asks for those of the same distributions, whose texts are long."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO")
+    return _headers_in(text)[name] if text else distribution.metadata[name]
 
 
 @lru_cache(maxsize=256)
-def _version_in(text: str) -> str | None:
-    """Return the version that metadata state. Every start of an engine asks for that of the same
-    packages, whose texts are long."""
-    return message_from_string(text)["Version"]
+def _headers_in(text: str) -> Message:
+    return message_from_string(text)
 
 
 def pip_line(missing: Iterable[Missing], distribution: str) -> str:

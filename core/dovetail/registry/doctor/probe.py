@@ -21,12 +21,11 @@ from typing import Any, Literal, NoReturn
 from dovetail.api.component import KINDS
 from dovetail.base.where import did_you_mean
 from dovetail.errors import DovetailError, MissingExtraError, PluginError
-from dovetail.registry import hookspecs
 from dovetail.registry.contract.document import shipped
 from dovetail.registry.contract.faults import faults_of
 from dovetail.registry.doctor.metadata import Problem
 from dovetail.registry.doctor.process import limit_files
-from dovetail.registry.loader import find_plugins, load_plugin
+from dovetail.registry.loader import HOOKS, find_plugins, load_plugin
 from dovetail.registry.plugin import FoundPlugin, LoadedPlugin, PluginFailure
 from dovetail.registry.requirements import missing_requirements, pip_line
 from dovetail.registry.resolved import (
@@ -42,7 +41,6 @@ from dovetail.registry.route_making import NotServing, check_paths, make_routes,
 Level = Literal["declare", "use"]
 
 HEAVY = ("torch", "transformers", "triton")
-HOOKS = tuple(name for name in dir(hookspecs) if name.startswith("dovetail_"))
 
 
 def main() -> NoReturn:
