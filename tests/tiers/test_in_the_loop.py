@@ -513,7 +513,7 @@ def test_few_requests_are_looked_at_in_a_step_however_many_wait(
 
 def lines_of_a_step(monkeypatch: pytest.MonkeyPatch, waiting: int) -> int:
     """Return the lines that opening a step executes while two prefixes are loaded for ever, and
-    `waiting` requests wait for each of them and as many for room."""
+    `waiting` requests wait for each of them and as many for the end of either."""
     monkeypatch.setattr(Pace, "patience_s", lambda *_: 1e6)
     tiered = with_tier(HangingLoads)
     answer(tiered, Spec("other", OTHER), Spec("third", THIRD))
@@ -530,7 +530,8 @@ def lines_of_a_step(monkeypatch: pytest.MonkeyPatch, waiting: int) -> int:
     with counted_lines() as work:
         assert tiered.feature.open_step(now, tiered.world.core.books.waiting)
     refusals = [tiered.feature.refuses(request) for request in tiered.world.core.books.waiting]
-    assert refusals.count(Refusal.NOT_NOW) == 3 * waiting
+    assert refusals.count(Refusal.NOT_NOW) == 2 * waiting
+    assert len(refusals) == 3 * waiting
     return work.lines
 
 
@@ -538,6 +539,19 @@ def test_a_step_costs_nothing_for_requests_that_cannot_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert lines_of_a_step(monkeypatch, 20) == lines_of_a_step(monkeypatch, 40)
+
+
+def test_a_request_that_waits_for_pages_is_restored_once_the_policy_can_admit_it() -> None:
+    tiered = with_prefix(Tiered.of(replace(SHAPE, num_pages=24)))
+    world = tiered.world
+    world.add(Spec("running", OTHER, max_tokens=40))
+    while not world.kv.counts.held > 14:
+        world.step()
+    world.add(Spec("again", PROMPT, max_tokens=2))
+    world.drain()
+    tiered.settle()
+    tiered.check()
+    assert world.requests["again"].restored_tokens >= 32
 
 
 def test_few_prefixes_are_restored_before_their_requests_are_admitted(

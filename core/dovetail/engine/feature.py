@@ -48,6 +48,12 @@ class EngineFeature:
         """
         return None
 
+    def delays(self, request: LiveRequest, num_tokens: int) -> bool:
+        """Return True if the waiting `request`, which could be admitted now with the blocks of
+        `num_tokens` tokens if there are as many, should be admitted some steps later. The policy's
+        grant is refused with `Refusal.NOT_NOW`."""
+        return False
+
     def most(self, request: LiveRequest, start: int, tokens: int, least: int) -> int:
         """Return how many of the request's tokens from number `start` on may be granted: at most
         `tokens`, 0 for none; fewer than `least` are refused. Asked while its prompt is computed.

@@ -375,6 +375,7 @@ class PlannedStep:
         if start < request.prefill_end:  # the limits slow computing, and spare no memory
             tokens, limit = self._limited(request, start, tokens, least)
             refusal = limit or refusal
+        refusal = refusal or self._delay(request, room_for)
         if refusal is not None:
             return refusal
         if not self._take_or_evict(request, source, room_for, evict):
@@ -382,6 +383,16 @@ class PlannedStep:
         if waits:
             self._admit(request)
         return self._book_from(request, start, tokens, end)
+
+    def _delay(self, request: LiveRequest, num_tokens: int) -> Refusal | None:
+        """Return `Refusal.NOT_NOW` if `request` waits, and a feature wants to prepare it before it
+        is admitted with the blocks of `num_tokens` tokens."""
+        if request.status is not Status.WAITING:
+            return None
+        for feature in self._books.asking.get(request, ()):
+            if feature.delays(request, num_tokens):
+                return Refusal.NOT_NOW
+        return None
 
     def _refuses_prefill(self, request: LiveRequest) -> bool:
         """Return True if the prefill limit refuses even one token of the waiting `request`, whatever

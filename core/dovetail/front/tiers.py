@@ -90,6 +90,8 @@ def make_tier_feature(
     own = executor.context
     dtype = capacity.details.get("dtype", "")
     feature.use(made, lambda: namespaces(model_digest(own, dtype), layout, name))
+    if executor.capabilities.virtual_clock:  # a thread's time would make runs differ
+        feature.wait_until_open()
     _log(pool, frames, made)
     return feature
 

@@ -9,7 +9,6 @@ prefix by an ordinary lookup.
 
 from __future__ import annotations
 
-import heapq
 import logging
 import math
 import threading
@@ -46,6 +45,8 @@ RESTORATIONS = 2  # maximum at a time
 # Maximum number of requests with a restored prefix that aren't admitted: more would evict each
 # other's
 AWAITED = 8
+ROOM_SHARE = 0.9  # of the available pages, which a part of a prefix may take
+AWAITED_S = 30.0  # time for which the room of a restored prefix is reserved for its request
 # Maximum number of waiting requests per step for which the restorable prefix is determined, and of
 # tokens that are hashed for that unless it is one request: a thousand may wait.
 FIRST_LOOKS = 16
@@ -69,9 +70,10 @@ class _Visit:
     # of the feature's queues, that which has it; None while a tier is asked
     queue: _Queue | None = None
     asked: float | None = None  # time since which the next tier is, or is too busy to be
-    # latest time until which it is hidden before its restoration begins; None: not known yet
-    until: float | None = None
+    patience_s: float = 0.0  # time for which the policy's admission of it may be delayed
+    until: float | None = None  # the end of that time; None: the policy hasn't tried yet
     lacked: int = -1  # pages that were available when there was no room for it
+    needed: int = 0  # pages that it needed then
     restoration: Restoration | None = None
     jobs: int = 0  # loads of its restoration
 
@@ -121,14 +123,13 @@ class TierFeature(EngineFeature):
         self._unasked: _Queue = OrderedDict()  # the next tier is busy
         self._answered: _Queue = OrderedDict()  # by a tier, or another request's restoration
         self._followers: dict[Restoration, _Queue] = {}  # for the end of that restoration
-        self._ready: _Queue = OrderedDict()  # for pages, or for the end of any restoration
+        self._ready: _Queue = OrderedDict()  # for the policy, which sees them
+        self._wanted: _Queue = OrderedDict()  # by the policy, which would have admitted them
         self._restoring: _Queue = OrderedDict()
-        self._deadlines: list[tuple[float, int, _Visit]] = []  # heap of the ready ones' `until`
         self._hidden: set[LiveRequest] = set()
         # requests with a restored prefix that aren't admitted yet: their restoration, and the time
         # until which its pages are reserved for them
         self._awaited: dict[LiveRequest, tuple[Restoration, float]] = {}
-        self._full = False  # an earlier request waits for pages
         self._copies: list[PageCopy] = []  # for the next batch
         # of requests whose rows failed; those in tiers aren't used until they were computed again
         self._suspects: OrderedDict[FrameName, None] = OrderedDict()
@@ -170,7 +171,7 @@ class TierFeature(EngineFeature):
             tier.store(frame, self._now)
 
     def wait_until_open(self) -> None:
-        """Wait until the tiers can be used. For tests."""
+        """Wait until the tiers can be used."""
         if self._thread is not None:
             self._thread.join()
 
@@ -222,13 +223,26 @@ class TierFeature(EngineFeature):
     def refuses(self, request: LiveRequest) -> Refusal | None:
         return Refusal.NOT_NOW if request in self._hidden else None
 
+    def delays(self, request: LiveRequest, num_tokens: int) -> bool:
+        visit = self._visits.get(request)
+        if visit is None or not (visit.queue is self._ready or visit.queue is self._wanted):
+            return False
+        if self._kv.pages_needed(request, num_tokens) > self._kv.available_pages:
+            visit.until = None  # it waits for others
+            return False
+        if visit.until is None:
+            visit.until = self._now + visit.patience_s
+        if self._now >= visit.until:
+            return False
+        if visit.queue is self._ready:
+            visit.move(self._wanted)
+        return True
+
     # Steps
 
     def open_step(self, now: float, waiting: Iterable[LiveRequest]) -> bool:
         self.pace.looked(now, bool(self._restores.active))
         self._poll(now)
-        self._full = False
-        self._show_late(now)
         for visit in [*self._restoring]:
             assert visit.restoration is not None
             self._go_on(visit, visit.restoration)
@@ -239,7 +253,8 @@ class TierFeature(EngineFeature):
         return bool(self._hidden)
 
     def next_look(self, now: float) -> float:
-        return now + LOOK_S if self._hidden or self._restores.active else math.inf
+        waits = self._hidden or self._wanted or self._restores.active
+        return now + LOOK_S if waits else math.inf
 
     def fill(
         self, batch: Batch, requests: Sequence[LiveRequest], added: Sequence[LiveRequest]
@@ -289,14 +304,6 @@ class TierFeature(EngineFeature):
 
     # What is waiting
 
-    def _show_late(self, now: float) -> None:
-        """Show the requests that have waited for room as long as they may. They are still
-        restored if there is room before they are admitted."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            visit = heapq.heappop(self._deadlines)[2]
-            if visit.queue is self._ready:
-                self._hidden.discard(visit.request)
-
     def _welcome(self) -> None:
         """Hide the requests that have arrived since the last step, until they are looked at."""
         for visit in [*self._arrived]:
@@ -304,19 +311,12 @@ class TierFeature(EngineFeature):
                 self._hide(visit, self._unseen)
 
     def _look_again(self) -> None:
-        """Look at the first of those that wait for room."""
-        for _ in range(min(LATER_LOOKS, len(self._ready))):
-            if not self._may_begin:
+        """Look at the first of those that the policy wants."""
+        for visit in [*islice(self._wanted, LATER_LOOKS)]:
+            if len(self._restores.active) >= RESTORATIONS:
                 return
-            visit = next(iter(self._ready))
-            waits = visit.request in self._hidden
-            if self._room > visit.lacked:
+            if self._kv.available_pages > visit.lacked:
                 self._look(visit)
-            if visit.queue is self._ready:
-                if waits:
-                    self._full = True
-                    return
-                visit.move(self._ready)  # the others' turn: it may be admitted at any time
 
     def _look_first(self) -> None:
         """Look at the first of those that are new, or for which something has changed."""
@@ -339,15 +339,18 @@ class TierFeature(EngineFeature):
         if best.is_complete or not self._ask(visit, best):
             self._decide(visit, best)
 
-    @property
-    def _may_begin(self) -> bool:
-        if self._full or len(self._restores.active) >= RESTORATIONS:
+    def _may_begin(self, visit: _Visit) -> bool:
+        """Return True if a restoration may begin for a request: for one that the policy wants, or
+        ahead of the policy if none waits for it, as long as few are restored in vain."""
+        if len(self._restores.active) >= RESTORATIONS:
             return False
-        return len(self._awaited) < AWAITED
+        if visit.queue is self._wanted:
+            return True
+        return not (self._ready or self._wanted) and len(self._awaited) < AWAITED
 
     @property
     def _room(self) -> int:
-        """The number of pages that a restoration may take."""
+        """The number of pages that a restoration ahead of the policy may take."""
         awaited = self._awaited.values()
         left = sum(self._layout.visible_pages(one.restored + 1) for one, _ in awaited)
         return self._kv.available_pages - left
@@ -367,8 +370,11 @@ class TierFeature(EngineFeature):
         if visit.restoration is not None:
             self._restores.cut(visit.restoration, 0, "aborted")
 
-    def _prospect(self, visit: _Visit) -> Prospect:
-        return prospect(self._frames, visit.request, visit.chain, self._kv, self.pool, visit.found)
+    def _prospect(self, visit: _Visit, most: int | None = None) -> Prospect:
+        """Return what can be restored, of at most `most` frames."""
+        return prospect(
+            self._frames, visit.request, visit.chain, self._kv, self.pool, visit.found, most
+        )
 
     def _ask(self, visit: _Visit, best: Prospect) -> bool:
         """Ask the next tier for the frames that haven't been found. Return False if there is no
@@ -427,26 +433,28 @@ class TierFeature(EngineFeature):
             self.pace.too_slow(best.pieces)
             self._forget(visit.request)
             return
-        patience = self.pace.patience_s(computing_s)
-        if visit.until is None:
-            visit.until = self._now + patience
+        visit.patience_s = self.pace.patience_s(computing_s)
         leading = self._restores.leading(best.pieces)
         if leading is not None:
             self._hide(visit, self._followers.setdefault(leading, OrderedDict()))
-        elif not (self._may_begin and self._begin(visit, best, self._now + patience)):
-            self._wait(visit, visit.until)
-
-    def _wait(self, visit: _Visit, until: float) -> None:
-        """Let a request wait for room; it is shown from `until` on."""
-        if visit.queue is self._ready:
-            return
-        visit.move(self._ready)
-        if self._now >= until:
+        elif not (self._may_begin(visit) and self._begin_some(visit, best)):
             self._hidden.discard(visit.request)
-        else:
-            heapq.heappush(self._deadlines, (until, next(self._ids), visit))
+            if visit.queue is not self._wanted:
+                visit.move(self._ready)
 
-    def _begin(self, visit: _Visit, best: Prospect, deadline: float) -> bool:
+    def _begin_some(self, visit: _Visit, best: Prospect) -> bool:
+        """Begin to restore; if the policy wants the request, as much as there is room for. Return
+        False if nothing has begun."""
+        if self._begin(visit, best):
+            return True
+        if visit.queue is not self._wanted or visit.needed <= max(0, visit.lacked):
+            return False
+        share = ROOM_SHARE * visit.lacked / visit.needed
+        first = best.cached // self._frames.tokens
+        part = self._prospect(visit, first + int(share * (best.frames - first)))
+        return bool(part.pieces) and self._begin(visit, part)
+
+    def _begin(self, visit: _Visit, best: Prospect) -> bool:
         """Begin to restore, if there is room. Return False otherwise, and while copies wait for the
         next batch, since the pages that they write might be allocated to others by then."""
         if self._copies:
@@ -457,13 +465,14 @@ class TierFeature(EngineFeature):
             return False
         needed = self._restores.pages_needed(shadow, best.frames)
         restoration = Restoration(visit.request, shadow, best.cached, best.frames, best.pieces)
-        room = self._room
+        room = self._kv.available_pages if visit.queue is self._wanted else self._room
         if needed > room or not self._restores.begin(restoration):
             self._kv.free(shadow)
             visit.lacked = room
+            visit.needed = needed
             return False
         restoration.begun = self._now
-        restoration.deadline = deadline
+        restoration.deadline = self._now + visit.patience_s
         visit.restoration = restoration
         self._hide(visit, self._restoring)
         for piece in best.pieces:
@@ -554,7 +563,7 @@ class TierFeature(EngineFeature):
             visit.restoration = None
             self._forget(restoration.request)
             if restoration.restored:
-                until = self._now + max(seconds, 1.0)
+                until = self._now + max(seconds, AWAITED_S)
                 self._awaited[restoration.request] = restoration, until
 
     def _saved(self, frame: HostFrame) -> None:
@@ -610,4 +619,4 @@ class TierFeature(EngineFeature):
         until = time.monotonic() + timeout_s
         while (self._saves.pending or self._restores.active) and time.monotonic() < until:
             self._poll(self._clock.now())
-            time.sleep(LOOK_S)
+            self._clock.wait_until(self._clock.now() + LOOK_S)

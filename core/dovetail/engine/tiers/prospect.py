@@ -44,9 +44,13 @@ def prospect(
     kv: KVCacheManager,
     pool: HostPool,
     found: Mapping[FrameName, TierJobs],
+    limit: int | None = None,
 ) -> Prospect:
-    """Return what can be restored for a waiting `request`. `found`: frames known to be in tiers."""
+    """Return what can be restored for a waiting `request`. `found`: frames known to be in tiers.
+    `limit`: maximum number of frames of the prefix."""
     most = frames.restorable(request.num_tokens)
+    if limit is not None:
+        most = min(most, limit)
     cached = kv.lookup(request)
     first = cached // frames.tokens
     if most <= first:

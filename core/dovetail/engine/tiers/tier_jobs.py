@@ -350,8 +350,9 @@ class TierJobs:
         until = time.monotonic() + timeout_s
         try:
             while self.pending and (left := until - time.monotonic()) > 0:
-                self.poll(self._clock.now())
-                time.sleep(min(left, 0.001))
+                now = self._clock.now()
+                self.poll(now)
+                self._clock.wait_until(now + min(left, 0.001))
         finally:
             left = max(0.1, until - time.monotonic())
             self._call(partial(self.tier.close, left), self._clock.now())
