@@ -73,6 +73,8 @@ NEEDS_MORE = {"flash_attn"}
 NEEDS_A_COLLECTOR = {
     "otlp"
 }  # spans wait in its queue and thread, by design: tests/observers/test_otlp.py
+# keeps names only, for simulations: tests/lab/test_simulated_disk.py
+NEEDS_A_VIRTUAL_CLOCK = {"simulated_disk"}
 NEEDED: Mapping[str, Mapping[str, Any]] = {
     "dovetail_drafters.model:NamedModel": {"model": "demo"},
     "dovetail_drafters.heads:Eagle3Drafter": {"model": "head"},
@@ -118,6 +120,7 @@ def suites() -> Iterator[type[Suite]]:
             | NEEDS_FIELDS
             | NEEDS_MORE
             | NEEDS_A_COLLECTOR
+            | NEEDS_A_VIRTUAL_CLOCK
             | (NEEDS_A_GPU if not GPUS else NEEDS_GPUS if GPUS == 1 else set())
             | (set() if FULL else NEEDS_TIME)
         )

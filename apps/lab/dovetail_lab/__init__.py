@@ -24,6 +24,14 @@ def dovetail_components() -> list[ComponentSpec]:
             summary="Drafts of the executor `simulated`, right by chance",
         ),
         ComponentSpec(
+            kind="kv_tier",
+            name="simulated_disk",
+            target="dovetail_lab.simulated_disk:SimulatedDisk",
+            api="1.0",
+            options="dovetail_lab.simulated_disk:SimulatedDiskOptions",
+            summary="The time that a disk takes for K and V, in simulations",
+        ),
+        ComponentSpec(
             kind="observer",
             name="decision_log",
             api="1.0",

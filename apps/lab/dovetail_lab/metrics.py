@@ -161,6 +161,7 @@ class RunMetrics:
     good_requests: int | None  # requests that met the objectives; None: no objectives
     latencies: Mapping[str, Summary]  # seconds: ttft, tpot, itl, e2e, queue
     cached_tokens: int  # prompt tokens found in the prefix cache, by completed requests
+    restored_tokens: int  # of these, tokens that came from host memory or a KV tier
     preemptions: int
     recomputed_tokens: int
     device_share: float  # share of the duration in which the device was busy
@@ -248,6 +249,7 @@ def measure(result: RunResult, slo: Slo | None = None) -> RunMetrics:
             **{name: Summary.of(per_request(done, name)) for name in PER_REQUEST},
         },
         cached_tokens=sum(record.cached_tokens for record in done),
+        restored_tokens=sum(record.restored_tokens for record in done),
         preemptions=sum(record.preemptions for record in records),
         recomputed_tokens=sum(record.recomputed_tokens for record in records),
         device_share=_rate(float(timeline.device_s[steps].sum()), duration),

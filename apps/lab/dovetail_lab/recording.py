@@ -134,6 +134,7 @@ class Recorder:
             finish_reason=finish.reason.finish_reason,
             stop_reason=None if finish.stop_reason == STOP_ID else finish.stop_reason,
             cached_tokens=request.cached_tokens,
+            restored_tokens=request.restored_tokens,
             preemptions=request.preemptions,
             recomputed_tokens=request.recomputed_tokens,
         )

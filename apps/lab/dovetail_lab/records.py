@@ -57,6 +57,7 @@ class RequestRecord:
     priority: int = 0
     deadline_s: float | None = None  # absolute, of the last token
     cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
+    restored_tokens: int = 0  # of these, tokens that came from host memory or a KV tier
     preemptions: int = 0
     recomputed_tokens: int = 0  # computed again after preemptions
     grammar: bool = False  # constrained by a grammar

@@ -54,14 +54,16 @@ def _latencies(metrics: RunMetrics) -> Table:
 
 
 def _counts(metrics: RunMetrics) -> tuple[str, ...]:
-    share = metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0
+    share = metrics.cached_tokens / max(1, metrics.prompt_tokens)
+    restored = metrics.restored_tokens / max(1, metrics.prompt_tokens)
+    there = f", {restored:.1%} after they were restored" if metrics.restored_tokens else ""
     lines: tuple[str, ...] = (
         f"{metrics.completed} of {metrics.requests} requests completed in {metrics.duration_s:.1f} s"
         f" ({metrics.rejected} rejected, {metrics.failed} failed); device busy "
         f"{metrics.device_share:.0%}",
         f"{metrics.request_rate:.3g} requests/s, {metrics.output_rate:.5g} output tokens/s, "
         f"{metrics.total_rate:.5g} tokens/s in all",
-        f"{share:.1%} of prompt tokens found in the prefix cache; {metrics.preemptions} "
+        f"{share:.1%} of prompt tokens found in the prefix cache{there}; {metrics.preemptions} "
         f"preemptions, {metrics.recomputed_tokens} tokens recomputed",
     )
     if metrics.all_sessions:
