@@ -4,11 +4,14 @@ them; and agents' turns with and without KV beyond the device.
     python -m bench.kv_tiers prefix --shape qwen3-8b --tokens 10000
     python -m bench.kv_tiers agents --shape qwen3-8b --users 16 --turns 8
     python -m bench.kv_tiers prefix --model demo --tokens 400 --dtype float32      # on a CPU
+    python -m bench.kv_tiers itl --model demo --tokens 400 --dtype float32 --host-memory 1GiB
 
 `prefix`: a prompt is computed; then the prefix cache forgets it, and the host pool restores it; then
 another engine loads it from the disk. Medians of `--runs` runs with fresh prompts each. `agents`:
 users take turns, and each turn adds tokens to a user's prompt; the device's cache holds a part of
-the prompts only. Random weights in the model's true shape.
+the prompts only. `itl`: the inter-token latency of running requests while prompts of others are
+saved, stored, loaded and restored, beside an engine without tiers, in alternate rounds. Random
+weights in the model's true shape.
 """
 
 from __future__ import annotations
@@ -124,6 +127,66 @@ def agents(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]
     return results
 
 
+def gaps_s(engine: LLMEngine, name: str, prompts: list[list[int]]) -> list[float]:
+    """Return the times between the tokens of two running requests while `prompts` are answered one
+    after the other. The device then forgets all."""
+    params = SamplingParams(max_tokens=100_000, ignore_eos=True, temperature=0.0, detokenize=False)
+    short = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0, detokenize=False)
+    running = [f"{name} running {number}" for number in (1, 2)]
+    for number, one in enumerate(running):
+        engine.add_request(one, [7 + number, 8, 9], params)
+    latest: dict[str, float] = {}
+    gaps: list[float] = []
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"{name} {number}", prompt, short)
+        ended = False
+        while not ended:
+            outputs = engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                if output.request_id in running:
+                    if output.request_id in latest:
+                        gaps.append(now - latest[output.request_id])
+                    latest[output.request_id] = now
+                ended = ended or (output.finished and output.request_id not in running)
+    for one in running:
+        engine.abort_request(one)
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.core.kv.reset()
+    return gaps
+
+
+def itl(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    """Measure gaps between tokens: of prompts that were answered before, and of new ones."""
+    chance = random.Random(args.seed)
+    prompts = [fresh(chance, args.tokens) for _ in range(args.users)]
+    gaps: dict[str, list[float]] = {"without": [], "with": []}
+    with (
+        tempfile.TemporaryDirectory(dir=args.disk) as folder,
+        LLMEngine.from_config(settings) as plain,
+        LLMEngine.from_config(settings | tiers_of(args, str(Path(folder, "frames")))) as tiered,
+    ):
+        for turn in range(args.turns + 1):
+            some = [*prompts, *(fresh(chance, args.tokens) for _ in prompts)]
+            for name, engine in (("without", plain), ("with", tiered)):
+                found = gaps_s(engine, str(turn), some)
+                if turn:
+                    gaps[name] += found
+        stats = tiered.core.stats.tiers
+    assert stats is not None
+    result: dict[str, Any] = {"restored_tokens": stats.restored_tokens}
+    result |= {"stored_frames": dict(stats.stored_frames), "missed": dict(stats.missed)}
+    for name, each in gaps.items():
+        each.sort()
+        result[name] = {
+            "gaps": len(each),
+            "p50_ms": round(1e3 * each[len(each) // 2], 3),
+            "p99_ms": round(1e3 * each[int(0.99 * len(each))], 3),
+        }
+    return result
+
+
 @contextmanager
 def directory_of(args: argparse.Namespace) -> Iterator[str]:
     """Yield the model given, or the folder of a temporary checkpoint with random weights."""
@@ -139,7 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("prefix", "agents"))
+    parser.add_argument("what", choices=("prefix", "agents", "itl"))
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--model", help="instead of a shape: a model with weights")
     parser.add_argument("--dtype", default="bfloat16")
@@ -154,7 +217,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with directory_of(args) as directory:
-        measure = prefix if args.what == "prefix" else agents
+        measure = {"prefix": prefix, "agents": agents, "itl": itl}[args.what]
         print(json.dumps(measure(args, settings_of(args, directory)), indent=2))
 
 
