@@ -35,6 +35,7 @@ max_model_len: null
 max_num_seqs: 256
 max_num_batched_tokens: 8192
 prefill_limit: 2.0
+deterministic: on_request
 gpu_memory_utilization: 0.9
 cpu_memory_utilization: 0.25
 kv_cache_memory: null

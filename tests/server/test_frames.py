@@ -162,6 +162,7 @@ def test_each_sampling_parameter_reaches_the_engine_or_is_known_to_stay() -> Non
         "extra_args": {"mirostat": 1},
         "logits_processors": {"dovetail-llm/samplers:x": {}},
         "max_drafts": 1,
+        "deterministic": True,
     }
     usual = SamplingParams()
     for field in dataclasses.fields(SamplingParams):

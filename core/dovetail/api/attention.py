@@ -65,6 +65,7 @@ class AttentionCapabilities:
     indexer: bool = False  # `LayerSpec.indexer`
     # `AttentionBatch.host_seen`, which only backends with it get
     hidden_tails: bool = False
+    fixed_shapes: bool = False  # `AttentionBatch.fixed_shapes`
 
     def __post_init__(self) -> None:
         require_member(self, "cuda_graph", GraphSupport)
@@ -217,6 +218,10 @@ class AttentionBatch:
     # first so many of its tokens, and none after these. None: they see all. The values of a query
     # whose window has none of these are undefined
     host_seen: np.ndarray | None = None
+    # The batch is one row, and the bits of its outputs depend on its numbers of queries and keys,
+    # on q and on K and V alone: not on where its blocks are, nor on the batches before it. True
+    # only with the capability
+    fixed_shapes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,6 +256,12 @@ class Capacity:
     # of the loop, a `dovetail.engine.feature.EngineFeature`
     parts: tuple[Any, ...] = ()
     media: MediaCapacity | None = None  # None: it computes no images
+    # Why no request may be deterministic (`RowSampling.deterministic`), for its client; empty: they
+    # may. Then token ids and log-probabilities of such a row have the same bits whatever else is
+    # computed before and beside it: other rows, in any number; its tokens in any chunks, from a
+    # prefix that another such row computed, or again after a preemption; with right or wrong
+    # drafts. They need not be those of a row that isn't deterministic.
+    not_deterministic: str = "its executor doesn't offer it"
 
     def part(self, kind: type[Part]) -> Part | None:
         """Return the part of that type; None if there is none."""

@@ -51,6 +51,8 @@ class RowSampling:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    # for the executor: see `Capacity.not_deterministic`
+    deterministic: bool = False
     # keys that the request sets, all in `SamplerCapabilities.extra_args`, with values parsed by
     # `extra_args_model`; lists become tuples
     extra_args: Mapping[str, Any] = field(default_factory=dict)

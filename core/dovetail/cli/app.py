@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from dovetail import __version__
 from dovetail.base.roadmap import not_yet
-from dovetail.cli import config, generate, models, plugins, pull
+from dovetail.cli import config, determinism, generate, models, plugins, pull
 from dovetail.cli.completion import join_words
 from dovetail.cli.streams import OutputError, make_any_text_printable, tell
 from dovetail.errors import (
@@ -152,6 +152,7 @@ app.add_typer(config.app, name="config")
 app.command(name="generate")(generate.generate)
 app.command(name="pull")(pull.pull)
 app.command(name="models")(models.models)
+app.add_typer(determinism.app, name="doctor")
 
 
 def _print_version(asked: bool) -> None:

@@ -382,6 +382,10 @@ class EngineConfig(BaseModel):
     estimated time of its decodes. Applies under any scheduler, except those that declare
     `prefill_limited=False`. null: prompts may fill the token budget."""
 
+    deterministic: Literal["on_request", "always"] = "on_request"
+    """Which requests get the same bits in any company. on_request: those with
+    `SamplingParams.deterministic`. always: all."""
+
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of each GPU's memory that the engine uses: weights and buffers, and K and V in the
     rest."""

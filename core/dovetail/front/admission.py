@@ -167,6 +167,8 @@ class Admission:
     def _cache_keys(self, request: CheckedRequest) -> tuple[str, ...]:
         salt = request.fields.cache_salt
         keys = () if salt is None else (f"salt:{salt}",)
+        if request.sampling.deterministic:  # other requests' K and V have other bits
+            keys = (*keys, "deterministic")
         if self._core.kv.capabilities.media:
             return keys
         return (*keys, *[f"media:{item.digest.hex()}" for item in request.media])

@@ -40,6 +40,7 @@ from dovetail.errors import (
 from dovetail.front.adapters import AdapterStore, RequestedAdapter
 from dovetail.front.answer_rules import AnswerRules
 from dovetail.front.assembly_checks import (
+    check_deterministic,
     check_groups,
     check_pool,
     check_processors,
@@ -125,6 +126,8 @@ class Assembly:
             pooling=self.pooling,
             has_adapters=self.adapters is not None,
             media=self.media,
+            not_deterministic=self.capacity.not_deterministic,
+            always_deterministic=self.config.deterministic == "always",
         )
 
 
@@ -202,6 +205,7 @@ def _assemble(
         capacity = _start(executor, parts.executor.qualified_name)
         if own_tokenizer is not None:
             own_tokenizer.check_fits(capacity.vocab_size)
+        check_deterministic(config, capacity)
         drafter_context = replace(
             drafter_context, vocab_size=capacity.vocab_size, max_model_len=capacity.max_model_len
         )

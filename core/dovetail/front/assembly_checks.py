@@ -72,6 +72,14 @@ def check_pool(capacity: Capacity, max_tokens: int, *, trims: bool) -> None:
         )
 
 
+def check_deterministic(config: EngineConfig, capacity: Capacity) -> None:
+    """Reject `deterministic: always` if the executor can't promise it for a single request."""
+    if config.deterministic == "always" and capacity.not_deterministic:
+        raise UnsupportedError(
+            f"deterministic: this engine can't promise it: {capacity.not_deterministic}"
+        )
+
+
 def check_groups(layout: KVLayout, kv: KVCacheManager, name: str) -> None:
     """Reject a KV-cache manager that serves fewer kinds of layers than the model has."""
     wide = any(group.pages_per_block > 1 for group in layout.groups)

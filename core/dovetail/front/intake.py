@@ -143,7 +143,7 @@ class Intake:
             raise RequestError(f"this model can't generate: {facts.pooling.calls}")
         text, given, media = self._read_prompt(prompt, params)
         if media:
-            request_checks.check_with_images(params)
+            request_checks.check_with_images(params, always=facts.always_deterministic)
         room = facts.max_model_len - 1
         if params.truncate_prompt_tokens is not None:
             kept = room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens

@@ -31,3 +31,5 @@ class IntakeFacts:
     pooling: PoolingFacts | None = None  # None: it can't pool
     has_adapters: bool = False
     media: MediaFacts | None = None  # None: it takes no images
+    not_deterministic: str = ""  # see `dovetail.api.executor.Capacity`
+    always_deterministic: bool = False  # so are all requests

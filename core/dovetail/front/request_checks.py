@@ -76,8 +76,11 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
     _check_size("logits_processors", params.logits_processors, limits)
 
 
-def check_with_images(params: SamplingParams) -> None:
-    """Raise `RequestError` for parameters that a prompt with images can't be served with."""
+def check_with_images(params: SamplingParams, *, always: bool = False) -> None:
+    """Raise `RequestError` for parameters that a prompt with images can't be served with.
+    `always`: all requests are deterministic."""
+    if params.deterministic or always:
+        raise RequestError("deterministic: not with images, whose encoders compute them together")
     if params.truncate_prompt_tokens is not None:
         raise RequestError("truncate_prompt_tokens: a prompt with images can't be truncated")
 

@@ -55,6 +55,10 @@ class SamplingIntake:
                     f"to {facts.vocab_size - 1}"
                 )
         self._check_logprobs(params)
+        if params.deterministic and facts.not_deterministic:
+            raise RequestError(
+                f"deterministic: this engine can't promise it: {facts.not_deterministic}"
+            )
         if params.structured is not None and not facts.has_masks:
             raise RequestError(
                 f"structured: executor {facts.executor} can't mask tokens, which a rule of the "
@@ -78,6 +82,8 @@ class SamplingIntake:
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(_SEED_BITS)
         words = self._bad_word_ids(params.bad_words or ())
         sampling = resolve_sampling(params, facts.defaults, int(seed % 2**_SEED_BITS), words)
+        if facts.always_deterministic:
+            sampling = replace(sampling, deterministic=True)
         if not (asked := params.logits_processors):
             return sampling
         names = full_names(asked, facts.logits_processors)
@@ -175,6 +181,7 @@ def resolve_sampling(
         stop_token_ids=tuple(dict.fromkeys(stop_ids)),
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        deterministic=params.deterministic,
         extra_args=params.extra_args,
     )
 

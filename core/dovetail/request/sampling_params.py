@@ -142,6 +142,9 @@ class SamplingParams:
     # most drafts that it checks in a step (speculative decoding), at most the engine's own number;
     # 0: none
     max_drafts: int | None = None
+    # The same token ids and log-probabilities, bit by bit, whatever else the engine computes, with
+    # equal versions, devices and options; slower. See the page "The same bits"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -174,7 +177,12 @@ class SamplingParams:
                 )
         put("output_kind", _output_kind(self.output_kind))
         _check_bools(
-            self, "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"
+            self,
+            "include_stop_str_in_output",
+            "ignore_eos",
+            "skip_special_tokens",
+            "detokenize",
+            "deterministic",
         )
         integer("n", 1)
         integer("max_tokens", 1, optional=True)

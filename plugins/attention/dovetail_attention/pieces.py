@@ -389,8 +389,9 @@ class _BatchCutter:
 
     def _as_slice(self, slots: torch.Tensor) -> Where:
         """Return a slice for a row with contiguous blocks, to read in place. Not on a GPU, where
-        checking would synchronize."""
-        if self.device.type == "cpu":
+        checking would synchronize; nor if the place mustn't matter: products add up in another
+        order where memory is aligned differently."""
+        if self.device.type == "cpu" and not self.batch.fixed_shapes:
             first = int(slots[0])
             count = len(slots)
             if int(slots[-1]) - first == count - 1 and bool((slots.diff() == 1).all()):

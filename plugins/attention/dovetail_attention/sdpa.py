@@ -48,6 +48,7 @@ class TorchAttention(AttentionBackend):
         causal=True,
         both_ways=True,
         indexer=True,
+        fixed_shapes=True,
     )
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:

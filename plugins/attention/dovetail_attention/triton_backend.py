@@ -116,6 +116,7 @@ class TritonAttention(AttentionBackend):
         causal=True,
         both_ways=True,
         indexer=True,
+        fixed_shapes=True,
     )
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:

@@ -58,6 +58,7 @@ class GenerationFields(RuleFields, kw_only=True, forbid_unknown_fields=True):
     allowed_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
     max_drafts: int | None = None
+    deterministic: bool | None = None
     priority: int | None = None
     client: str | None = None
     deadline_s: float | None = None

@@ -15,6 +15,7 @@ from torch import nn
 
 from dovetail.errors import UnsupportedError
 from dovetail.nn.activation import Activation, activate, silu_mul
+from dovetail.nn.fixed_shapes import shapes_are_fixed
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.norm import Norm
@@ -142,12 +143,13 @@ def plain_experts(
     weights: torch.Tensor,
 ) -> torch.Tensor:
     """Twin of all kernels for experts: one expert after the other, on a CPU for the tokens that
-    chose it, on other devices for all tokens, so that shapes are the same in every step."""
+    chose it; on other devices, and with `fixed_shapes`, for all tokens."""
     tokens, per_token = ids.shape
     parts = torch.zeros((per_token, tokens, x.shape[1]), dtype=torch.float32, device=x.device)
+    of_chosen = x.device.type == "cpu" and not shapes_are_fixed()
     for index, (gate_up, down) in enumerate(zip(layers.gate_up, layers.down, strict=True)):
         chosen = (ids == index).t()  # [k, tokens]
-        slots, rows = chosen.nonzero(as_tuple=True) if x.device.type == "cpu" else (None, None)
+        slots, rows = chosen.nonzero(as_tuple=True) if of_chosen else (None, None)
         if rows is not None and not len(rows):
             continue
         y = F.linear(

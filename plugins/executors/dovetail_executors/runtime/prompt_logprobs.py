@@ -68,12 +68,13 @@ class RowsWithPromptLogprobs(StepFeature[Asked]):
             end += count
             ids = self._rows.token_ids[row, start + 1 : start + 1 + count].long()
             copy = note.results[index] = LogprobsCopy()
+            at_once = 1 if row in self._rows.deterministic else self._slice
             for hidden, targets in zip(
-                torch.split(states.hidden[first : first + count], self._slice),
-                torch.split(ids, self._slice),
+                torch.split(states.hidden[first : first + count], at_once),
+                torch.split(ids, at_once),
                 strict=True,
             ):
-                logits = states.logits(hidden, row)
+                logits = states.logits(hidden.clone(), row)
                 copy.add(top_logprobs(logits, targets, self._rows.prompt_logprobs[row]))
 
     def collect(self, step: Step, note: Asked, failed: dict[int, str]) -> PromptLogprobs:

@@ -123,6 +123,7 @@ class RowState:
         # requested alternatives per sampled token; -1: none
         self.logprobs = np.full(max_rows, -1, np.int64)
         self.prompt_logprobs: dict[int, int] = {}  # the same of prompt tokens, of rows that ask
+        self.deterministic = set[int]()  # rows whose results must not depend on the others
         self.history = RowHistory(self.token_ids, self.num_tokens, self.prompt_lens)
         self.request_ids = [""] * max_rows  # replaced when changed: steps in flight keep theirs
 
@@ -165,6 +166,8 @@ class RowState:
             if self.prompt_logprobs:
                 for row in batch.removed.tolist():
                     self.prompt_logprobs.pop(row, None)
+            if self.deterministic:
+                self.deterministic.difference_update(batch.removed.tolist())
         changes = self._add(batch) if batch.added else []
         if len(batch.new_pages):
             for group, tables in enumerate(self._tables_of):
@@ -218,6 +221,27 @@ class RowState:
                 slots[table] *= group.block_tokens
                 slots[table] += offsets
         return slots
+
+    def are_deterministic(self, rows: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+        """Return which of `rows` [n] must have the same results in any company."""
+        if not self.deterministic:
+            return np.zeros(len(rows), np.bool_)
+        return np.isin(rows, list(self.deterministic))
+
+    def tables_to_read(self, row: int, start: int, end: int, upto: int) -> NDArray[np.int32]:
+        """Return the row's tables with the blocks of `upto` tokens, [tables, 1, blocks], to compute
+        its tokens [start, end). In place of blocks that it need not hold for that, which lie beyond
+        `end` or before the window of `start`, there is that of its last token: what attention
+        masks is read, too, and must be finite."""
+        blocks = -(-upto // self.block_size)
+        own = self.host_tables[:, row, : self.max_blocks]
+        number = np.arange(blocks)
+        result = np.empty((self.num_tables, 1, blocks), np.int32)
+        for tables, group in zip(self._tables_of, self._paged, strict=True):
+            last = (end - 1) // group.block_tokens
+            held = (number <= last) & (number >= group.first_visible_block(start))
+            result[tables, 0] = own[tables][:, np.where(held, number, last)]
+        return result
 
     def put_slots(self, token_indices: torch.Tensor, count: int, slots: torch.Tensor) -> None:
         """Enqueue the computation of slots [tables, n] int64, of the first `count` of token_indices
@@ -317,6 +341,8 @@ class RowState:
                     self.logprobs[new.row] = sampling.logprobs
                 if sampling.prompt_logprobs is not None:
                     self.prompt_logprobs[new.row] = sampling.prompt_logprobs
+                if sampling.deterministic:
+                    self.deterministic.add(new.row)
         for group, tables in enumerate(self._tables_of):
             pages = [new.pages[group] for new in added]
             counts = np.array([*map(len, pages)])

@@ -25,6 +25,7 @@ from dovetail.api.executor import Batch, Masks, Result
 from dovetail.api.model import ModelInputs
 from dovetail.api.sampler import Lines
 from dovetail.errors import DovetailError
+from dovetail.nn.fixed_shapes import fixed_shapes
 from dovetail.nn.transfer import all_to_device, to_device
 from dovetail_executors.runtime.device_work import DeviceWork
 from dovetail_executors.runtime.features import FinalStates, Proposer, StepFeature
@@ -32,6 +33,7 @@ from dovetail_executors.runtime.graphs import Graph, Graphs, StepParts
 from dovetail_executors.runtime.kv_pool import KVPool
 from dovetail_executors.runtime.model_io import GraphKey, ModelOutputs, StepTokens
 from dovetail_executors.runtime.sampling import Sampling
+from dovetail_executors.runtime.slabs import slabs_of, wanted_in
 from dovetail_executors.runtime.state_plan import StatePlan
 from dovetail_executors.runtime.step import DeviceSpan, Step, Yielded
 from dovetail_executors.runtime.step_inputs import DeviceInputs, HostInputs, HostLines
@@ -175,7 +177,10 @@ class Runner:
         ids = self.rows.request_ids
         lines = HostLines.of(batch)
         step = Step(batch, ids, lines, started, span)
+        step.alone = self.rows.are_deterministic(lines.rows)
         step.is_plain_decode = len(lines.rows) == batch.num_tokens.sum() and not batch.checkpoints
+        if step.alone.any():
+            step.is_plain_decode = False
         if batch.copies:
             self.pool.copy(batch.copies)
         if batch.parts:
@@ -279,12 +284,34 @@ class Runner:
                 planned.plan(step, host, inputs)
             wanted.every |= len(wanted.tokens) == num_tokens
             outputs = self._launch_model(step.key, inputs, wanted)
+        if self.rows.deterministic:
+            self._run_slabs(step, host, wanted, outputs.hidden)
         for feature, note in step.notes.items():
             places = wanted.places(wanted.of.get(feature, slice(0, 0)))
             states = FinalStates(outputs.hidden, places, partial(self._logits_of_row, step))
             feature.after_model(step, note, states)
         step.outputs = outputs
         step.line_places = wanted.lines if wanted.every else np.arange(len(wanted.lines))
+
+    def _run_slabs(
+        self, step: Step, host: HostInputs, wanted: WantedStates, hidden: torch.Tensor
+    ) -> None:
+        """Compute the step's deterministic rows again, by themselves, and overwrite what was
+        computed of them: K, V, and the wanted final states in `hidden`."""
+        all_places = wanted.places(slice(0, len(wanted.tokens)))
+        for slab in slabs_of(host, self.rows):
+            inputs = slab.inputs(self.rows)
+            on_device = inputs.to_device(self.rows)
+            self.backend.plan(inputs.attention_batch(self.rows, on_device, fixed_shapes=True))
+            ids = self.rows.token_ids.view(-1).index_select(0, on_device.token_indices).long()
+            of_model = ModelInputs(token_ids=ids, positions=on_device.positions)
+            tokens = StepTokens(of_model, self.rows.row_width, on_device.token_indices)
+            with fixed_shapes():
+                states = self.parts.model.states(tokens, step.works_of_row(slab.row))
+            indices, in_slab = wanted_in(slab, wanted.tokens)
+            if len(indices):
+                places, own = all_to_device([all_places[indices], in_slab], self.device)
+                hidden.index_copy_(0, places, states.index_select(0, own))
 
     def _launch_model(
         self, key: GraphKey, inputs: DeviceInputs, wanted: WantedStates
@@ -331,7 +358,7 @@ class Runner:
         lines = step.lines
         around = self._around_logits(step, lines.rows) if step.notes else []
         graph = None
-        if self.graphs is not None and not around:
+        if self.graphs is not None and not around and not step.alone.any():
             masked = step.masked is not None
             graph = self.graphs.for_sampling(lines.rows, masked=masked, asks=step.asks)
         assert step.line_places is not None
@@ -343,8 +370,19 @@ class Runner:
             [lines.rows, lines.ahead, step.line_places], self.device
         )
         last = hidden.index_select(0, places)  # [n, hidden]
-        logits = self.parts.model.logits(last, rows, around)
+        parts = step.parts_of_lines()
+        if len(parts) == 1:
+            logits = self.parts.model.logits(last, rows, around)
+        else:
+            logits = torch.cat([self._logits_of(step, last, rows, part) for part in parts])
         self.sampling.draw(step, logits, Lines(rows=rows, ahead=ahead), last)
+
+    def _logits_of(
+        self, step: Step, last: torch.Tensor, rows: torch.Tensor, part: slice
+    ) -> torch.Tensor:
+        """Return the logits of a part of the step's lines."""
+        around = self._around_logits(step, step.lines.rows[part])
+        return self.parts.model.logits(last[part].clone(), rows[part], around)
 
     def _around_logits(self, step: Step, host_rows: Int64) -> list[DeviceWork]:
         """Return the work that changes the output layer for any of these rows."""

@@ -8,6 +8,7 @@ device, so that a CUDA graph can record them. Each is a single kernel where kern
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -152,12 +153,23 @@ class Sampling:
         failures: dict[int, str] = {}
         if asks is not None:
             process = self.processors.process(lines, asks, masked, self.masks.words, failures)
-        tokens, logprobs = self._sample(logits, lines, None, hidden, masked, process, host_rows)
+        parts = step.parts_of_lines()
+        tokens, logprobs = self._sample(
+            logits, lines, None, hidden, masked, process, host_rows, parts=parts
+        )
         if asks is not None:
             for index, reason in failures.items():
                 step.refused |= dict.fromkeys(host_rows[asks[:, index]].tolist(), reason)
         if masked is not None and logprobs is not None:
-            logprobs = top_logprobs(raw, tokens[0], logprobs.token_ids.shape[1] - 1)
+            k = logprobs.token_ids.shape[1] - 1
+            of_parts = [tokens[0, part] for part in parts]
+            logprobs = _joined(
+                [
+                    top_logprobs(raw[part], ids, k)
+                    for part, ids in zip(parts, of_parts, strict=True)
+                ],
+                of_parts,
+            )
         self.fetch(Sampled(tokens), step)
         if logprobs is not None:
             step.logprobs = LogprobsCopy()
@@ -195,8 +207,10 @@ class Sampling:
         process: Process | None,
         host_rows: Int64 | None = None,
         capture: Capture | None = None,
+        parts: Sequence[slice] = (slice(None),),
     ) -> tuple[torch.Tensor, TopLogprobs | None]:
-        """Mask the logits, sample the lines, and extend their rows.
+        """Mask the logits, sample the lines, and extend their rows. `parts`: lines that are sampled
+        together.
 
         Samplers don't know about masks: a forbidden token looks like one that the model finds
         impossible. Returns the tokens as `append` does, and the log-probabilities of the masked
@@ -204,21 +218,27 @@ class Sampling:
         """
         if masked is not None:
             mask_tokens(logits, masked, self.masks.words)
-        sampled = self.sampler.sample(
-            SampleInputs(
-                logits=settled(logits),
-                lines=lines,
-                host_rows=host_rows,
-                process=process,
-                capture=capture,
+        sampled = [
+            self.sampler.sample(
+                SampleInputs(
+                    logits=settled(logits if len(parts) == 1 else logits[part].clone()),
+                    lines=lines if len(parts) == 1 else lines.take(part),
+                    host_rows=host_rows if host_rows is None else host_rows[part],
+                    process=_from(process, part.start or 0),
+                    capture=capture,
+                )
             )
-        )
+            for part in parts
+        ]
+        of_parts = [part.token_ids for part in sampled]
+        token_ids = of_parts[0] if len(parts) == 1 else torch.cat(of_parts)
+        logprobs = _joined([part.logprobs for part in sampled], of_parts)
         if positions is None:
             positions = last_tokens(self.rows, lines)[1]
-        tokens = append(self.rows, lines, positions, sampled.token_ids, hidden)
+        tokens = append(self.rows, lines, positions, token_ids, hidden)
         if process is not None:
             self.processors.add_wrong(tokens)
-        return tokens, sampled.logprobs
+        return tokens, logprobs
 
     def draft(
         self,
@@ -233,6 +253,36 @@ class Sampling:
             SampleInputs(logits=settled(logits), lines=lines, host_rows=host_rows, capture=capture)
         )
         return settled(sampled.token_ids)
+
+
+def _from(process: Process | None, first: int) -> Process | None:
+    """Return `process` for the lines from number `first` on."""
+    if process is None or not first:
+        return process
+    whole = process
+    return lambda logits, start: whole(logits, first + start)
+
+
+def _joined(
+    parts: Sequence[TopLogprobs | None], token_ids: Sequence[torch.Tensor]
+) -> TopLogprobs | None:
+    """Return log-probabilities of lines in parts as one. `token_ids`: [n] of each part. Parts may
+    lack columns that others have, which none of their rows asked for: these are 0."""
+    columns = max((part.token_ids.shape[1] for part in parts if part is not None), default=0)
+    if len(parts) == 1 or not columns:
+        return parts[0]
+    ids = token_ids[0].new_zeros(sum(map(len, token_ids)), columns)
+    joined = TopLogprobs(ids, torch.zeros_like(ids, dtype=torch.float32), ids[:, 0].clone())
+    start = 0
+    for part, own in zip(parts, token_ids, strict=True):
+        end = start + len(own)
+        if part is not None:
+            width = part.token_ids.shape[1]
+            joined.token_ids[start:end, :width] = part.token_ids
+            joined.logprobs[start:end, :width] = part.logprobs
+            joined.ranks[start:end] = part.ranks
+        start = end
+    return joined
 
 
 def _with_defaults(row: int) -> SampledRow:

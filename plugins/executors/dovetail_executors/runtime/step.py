@@ -16,6 +16,7 @@ from dovetail.api.executor import Batch, HostLogprobs
 from dovetail.api.sampler import TopLogprobs
 from dovetail.nn.state.states import CheckedDrafts
 from dovetail.nn.transfer import HostCopy
+from dovetail_executors.runtime.device_work import DeviceWork
 from dovetail_executors.runtime.logits import Asks
 from dovetail_executors.runtime.model_io import MODEL, SHARED, GraphKey, ModelOutputs
 from dovetail_executors.runtime.step_inputs import HostLines
@@ -151,6 +152,8 @@ class Step:
     # Every row computes a token for each line, and has one, and no feature reads final states: so a
     # recording of a whole step can replay it
     is_plain_decode: bool = False
+    # [n] lines of deterministic rows: each has its logits, and is sampled, by itself
+    alone: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     told: bool = False  # the sampler knows the rows that came and went
     # New rows that the sampler or a logits processor rejected, and others that one failed
     refused: dict[int, str] = field(default_factory=dict)
@@ -186,6 +189,22 @@ class Step:
     def graph_axes(self) -> frozenset[str]:
         """Axes of the recording that replays its model."""
         return self.axes | SHARED if self.shared_blocks else self.axes
+
+    def parts_of_lines(self) -> list[slice]:
+        """Return the lines in parts: each that is alone, and those between such lines."""
+        edges = self.alone.copy()
+        edges[1:] |= self.alone[:-1]
+        edges[:1] = True
+        starts = np.flatnonzero(edges).tolist()
+        return [slice(*ends) for ends in zip(starts, [*starts[1:], len(edges)], strict=True)]
+
+    def works_of_row(self, row: int) -> list[DeviceWork]:
+        """Return the device work of features that this row asks for."""
+        return [
+            feature.work
+            for feature in self.notes
+            if feature.axis is not None and feature.asking is not None and row in feature.asking
+        ]
 
     def tokens(self) -> NDArray[np.int64]:
         """Return [3, n]: see `sampling.append`."""

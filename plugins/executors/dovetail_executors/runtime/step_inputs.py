@@ -146,6 +146,7 @@ class HostInputs:
         *,
         mixed_graph: bool = False,
         seen: Int32 | None = None,
+        fixed_shapes: bool = False,
     ) -> AttentionBatch:
         """Return the step for attention; if it is replayed, including its padding. `inputs`: these
         on the device. `seen`: see `AttentionBatch.host_seen`."""
@@ -165,6 +166,7 @@ class HostInputs:
             mixed_graph=mixed_graph,
             host_both_ways=self.both_ways,
             host_seen=seen,
+            fixed_shapes=fixed_shapes,
         )
 
     def divided(self, both_ways: NDArray[np.bool_]) -> HostInputs:
@@ -195,7 +197,7 @@ class HostInputs:
             *tables,
         ]
         inputs = DeviceInputs(*all_to_device(arrays, state.device))
-        if not state.slots_on_device:
+        if len(self.slots) == state.num_tables:
             return inputs
         slots = inputs.slots.new_empty(state.num_tables, len(self.token_indices))
         state.put_slots(inputs.token_indices, len(self.token_indices), slots)

@@ -37,13 +37,25 @@ class StepModel:
             work.after_model(tokens, outputs)
         return outputs
 
-    def _outputs(self, tokens: StepTokens) -> ModelOutputs:
+    def states(self, tokens: StepTokens, works: Sequence[DeviceWork]) -> torch.Tensor:
+        """Return the final states [tokens, hidden], or of the wanted tokens, with only `works`
+        around the model."""
+        with _around(works, tokens):
+            return cast(torch.Tensor, self.model(self._inputs(tokens)))
+
+    def _inputs(self, tokens: StepTokens) -> ModelInputs:
+        """Return the inputs, with positions as the model counts them in rows with images."""
         inputs = tokens.inputs
+        if self._offsets is None or inputs.axes is not None:
+            return inputs
+        positions = model_positions(inputs.positions, self._offsets, tokens.rows)
+        return replace(inputs, positions=positions)
+
+    def _outputs(self, tokens: StepTokens) -> ModelOutputs:
+        inputs = self._inputs(tokens)
         axes = inputs.axes
         if self._offsets is not None and axes is None:
-            positions = model_positions(inputs.positions, self._offsets, tokens.rows)
-            inputs = replace(inputs, positions=positions)
-            axes = positions.expand(3, -1)
+            axes = inputs.positions.expand(3, -1)
         if not self._taps:
             return ModelOutputs(self.model(inputs))
         hidden, states = self.model.forward_tapped(inputs, self._taps)

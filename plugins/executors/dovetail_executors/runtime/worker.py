@@ -48,6 +48,7 @@ from dovetail_executors.runtime.recording import LayerSplitter
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.runner import Runner
 from dovetail_executors.runtime.sampling import Sampling
+from dovetail_executors.runtime.slabs import why_not
 from dovetail_executors.runtime.step import Step
 from dovetail_executors.runtime.transfers import PageCopies, device_bytes, name_of_bytes
 from dovetail_executors.runtime.trial import TrialRun
@@ -233,6 +234,13 @@ class Worker:
             shared_prefix=loaded.backend.capabilities.shared_prefix,
             max_lines=loaded.rows.max_lines if loaded.config.max_drafts else 0,
             prompt_rate=prompt_rate if device.type == "cpu" else None,
+            not_deterministic=why_not(
+                self.group.size,
+                self.context.config.max_num_batched_tokens,
+                attention,
+                recurrent=layout.recurrent,
+                fixed_shapes=loaded.backend.capabilities.fixed_shapes,
+            ),
             details=details,
         )
         for feature in self._running().features:
