@@ -6,10 +6,12 @@ install them: from wheels, where no file of this repository can be imported.
     python -m tools.downstream --package dovetail-gdsf --device cuda
 
 For each package it takes the last two releases that pip finds: on the package index, among the
-wheels of `examples/plugins`, which it builds, and in the folders of `--find-links`. The doctor
-looks at each, and the conformance suite of its kind tries each component. Results are kept in
+wheels of `examples/plugins`, and in the folders of `--find-links`. The doctor looks at each, and
+the conformance suite of its kind tries each component. Results are kept in
 `docs/plugins/packages.json`, from which `tools.docs_hooks` makes the table of
 `docs/plugins/packages.md`. The exit code is 1 if something failed.
+
+It builds the wheels of this tree in a folder of its own, or in $WHEELS unless they are there.
 
 What packages depend on is taken from the environment that runs this, and otherwise installed.
 """
@@ -200,7 +202,8 @@ def main(
         raise typer.BadParameter(f"{', '.join(sorted(unlisted))}: not listed in {packages}")
     known = {one.key: one for one in kept(results)}
     failed = False
-    with tempfile.TemporaryDirectory() as built:
+    with tempfile.TemporaryDirectory() as own:
+        built = os.environ.get("WHEELS") or own
         subprocess.run([ROOT / "tests/wheels.sh", built, sys.executable, "-m", "pip"], check=True)
         links = [f"--find-links={folder.resolve()}" for folder in (Path(built), *find_links)]
         for wheel in dovetail or Path(built).glob("dovetail_llm-*.whl"):
