@@ -16,12 +16,11 @@ from dovetail.errors import ModelLoadError, shown
 # the id's key in config.json; transformers knows both names of it
 _PLACEHOLDER = ("image_token_id", "image_token_index")
 _NEEDS_TORCHVISION = "transformers' processor for it needs torchvision"
-# names of tensors of vision and audio models, of what joins them to the text model, and of layers
-# for multi-token prediction in a list of their own
+# names of tensors of vision and audio models and of what joins them to the text model
 OTHER_PARTS = re.compile(
     r"(model\.)?(visual|vision\w*|audio\w*|embed_vision|embed_audio"
     r"|multi_modal_projector|mm_projector|connector|qformer|query_tokens|language_projection"
-    r"|image_newline|mtp_layers)(\.|$)"
+    r"|image_newline)(\.|$)"
 )
 _MOST = 2**31 - 1  # token ids are int32
 _TEXT_ISNT_SERVED = "its language model isn't served"

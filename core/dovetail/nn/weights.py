@@ -44,6 +44,9 @@ _INDEX = "model.safetensors.index.json"
 # prefix of all names except the head's, in a checkpoint of a causal language model
 _PREFIX = "model."
 
+# other parts than the text model, and layers for multi-token prediction in a list of their own
+_LEFT_OUT = re.compile(rf"{OTHER_PARTS.pattern}|model\.mtp_layers\.")
+
 TEXT_PARTS = {  # prefixes of the text model's names beside a vision model -> without one
     "model.language_model.": "model.",
     "model.text_model.": "model.",
@@ -285,7 +288,7 @@ def _text_names(names: Iterable[str]) -> dict[str, str]:
     if renamed:
         renamed |= {name: name for name in names if name.startswith("lm_head.")}
     else:
-        renamed = {name: name for name in names if not OTHER_PARTS.match(name)}
+        renamed = {name: name for name in names if not _LEFT_OUT.match(name)}
     return renamed
 
 

@@ -40,7 +40,9 @@ SWITCHING_ROPES = (
     "dynamic",
     "longrope",
 )
-_LEFT_OUT = re.compile(rf"{OTHER_PARTS.pattern}|(model\.)?(mtp|score)\.")  # tensors of other parts
+_LEFT_OUT = re.compile(
+    rf"{OTHER_PARTS.pattern}|(model\.)?(mtp|mtp_layers|score)\."
+)  # of other parts
 _OF_EXPERT = re.compile(r"(.*)\.(\d+)\.(gate|up|down)_proj\.weight")
 _PUBLISHED_EXPERT = re.compile(r"(.*)\.(\d+)\.(\w+)\.weight")
 
