@@ -25,6 +25,7 @@ keep in step with each other.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,13 +278,20 @@ def main() -> None:
         help="config.json of a model that isn't known here",
     )
     parser.add_argument(
+        "--more-blocks",
+        type=int,
+        default=0,
+        help="simulate a pool with as many blocks more than recorded",
+    )
+    parser.add_argument(
         "--evaluations", type=int, default=110, help="simulations that a fit may take"
     )
     parser.add_argument("--out", type=Path, help="a folder to write the profiles to")
     args = parser.parse_args()
     held = True
     for name in args.runs:
-        run = VLLMRun.load(args.traces / "vllm_measured", name, args.model_config)
+        recorded = VLLMRun.load(args.traces / "vllm_measured", name, args.model_config)
+        run = replace(recorded, num_blocks=recorded.num_blocks + args.more_blocks)
         known = args.step_time or (RUNS[name] if args.profiles else None)
         model = (
             LinearStepTime.model_validate(StepTimeProfile.load(known).step_time)

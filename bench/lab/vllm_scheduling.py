@@ -10,7 +10,7 @@ request has (`scheduler_reserve_full_isl`).
 
 from __future__ import annotations
 
-from bench.lab.policies import registry_with
+from bench.lab.policies import component, registry_with
 from dovetail.api.scheduler import Scheduler, Step
 from dovetail.registry.registry import Registry
 
@@ -38,4 +38,4 @@ class VLLMScheduler(Scheduler):
 
 def registry() -> Registry:
     """Return the installed plugins, and this policy among them."""
-    return registry_with(NAME, "bench.lab.vllm_scheduling:VLLMScheduler")
+    return registry_with(component("scheduler", NAME, "bench.lab.vllm_scheduling:VLLMScheduler"))

@@ -6,8 +6,11 @@ to its last, took its decode steps and what came in between: prompts that were a
 Who was in the batch at each moment is known from the same file. So each request gives one equation:
 
     last - first = decode steps x (device at the rows and the context of the time + host a step + host a row x rows)
+                   + decode steps whose slots of the pool aren't neighbours x what copying takes
                    + prompts admitted meanwhile (device) + host an admission x admissions + host a
                      request x requests admitted
+
+Which decode steps these are is found by replaying the run's admissions and ends through the pool.
 
 Requests that ran when the server was full and those that ran alone at its end tell a row's share
 from a step's. Rows and context are means over steps, not over time: a moment counts as much as
@@ -17,6 +20,7 @@ decode steps fit into it, by single batches alone, and not at all while prompts 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.lab.vtc_pool import TokenPool
 from dovetail_lab.fitting import (
     Measurement,
     fit_piecewise,
@@ -125,12 +130,34 @@ def single_batches(path: Path) -> list[Measurement]:
     return found
 
 
-def fit_server(batches: Sequence[Measurement], runs: Sequence[ServedRun]) -> StepTimeProfile:
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The fitted server. `scattered_s`: see `vtc_pool.py`."""
+
+    profile: StepTimeProfile
+    scattered_s: float
+
+    def times(self, factor: float) -> Server:
+        """Return the same with the host's times, and that of copying, `factor` times as long."""
+        host = {name: factor * getattr(self.profile, name) for name in HOST}
+        return Server(self.profile.model_copy(update=host), factor * self.scattered_s)
+
+    @property
+    def weights(self) -> Floats:
+        """The coefficients of the equations [knots + 1 + host + 1]."""
+        model = PiecewiseStepTime.model_validate(self.profile.step_time)
+        host = [getattr(self.profile, name) for name in HOST]
+        return np.array(
+            [*(knot_s for _, knot_s in model.points), model.per_context_s, *host, self.scattered_s]
+        )
+
+
+def fit_server(batches: Sequence[Measurement], runs: Sequence[ServedRun]) -> Server:
     """Fit device and host together: non-negative least squares of relative errors, in which each
     run counts as much as all `batches`."""
     model = fit_piecewise(batches, KNOTS, terms=("per_context_s",))
     alone = np.stack(
-        [np.concatenate([_device(one.shapes), np.zeros(len(HOST))]) for one in batches]
+        [np.concatenate([_device(one.shapes), np.zeros(len(HOST) + 1)]) for one in batches]
     )
     rows = [alone]
     seconds = [np.array([one.seconds for one in batches])]
@@ -143,8 +170,8 @@ def fit_server(batches: Sequence[Measurement], runs: Sequence[ServedRun]) -> Ste
     weights = fitted_weights(np.concatenate(rows), np.concatenate(seconds), np.concatenate(shares))
     points = tuple(zip(KNOTS, weights[: len(KNOTS)], strict=True))
     model = PiecewiseStepTime(points=points, per_context_s=weights[len(KNOTS)])
-    host: dict[str, Any] = dict(zip(HOST, weights[len(KNOTS) + 1 :], strict=True))
-    return StepTimeProfile(
+    host: dict[str, Any] = dict(zip(HOST, weights[len(KNOTS) + 1 : -1], strict=True))
+    profile = StepTimeProfile(
         name="a10g-llama-2-7b",
         step_time=model.model_dump(mode="json"),
         error=float(np.abs(relative_errors(model, batches)).mean()),
@@ -157,19 +184,15 @@ def fit_server(batches: Sequence[Measurement], runs: Sequence[ServedRun]) -> Ste
         source="cost_profile.json and served runs of github.com/Ying1123/VTC-artifact, Apache-2.0",
         **host,
     )
+    return Server(profile, float(weights[-1]))
 
 
-def answers_off_by(profile: StepTimeProfile, run: ServedRun) -> float:
+def answers_off_by(server: Server, run: ServedRun) -> float:
     """Return the mean of |predicted - measured| / measured over the times from first to last token,
     by the equations that `fit_server` solves."""
-    model = PiecewiseStepTime.model_validate(profile.step_time)
+    model = PiecewiseStepTime.model_validate(server.profile.step_time)
     equations, seconds = _equations(run, model)
-    weights = (
-        [knot_s for _, knot_s in model.points]
-        + [model.per_context_s]
-        + [getattr(profile, name) for name in HOST]
-    )
-    return float(np.abs(equations @ np.array(weights) / seconds - 1.0).mean())
+    return float(np.abs(equations @ server.weights / seconds - 1.0).mean())
 
 
 def _device(shapes: Sequence[StepShape]) -> Floats:
@@ -181,7 +204,7 @@ def _device(shapes: Sequence[StepShape]) -> Floats:
 
 
 def _equations(run: ServedRun, device: PiecewiseStepTime) -> tuple[Floats, Floats]:
-    """Return the factors of all coefficients [answers, knots + 1 + host] and the seconds of each
+    """Return the factors of all coefficients [answers, knots + 1 + host + 1] and the seconds of each
     answer [answers]. What the steps of `device` take is a weight of moments only."""
     instants = np.arange(0.0, run.total_s + 2 * GRID_S, GRID_S)
     rows = np.zeros(len(instants))
@@ -202,9 +225,19 @@ def _equations(run: ServedRun, device: PiecewiseStepTime) -> tuple[Floats, Float
     until = np.cumsum(
         np.column_stack([decodes, rows, np.ones(len(instants))]) * share[:, None], axis=0
     )
+    begins, ends = (
+        until[np.minimum(np.searchsorted(instants, times), len(until) - 1), -1]
+        for times in zip(*((one.first_s, one.last_s) for one in run.requests), strict=True)
+    )
+    steps = np.array([one.output_tokens - 1 for one in run.requests])
+    long = steps >= FEWEST
+    # without the host a second has too many decode steps
+    begins *= np.median(steps[long] / (ends - begins)[long])
+    begins = begins.round().astype(np.int64)
+    scattered = _scattered(run.requests, begins.tolist())
     factors = []
     seconds = []
-    for one in run.requests:
+    for one, begin in zip(run.requests, begins.tolist(), strict=True):
         low, high = np.searchsorted(instants, (one.first_s, one.last_s))
         total = until[high - 1] - until[low]
         if one.output_tokens < FEWEST or total[-1] <= 0.0:
@@ -214,9 +247,35 @@ def _equations(run: ServedRun, device: PiecewiseStepTime) -> tuple[Floats, Float
         meanwhile = (admitted_s > one.first_s + TOGETHER_S) & (admitted_s <= one.last_s)
         device = steps * mean[:-1] + prompts[meanwhile].sum(axis=0)
         host = [steps, steps * mean[-1], int(meanwhile.sum()), int(requests[meanwhile].sum())]
-        factors.append(np.concatenate([device, host]))
+        copied = scattered[begin + steps] - scattered[begin]
+        factors.append(np.concatenate([device, host, [copied]]))
         seconds.append(one.last_s - one.first_s)
     return np.stack(factors), np.array(seconds)
+
+
+def _scattered(requests: Sequence[Served], begins: Sequence[int]) -> NDArray[np.int64]:
+    """Return how many of the decode steps before each were scattered [steps + 1], if requests are
+    admitted before decode step `begins`."""
+    pool = TokenPool(POOL_TOKENS)
+    ends = [begin + one.output_tokens - 1 for one, begin in zip(requests, begins, strict=True)]
+    admitted: dict[int, list[int]] = defaultdict(list)
+    ended: dict[int, list[int]] = defaultdict(list)
+    for row, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        admitted[begin].append(row)
+        ended[end].append(row)
+    rows: dict[int, None] = {}
+    scattered = np.zeros(max(ends) + 2, np.int64)
+    for step in range(max(ends) + 1):
+        for row in ended.get(step, ()):
+            pool.release(row)
+            rows.pop(row, None)
+        for row in admitted.get(step, ()):
+            pool.prefill(row, BEGINNING + requests[row].prompt_tokens)
+            if ends[row] > step:
+                rows[row] = None
+        if rows:
+            scattered[step] = not pool.decode(list(rows))
+    return np.concatenate([[0], np.cumsum(scattered)[:-1]])
 
 
 def _admissions(run: ServedRun) -> tuple[Floats, Floats, Floats]:

@@ -77,7 +77,7 @@ def test_the_hosts_own_times_follow_from_answers_of_a_server_that_was_full_and_i
     ]
     found = fit_server(as_computed, [full, idle])
     for rows, admitted in ((1, 0), (25, 0), (10, 1), (25, 4)):
-        assert found.planning_s(rows, admitted) == pytest.approx(
+        assert found.profile.planning_s(rows, admitted) == pytest.approx(
             known.planning_s(rows, admitted), rel=0.2, abs=2e-4
         )
     other = _served(

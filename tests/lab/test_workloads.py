@@ -25,6 +25,7 @@ from dovetail_lab.workloads.arrivals import (
     Poisson,
     Ramp,
 )
+from dovetail_lab.workloads.load import paper_workloads
 from tests.lab import trace_files
 from tests.lab.trace_files import written
 from tests.support import examples
@@ -379,3 +380,37 @@ def test_requests_counts_a_chat_of_several_turns_once_with_a_note() -> None:
     trace = load_workload("arrivals=poisson(1) requests=10 prompt=5 output=5 turns=3")
     assert len(trace) == 30
     assert "30 requests: each turn of 10 arrivals is one" in trace.notes
+
+
+def test_a_clients_prompts_begin_alike_after_the_system_prompt_and_those_of_others_dont() -> None:
+    trace = load_workload(
+        "arrivals=at_once requests=40 clients=3 system=10 client_prefix=uniform(20, 30) prompt=5 output=2"
+    )
+    prefixes = {request.client: request.spans for request in trace}
+    assert len({spans[1] for spans in prefixes.values()}) == 3
+    for request in trace:
+        system, own = request.spans
+        assert request.spans == prefixes[request.client]
+        assert request.prompt_tokens == system.tokens + own.tokens + 5
+
+
+def test_a_client_prefix_without_clients_is_rejected() -> None:
+    with pytest.raises(TraceError, match="client_prefix needs clients"):
+        load_workload("arrivals=at_once requests=4 client_prefix=9 prompt=5 output=2")
+
+
+def test_an_images_place_counts_what_the_prompt_begins_with() -> None:
+    trace = load_workload(
+        "arrivals=at_once requests=4 clients=2 system=7 client_prefix=9 prompt=5 output=2 image_share=1"
+    )
+    assert {image.start for request in trace for image in request.images} == {16}
+
+
+@pytest.mark.parametrize("name", paper_workloads())
+def test_workloads_of_papers_load_and_the_same_seed_gives_the_same_requests(name: str) -> None:
+    assert load_workload(f"paper:{name}").requests == load_workload(f"paper:{name}").requests
+
+
+def test_an_unknown_workload_of_a_paper_names_the_nearest() -> None:
+    with pytest.raises(TraceError, match="did you mean serial-burst"):
+        load_workload("paper:serial-brst")

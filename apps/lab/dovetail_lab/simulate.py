@@ -48,10 +48,10 @@ def replay(
     `LLMEngine`, `ConfigError` for a grammar or an image, and the error that ended the engine.
     """
     loaded = EngineConfig.load(config, **{**(overrides or {}), "seed": seed})
-    simulated = loaded.executor.name in SIMULATED
+    registry = registry or Registry.discover(loaded.plugins)
+    simulated = is_simulated(loaded, registry)
     if not simulated:
         _check_real(trace)
-    registry = registry or Registry.discover(loaded.plugins)
     config_in_full = loaded.in_full(registry)
     runnable = without_model(loaded, trace) if simulated else loaded
     clock = _TraceClock() if simulated else None
@@ -96,6 +96,13 @@ def replay(
             seeded=trace.seeded,
             window=trace.window,
         )
+
+
+def is_simulated(config: EngineConfig, registry: Registry) -> bool:
+    """Return True if the executor is `simulated`, or a plugin's subclass of it."""
+    return config.executor.name in SIMULATED or issubclass(
+        registry.resolve("executor", config.executor.name).load(), SimulatedExecutor
+    )
 
 
 def without_model(config: EngineConfig, trace: Trace) -> EngineConfig:

@@ -31,6 +31,7 @@ class _Chat(NamedTuple):
     arrival_time: float
     client: str | None
     adapter: str | None
+    shared: int  # tokens that the client's prompts begin with, after `system`
     prompts: list[int]  # new tokens
     outputs: list[int]
     pauses: list[float]  # before each turn but the first
@@ -136,6 +137,7 @@ def _chats(stream: Stream, name: str, seed: int) -> list[_Chat]:
         if stream.adapters is None
         else _drawn(stream.adapters, name or "adapter", _rng(seed, name, "adapters"), len(times))
     )
+    shared = _client_prefixes(stream, name, seed)
     objectives = (
         ("deadline", stream.deadline),
         ("ttft_deadline", stream.ttft_deadline),
@@ -151,6 +153,7 @@ def _chats(stream: Stream, name: str, seed: int) -> list[_Chat]:
             time,
             client,
             adapter,
+            shared.get(client, 0),
             prompts[end - count : end],
             outputs[end - count : end],
             pauses[end - count + 1 : end],
@@ -219,22 +222,40 @@ def _drawn(
     """Return the client, or adapter, of each of `count` arrivals."""
     shares = np.arange(1, clients.count + 1) ** -clients.skew
     chosen = rng.choice(clients.count, size=count, p=shares / shares.sum())
-    return [f"{name}-{index}" for index in chosen.tolist()]
+    return [_client(name, index) for index in chosen.tolist()]
+
+
+def _client(stream: str, index: int) -> str:
+    return f"{stream}-{index}"
+
+
+def _client_prefixes(stream: Stream, name: str, seed: int) -> dict[str | None, int]:
+    """Return the length of each client's prefix."""
+    if stream.client_prefix is None or stream.clients is None:
+        return {}
+    lengths = _tokens(
+        stream.client_prefix, "client_prefix", name, seed, min(stream.clients.count, MOST_ARRIVALS)
+    )
+    return {_client(name or "client", index): tokens for index, tokens in enumerate(lengths)}
 
 
 def _turns(chat: _Chat, stream: Stream, stream_name: str, seed: int) -> list[TraceRequest]:
-    """Return the requests of a chat. Each turn's prompt is the system prompt, the chat so far, and
-    new tokens, so answers must be text of the chat, too, and images of earlier turns come again."""
+    """Return the requests of a chat. Each turn's prompt is the system prompt, the client's prefix,
+    the chat so far, and new tokens, so answers must be text of the chat, too, and images of earlier
+    turns come again."""
     requests = []
+    before = stream.system + chat.shared
     said = 0
     images: tuple[TraceImage, ...] = ()
     time = chat.arrival_time
     for turn, (prompt, output) in enumerate(zip(chat.prompts, chat.outputs, strict=True)):
         time += chat.pauses[turn - 1] if turn else 0.0
         if (picture := chat.images[turn]) is not None:
-            images = (*images, TraceImage(stream.system + said, picture.rows, picture.digest))
+            images = (*images, TraceImage(before + said, picture.rows, picture.digest))
             prompt += picture.rows
         spans = [Span(stream_of("system", stream_name), 0, stream.system)] if stream.system else []
+        if chat.shared:
+            spans.append(Span(stream_of("client", stream_name, chat.client or ""), 0, chat.shared))
         if len(chat.prompts) > 1:
             spans.append(Span(stream_of("chat", chat.id), 0, said + prompt + output))
         request_id = f"{chat.id}/{turn}" if len(chat.prompts) > 1 else chat.id
@@ -244,7 +265,7 @@ def _turns(chat: _Chat, stream: Stream, stream_name: str, seed: int) -> list[Tra
             TraceRequest(
                 request_id,
                 round(time, 6),
-                stream.system + said + prompt,
+                before + said + prompt,
                 1 if pools else output,
                 client=chat.client,
                 priority=stream.priority,

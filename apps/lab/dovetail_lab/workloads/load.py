@@ -1,13 +1,15 @@
-"""`load_workload`: load a trace file of any known format, a YAML spec, or a spec, and apply
+"""`load_workload`: load a trace file of any known format, a YAML spec, a spec, or `paper:NAME`, and apply
 `WorkloadOptions`."""
 
 from __future__ import annotations
 
 import os
+from importlib.resources import files
 from pathlib import Path
 
 from dovetail.errors import MissingExtraError
 from dovetail_lab.calls import parse_call
+from dovetail_lab.nearest import suggest
 from dovetail_lab.predictors import parse_predictor, predict
 from dovetail_lab.traces import (
     CountTokens,
@@ -27,6 +29,7 @@ from dovetail_lab.workloads.arrivals import ARRIVALS
 from dovetail_lab.workloads.generate import generate, with_arrivals
 from dovetail_lab.workloads.spec import parse_spec, parse_yaml_spec
 
+PAPER = "paper:"
 UNCHANGED = WorkloadOptions()
 
 
@@ -55,7 +58,31 @@ def load_workload(text: str, options: WorkloadOptions = UNCHANGED) -> Trace:
     )
 
 
+def paper_workloads() -> list[str]:
+    """Return the names of the workloads that follow papers, for `paper:NAME`."""
+    return sorted(
+        Path(entry.name).stem
+        for entry in files("dovetail_lab").joinpath("workloads", "papers").iterdir()
+        if entry.name.endswith(".yaml")
+    )
+
+
+def _paper(name: str, seed: int) -> Trace:
+    known = paper_workloads()
+    if name not in known:
+        raise TraceError(f"{PAPER}{name}: unknown workload{suggest(name, known)}")
+    text = (
+        files("dovetail_lab")
+        .joinpath("workloads", "papers", f"{name}.yaml")
+        .read_text(encoding="utf-8")
+    )
+    source = f"{PAPER}{name}"
+    return generate(parse_yaml_spec(text, source), seed, name=name, source=source)
+
+
 def _load(text: str, options: WorkloadOptions) -> Trace:
+    if text.startswith(PAPER):
+        return _paper(text.removeprefix(PAPER), options.seed)
     if "=" in text and not os.path.exists(
         text
     ):  # `Path.exists` raises for a spec that is too long for a file's name

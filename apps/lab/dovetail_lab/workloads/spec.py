@@ -92,6 +92,11 @@ class Stream(Value):
     system: NonNegativeInt = Field(
         default=0, description="Length of a prompt prefix shared by all requests of the stream."
     )
+    client_prefix: Lengths | None = Field(
+        default=None,
+        description="Length of a prompt prefix, after `system`, shared by all requests of a client; "
+        "drawn once per client.",
+    )
     turns: Lengths = Field(default=Fixed(value=1), description="Turns of a chat.")
     think: Lengths = Field(
         default=Fixed(value=30),
@@ -161,6 +166,8 @@ class Stream(Value):
         has_none = self.prompt is None and self.output is None
         if not (has_both if self.lengths is None else has_none):
             raise ValueError("lengths are missing: prompt=… and output=…, or lengths=<a trace>")
+        if self.client_prefix is not None and self.clients is None:
+            raise ValueError("client_prefix needs clients=<a number>")
         return self
 
 
