@@ -1677,3 +1677,18 @@ class MarksWhatItHasRead(PlainAttention):
                 self._k[0] += 1
                 self._k[0].nan_to_num_()
             return out
+
+
+@mutant(caught_by="attention.fixed_shapes")
+class AddsInAnotherOrderInContiguousBlocks(PlainAttention):
+    """Reads contiguous blocks in place, where products add in another order."""
+
+    capabilities = replace(PLAIN, groups=True, fixed_shapes=True)
+
+    class layer(PlainLayer):  # noqa: N801
+        def attend(self, q: torch.Tensor) -> torch.Tensor:
+            out = super().attend(q)
+            pages = self.table()[0, :2]
+            if bool((pages.diff() == 1).all()):
+                out = torch.nextafter(out, torch.full_like(out, torch.inf))
+            return out

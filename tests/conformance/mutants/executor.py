@@ -376,6 +376,25 @@ class KnowsNoRules(_OnARealClock):
         )
 
 
+@mutant(caught_by="executor.deterministic")
+class ComputesDeterministicRowsLikeOthers(_OnARealClock):
+    def read(self, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, deterministic=False)
+
+
+@mutant(caught_by="executor.deterministic")
+class SamplesDeterministicRowsWithOthers(_OnARealClock):
+    """Their states have the same bits; their logits are computed with those of others."""
+
+    def submit(self, batch: Batch) -> Step:
+        parts = Step.parts_of_lines
+        Step.parts_of_lines = lambda step: [slice(0, len(step.lines.rows))]  # type: ignore[method-assign]
+        try:
+            return super().submit(batch)
+        finally:
+            Step.parts_of_lines = parts  # type: ignore[method-assign]
+
+
 @mutant(caught_by="executor.sampling")
 class KnowsNoPenalties(_OnARealClock):
     def read(self, sampling: RowSampling) -> RowSampling:

@@ -41,10 +41,6 @@ HIDDEN_TAILS = promised(
     "models/test_late_interaction.py::test_tokens_that_fill_a_query_are_not_seen"
 )
 M3 = promised("models/test_late_interaction.py::test_bge_m3_has_three_outputs")
-DETERMINISTIC = promised(
-    "e2e/test_deterministic.py::test_a_request_has_the_same_bits_in_any_engine",
-    "e2e/test_deterministic.py::test_company_changes_the_bits_of_other_requests",
-)
 
 CLAUSES: Marks = {
     "module": {"token ids stay": held("ids_stay"), "order of submission": held("order"), "*": TOLD},
@@ -135,7 +131,7 @@ CLAUSES: Marks = {
     "Capacity.draft_costs": DRAFT_COSTS,
     "Capacity.parts": FEATURES,
     "Capacity.prompt_rate": PROMPT_RATE,
-    "Capacity.not_deterministic": DETERMINISTIC,
+    "Capacity.not_deterministic": held("deterministic"),
     "Capacity": {
         "may be submitted": held("order", "capacity"),
         "it can use": held("shared_prefix"),

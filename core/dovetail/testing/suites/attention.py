@@ -18,7 +18,7 @@ from dovetail.api.attention import AttentionContext, Indexer, LayerSpec
 from dovetail.api.graphs import GraphSupport
 from dovetail.testing.checks import Untried, check, require
 from dovetail.testing.suites.attention_bench import Bench, Case, cases
-from dovetail.testing.suites.attention_indexed import AttentionIndexed
+from dovetail.testing.suites.attention_fixed_shapes import AttentionFixedShapes
 from dovetail.testing.suites.attention_judging import assert_as_defined, assert_close, assert_sees
 from dovetail.testing.suites.attention_small_cache import LONG
 from dovetail.testing.suites.repeatable import repeatable
@@ -27,7 +27,7 @@ LONGER = 4500  # tokens: more than a kernel processes in one part
 MANY_ROWS = 70
 
 
-class AttentionSuite(AttentionIndexed):
+class AttentionSuite(AttentionFixedShapes):
     """Suite of attention backends: computed values and declared capabilities."""
 
     @check("attention.values", since="1.0")

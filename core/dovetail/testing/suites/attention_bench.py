@@ -72,6 +72,7 @@ class Case:
     spans: tuple[tuple[tuple[int, int], ...], ...] = ()
     both_ways: tuple[bool, ...] = (False,)  # whether layers heed these; assigned to layers in turn
     indexers: tuple[Indexer | None, ...] = (None,)  # assigned to layers in turn
+    fixed_shapes: bool = False  # plan all steps with it
     seen: tuple[int, ...] = ()  # by row, `AttentionBatch.host_seen`; (): None
 
     def whole(self, most: int) -> Case:
@@ -247,10 +248,10 @@ class Bench:
     """A backend with memory for a case, with NaN in every slot, and the true K, V and q of the
     case's rows.
 
-    `relabel` maps logical to physical pages.
+    `relabel` maps logical to physical pages; None: they are in order.
     """
 
-    def __init__(self, make: MakeBackend, case: Case, *, relabel: int = 0) -> None:
+    def __init__(self, make: MakeBackend, case: Case, *, relabel: int | None = 0) -> None:
         self.case = case
         self.backend = make(
             AttentionContext(case.device, case.dtype, case.block_size, case.cache_dtype)
@@ -278,7 +279,10 @@ class Bench:
             )
         self.groups = case.groups
         self.waste_page = case.num_pages
-        self.tables = self._tables(np.random.default_rng(relabel).permutation(case.num_pages))
+        pages = np.arange(case.num_pages)
+        if relabel is not None:
+            pages = np.random.default_rng(relabel).permutation(case.num_pages)
+        self.tables = self._tables(pages)
         generator = torch.Generator().manual_seed(case.seed)
 
         def normal(lens: tuple[int, ...], heads: Callable[[LayerSpec], int]) -> Tensors:
@@ -413,6 +417,7 @@ class Bench:
             shared_prefix_blocks=shared,
             mixed_graph=self.case.mixed_graph,
             host_both_ways=both_ways,
+            fixed_shapes=self.case.fixed_shapes,
             host_seen=self._seen(rows),
         )
 

@@ -80,7 +80,7 @@ class AttentionSubject(Suite):
         }
         return Case(tuple(history) or (0,) * len(queries), tuple(queries), **(defaults | fields))
 
-    def bench(self, case: Case, relabel: int = 0) -> Bench:
+    def bench(self, case: Case, relabel: int | None = 0) -> Bench:
         """Make a bench. A backend without `groups` gets layers with the last one's window; one
         without `causal` gets whole rows, of at most `MOST_WHOLE` tokens."""
         if not self.claims.causal:

@@ -22,6 +22,7 @@ from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suites.executor_adapters import ExecutorAdapters
 from dovetail.testing.suites.executor_bench import Bench
 from dovetail.testing.suites.executor_blocks import ExecutorBlocks
+from dovetail.testing.suites.executor_deterministic import ExecutorDeterministic
 from dovetail.testing.suites.executor_draft_model import ExecutorDraftModel
 from dovetail.testing.suites.executor_drafts import ExecutorDrafts
 from dovetail.testing.suites.executor_late import ExecutorLate
@@ -65,6 +66,7 @@ class ExecutorSuite(
     ExecutorAdapters,
     ExecutorLogprobs,
     ExecutorProcessors,
+    ExecutorDeterministic,
     ExecutorDraftModel,
     ExecutorSettings,
     ExecutorTransfers,

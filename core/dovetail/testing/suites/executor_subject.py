@@ -32,6 +32,7 @@ SETTINGS: Mapping[str, Any] = {
     "kv_cache_memory": "8MiB",
 }
 LENGTHS = {"a": 11, "b": 2, "c": 37}  # of prompts: within a block, one step, over some blocks
+OBSERVED = ("workers", "shared_prefix", "drafts", "pooling", "transfers", "deterministic")
 MOST_DRAFTS = 3  # of executors whose steps have drafts
 MOST_STARTED = 6  # executors with processes of their own, which take seconds to start
 MOST_ADAPTERS = 2  # slots of executors whose rows have adapters
@@ -47,12 +48,12 @@ class ExecutorSubject(Suite):
     model: ClassVar[str] = "demo"
 
     def declares(self, capability: str) -> bool:
-        """Six are observed instead of declared: "workers"
-        (`start` starts processes), "transfers", and of `Capacity` "shared_prefix", "drafts",
-        "pooling" and "adapters"."""
+        """Seven are observed instead of declared: "workers" (`start` starts processes),
+        "transfers", and of `Capacity` "shared_prefix", "drafts", "pooling", "adapters" and
+        "deterministic"."""
         if capability == "adapters":
             return _adapts(type(self))  # type: ignore[arg-type]  # a class is hashable
-        if capability in ("workers", "shared_prefix", "drafts", "pooling", "transfers"):
+        if capability in OBSERVED:
             return capability in _seen(type(self))  # type: ignore[arg-type]  # a class is hashable
         return super().declares(capability)
 
@@ -186,6 +187,7 @@ def _seen(suite: type[ExecutorSubject]) -> frozenset[str]:
             "shared_prefix": capacity.shared_prefix,
             "drafts": capacity.max_lines > 0,
             "pooling": capacity.pooling is not None,
+            "deterministic": not capacity.not_deterministic,
         }
         # starting it took long, if it has processes: checks go on with it
         _shared.make_room(suite, MOST_STARTED if has["workers"] else 1)

@@ -1,0 +1,90 @@
+"""`ExecutorDeterministic`: checks of rows whose bits must not depend on their company."""
+
+from collections.abc import Mapping, Sequence
+
+from dovetail.testing.checks import check, fail, require
+from dovetail.testing.suites.executor_bench import Bench
+from dovetail.testing.suites.executor_subject import LENGTHS, ExecutorSubject
+
+LENGTH = LENGTHS["c"]  # of the prompt
+STEPS = 5  # decodes
+MARK = "mark"  # name of the request
+
+
+class ExecutorDeterministic(ExecutorSubject):
+    """Rows with `RowSampling.deterministic`, of executors that offer it."""
+
+    @check("executor.deterministic", since="1.1", capability="deterministic")
+    def test_deterministic_rows_have_the_same_bits(self) -> None:
+        """If `Capacity.not_deterministic` is empty, the token ids and log-probabilities of a row
+        with `RowSampling.deterministic` have the same bits alone, beside other rows, in chunks, after
+        a prefix that another such row computed, and when it is computed again."""
+        alone = self._bits_of([{MARK: LENGTH}, *[{MARK: 1}] * STEPS])
+        beside = [{"b": LENGTHS["b"], MARK: LENGTH, "a": LENGTHS["a"]}]
+        self._require_bits(
+            "beside other rows", alone, [*beside, *[{"a": 1, MARK: 1, "b": 1}] * STEPS]
+        )
+        chunks = [{MARK: 5}, {"b": LENGTHS["b"], MARK: 30}, {MARK: LENGTH - 35, "b": 1}]
+        self._require_bits("in chunks", alone, [*chunks, *[{"b": 1, MARK: 1}] * STEPS])
+        with self._shared_bench() as bench:
+            first = bench.add("first", _marked(bench), deterministic=True, logprobs=3)
+            bench.prefill("first")
+            shared = LENGTH // bench.block_size
+            own = bench.take_blocks(len(first.blocks) - shared)
+            computed = shared * bench.block_size
+            bench.add(
+                MARK,
+                _marked(bench),
+                computed=computed,
+                blocks=[*first.blocks[:shared], *own],
+                deterministic=True,
+                logprobs=3,
+            )
+            found = _run(bench, [{MARK: LENGTH - computed}, *[{MARK: 1}] * STEPS])
+        _compare("after a prefix of another row", alone, found)
+        with self._shared_bench() as bench:
+            known = [*_marked(bench), *[token for token, _ in alone[:3]]]
+            bench.add(MARK, known, prompt_len=LENGTH, deterministic=True, logprobs=3)
+            found = _run(bench, [{MARK: len(known)}, *[{MARK: 1}] * (STEPS - 3)])
+        _compare("computed again", alone[3:], found)
+
+    def _require_bits(
+        self, what: str, alone: list[tuple[int, bytes]], steps: Sequence[Mapping[str, int]]
+    ) -> None:
+        _compare(what, alone, self._bits_of(steps))
+
+    def _bits_of(self, steps: Sequence[Mapping[str, int]]) -> list[tuple[int, bytes]]:
+        """Return the ids and log-probabilities of the request in these steps."""
+        with self._shared_bench() as bench:
+            self._add(bench, *sorted({name for step in steps for name in step} - {MARK}))
+            bench.add(MARK, _marked(bench), deterministic=True, logprobs=3)
+            return _run(bench, steps)
+
+
+def _marked(bench: Bench) -> list[int]:
+    return bench.prompt(LENGTH, variant=5)
+
+
+def _compare(what: str, alone: list[tuple[int, bytes]], found: list[tuple[int, bytes]]) -> None:
+    for index, (wanted, got) in enumerate(zip(alone, found, strict=True)):
+        require(
+            got == wanted,
+            f"output token {index} of a deterministic row, {what}: it is {got[0]}, alone "
+            f"{wanted[0]}, and its log-probabilities have other bits",
+        )
+
+
+def _run(bench: Bench, steps: Sequence[Mapping[str, int]]) -> list[tuple[int, bytes]]:
+    found = []
+    for step in steps:
+        before = {name: len(bench.tokens[name]) for name in step}
+        result = bench.run(step)
+        sampled = [name for name in step if len(bench.tokens[name]) > before[name]]
+        if MARK not in sampled:
+            continue
+        if result.logprobs is None:
+            fail("a row asks for logprobs, and Result.logprobs is None")
+        line = sampled.index(MARK)
+        numbers = result.logprobs.logprobs[line, :4].tobytes()
+        found.append((bench.tokens[MARK][-1], numbers))
+    return found
