@@ -6,7 +6,6 @@ simulated executor accounts for loads, and for steps with adapters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,9 +20,6 @@ from dovetail_lab.step_time import Seconds
 
 if TYPE_CHECKING:
     from dovetail.serving import Finish
-
-# what adapters of a simulation may change: nothing reads it
-MODULES: Mapping[str, tuple[int, int]] = {"simulated": (1, 1)}
 
 
 class AdapterCosts(BaseModel):
@@ -74,8 +70,8 @@ class SimulatedAdapters:
 
     @staticmethod
     def capacity(slots: int, max_rank: int) -> AdapterCapacity | None:
-        """Return `Capacity.adapters`; None without slots."""
-        return AdapterCapacity(slots, max_rank, MODULES) if slots else None
+        """Return `Capacity.adapters`, which change no module; None without slots."""
+        return AdapterCapacity(slots, max_rank, {}) if slots else None
 
     def get(self, request: LoRARequest) -> SimulatedAdapter:
         """Return the adapter of a request that arrives at `arrival`."""

@@ -50,7 +50,10 @@ class ExecutorSubject(Suite):
     def declares(self, capability: str) -> bool:
         """Seven are observed instead of declared: "workers" (`start` starts processes),
         "transfers", and of `Capacity` "shared_prefix", "drafts", "pooling", "adapters" and
-        "deterministic"."""
+        "deterministic". What adapters that change no module compute, and what is pooled on a
+        virtual clock, isn't judged."""
+        if capability == "pooling" and self.capabilities.virtual_clock:
+            return False
         if capability == "adapters":
             return _adapts(type(self))  # type: ignore[arg-type]  # a class is hashable
         if capability in OBSERVED:
@@ -198,9 +201,11 @@ def _seen(suite: type[ExecutorSubject]) -> frozenset[str]:
 
 @cache
 def _adapts(suite: type[ExecutorSubject]) -> bool:
-    """Return True if the executor has slots for adapters when asked for some."""
+    """Return True if the executor has slots for adapters, which change something, when asked for
+    some."""
     with suppress(UnsupportedError), suite()._shared_bench(max_adapters=MOST_ADAPTERS) as bench:
-        return bench.capacity.adapters is not None
+        adapters = bench.capacity.adapters
+        return adapters is not None and bool(adapters.modules)
     return False
 
 
