@@ -1,4 +1,4 @@
-"""What deterministic requests cost: the same requests with and without the promise, in turn.
+"""What deterministic requests cost, beside the same without the promise.
 
     python -m bench.determinism [MODEL] [--requests 12] [--tokens 24] [--dtype float32]
 

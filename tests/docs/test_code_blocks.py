@@ -57,6 +57,7 @@ SLOW = {  # pages whose blocks take more than the budget of a quick test, and wh
     "docs/lab/sessions.md": SIMULATES,
     "docs/lab/speculation.md": SIMULATES,
     "docs/plugins/conformance.md": SUITE,
+    "docs/determinism.md": "computes a deterministic request, in forwards of 32 tokens each",
     "docs/plugins/drafter.md": SUITE,
     "docs/plugins/executor.md": SUITE,
     "docs/plugins/kv_cache.md": SUITE,

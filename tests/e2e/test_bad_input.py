@@ -217,6 +217,7 @@ ALLOWED = {
     "stop_token_ids": "a list of token ids >= 0",
     "include_stop_str_in_output": "true or false",
     "ignore_eos": "true or false",
+    "deterministic": "true or false",
     "repetition_penalty": "a finite number >= 0.01 and <= 100 or None",
     "presence_penalty": "a finite number >= -2 and <= 2",
     "frequency_penalty": "a finite number >= -2 and <= 2",

@@ -11,19 +11,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dovetail import LLM, EngineArgs, LLMEngine, LoRARequest, RequestOutput, SamplingParams
+from dovetail import LLM, EngineArgs, LoRARequest, RequestOutput, SamplingParams
 from dovetail.api.executor import AdapterCapacity
 from dovetail.config.engine import EngineConfig
 from dovetail.errors import ConfigError, RequestError, UnsupportedError
 from dovetail.front.adapters import AdapterStore
 from dovetail.front.lora_files import WEIGHTS, AdapterFiles, read_adapter
 from dovetail.front.vllm_args import translated
-from dovetail.testing.fake_executor import ADAPTED, expected_tokens
+from dovetail.testing.fake_executor import ADAPTED, FakeExecutor, expected_tokens
 from tests.adapters import config_of, install_fake, write_adapter
 from tests.registry.fakes import Site
 
@@ -241,9 +242,13 @@ def test_wrong_fields_are_named(fields: tuple[Any, ...]) -> None:
         LoRARequest(*fields)
 
 
-def test_an_executor_without_adapters_is_refused(fake: None) -> None:
+def test_an_executor_without_adapters_is_refused(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = FakeExecutor.start
+    monkeypatch.setattr(FakeExecutor, "start", lambda self: replace(start(self), adapters=None))
     with pytest.raises(UnsupportedError, match="can't use LoRA adapters"):
-        LLMEngine.from_config("demo", executor={"name": "simulated"}, adapters={})
+        make()
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,9 @@ class ModelSuite(Suite):
 
     @cached_property
     def served(self) -> tuple[str, ...]:
-        """Architectures to test: those without a head for labels, which the executor computes.
-        Raises `CheckFailed` if none is known."""
+        """Architectures to test: those without a head for labels, which the executor computes, and
+        none that transformers hasn't beside others that it has. Raises `CheckFailed` if none is
+        known."""
         if self.architectures or isinstance(self.component, str):
             found = self.architectures or self.resolved.spec.architectures
         else:
@@ -76,7 +77,8 @@ class ModelSuite(Suite):
             "no architectures are declared: name them in the ComponentSpec, or set `architectures` "
             "on the suite",
         )
-        return tuple(name for name in found if not configs.has_label_head(name)) or found
+        found = tuple(name for name in found if not configs.has_label_head(name)) or found
+        return tuple(filter(configs.is_of_transformers, found)) or found
 
     def declares(self, capability: str) -> bool:
         """`causal` is declared by a first architecture whose layers are; it generates, and has a

@@ -201,6 +201,13 @@ def config_class(architecture: str) -> type[Any]:
     return cls
 
 
+def is_of_transformers(architecture: str) -> bool:
+    """Return True if transformers has a class of this name."""
+    import transformers
+
+    return hasattr(transformers, architecture)
+
+
 def encodes(architecture: str) -> bool:
     """Return True for transformers' name of a model without a head over the vocabulary."""
     return architecture.endswith("Model") and not architecture.endswith("HeadModel")
