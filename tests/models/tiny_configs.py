@@ -57,6 +57,7 @@ THREE: dict[str, Any] = {"num_hidden_layers": 3}
 # instead of these sizes; and kinds of layers, where the default config lacks some that checkpoints
 # have
 OF_TYPES: dict[str, dict[str, Any]] = {
+    "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
         "num_hidden_layers": 8,
         "layer_types": ["sliding_attention", "full_attention"] * 4,

@@ -238,9 +238,10 @@ class KVPool:
         [n, page_bytes], both as of `_in_words`."""
         start = 0
         for memory in self._in_words():
-            slots, _, size = memory.shape
-            parts = data.view(memory.dtype)[:, start : start + slots * size]
-            yield memory.transpose(0, 1), parts.view(len(data), slots, size)
+            slots, _, count = memory.shape
+            size = count * memory.itemsize
+            part = data[:, start : start + slots * size].view(len(data), slots, size)
+            yield memory.transpose(0, 1), part.view(memory.dtype)
             start += slots * size
 
     def _in_words(self) -> list[torch.Tensor]:
