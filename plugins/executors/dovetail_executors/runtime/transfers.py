@@ -270,20 +270,31 @@ class PageCopies:
         return torch.stack(((words * multipliers[begin : begin + len(words)]).sum(), words.sum()))
 
 
-def name_of_bytes(attention: str, planned: PlannedLayout, ranks: int, scales: str) -> str:
-    """Return the name of all that decides what the bytes of a page mean: versions of Dovetail and
-    of the `attention` backend (a qualified name), the places of layers, and `scales`."""
+def name_of_bytes(
+    attention: str, planned: PlannedLayout, ranks: int, scales: str, device: torch.device
+) -> str:
+    """Return the name of all that decides the bytes of a page and what they mean: versions of
+    Dovetail, torch and the `attention` backend (a qualified name), the kind of `device`, the places
+    of layers, and `scales`."""
     layout = repr((planned.places, planned.slot_bytes, planned.states, planned.layout))
     distribution = attention.partition(":")[0]
     return ", ".join(
         (
             f"{DISTRIBUTION} {_version(DISTRIBUTION)}",
             f"{attention} {_version(distribution)}".rstrip(),
+            f"torch {torch.__version__} on {_kind_of(device)}",
             f"layout {sha256(layout.encode()).hexdigest()[:16]}",
             f"ranks {ranks}",
             f"scales {scales}",
         )
     )
+
+
+def _kind_of(device: torch.device) -> str:
+    """Return what decides the order of additions on a device."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
 def _version(distribution: str) -> str:

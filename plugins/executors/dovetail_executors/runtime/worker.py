@@ -350,8 +350,8 @@ class Worker:
     def name_of_bytes(self) -> str:
         """Return the name of what decides the meaning of a page's bytes: `KVTransfers.name`."""
         scales = "none" if self._scales is None else self._scales.name
-        planned = self._running().pool.planned
-        return name_of_bytes(self._attention, planned, self.group.size, scales)
+        pool = self._running().pool
+        return name_of_bytes(self._attention, pool.planned, self.group.size, scales, pool.device)
 
     def stop(self) -> None:
         """Release all resources.
