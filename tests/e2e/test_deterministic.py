@@ -163,6 +163,9 @@ def test_an_engine_that_cannot_promise_it_says_why(worlds: World_of) -> None:
     small = {"max_num_batched_tokens": 16, "max_num_seqs": 2}
     with world.start(**small) as engine, pytest.raises(RequestError, match="at least 32"):
         engine.add_request("a", [3, 4], SamplingParams(deterministic=True))
+    fp8 = {"kv_cache_dtype": "fp8", "kv_cache_scales": "calibrate"}
+    with world.start(**fp8) as engine, pytest.raises(RequestError, match="calibrate fits"):
+        engine.add_request("a", [3, 4], SamplingParams(deterministic=True))
     with pytest.raises(DovetailError, match="max_num_batched_tokens is 16"):
         world.start(deterministic="always", **small)
 

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from dovetail.errors import UnsupportedError
-from dovetail_models.transformers_attention import attention, bind, specs_of, trace
+from dovetail.nn.fixed_shapes import fixed_shapes
+from dovetail_models.transformers_attention import attention, bind, experts, specs_of, trace
 from tests.models.oracle import DenseAttention
+from tests.models.tiny_configs import tiny
 
 HANDLED = {
     *("sliding_window", "s_aux", "softcap", "is_causal", "scaling"),  # layers have them
@@ -120,3 +123,20 @@ def test_an_argument_that_changes_after_the_trace_is_refused_when_it_does(
     attention(model, q, q, q, None)
     with pytest.raises(UnsupportedError, match=name):
         attention(model, q, q, q, **{"attention_mask": None, name: later})
+
+
+def test_experts_with_fixed_shapes_compute_a_token_alike_whatever_others_choose() -> None:
+    config = tiny("mixtral")
+    torch.manual_seed(0)
+    module = MixtralExperts(config)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(32, config.hidden_size)
+    ids = torch.randint(0, 4, (32, 2))
+    others = torch.cat((ids[:1], torch.randint(0, 4, (31, 2))))
+    shares = torch.rand(32, 2)
+    with torch.inference_mode(), fixed_shapes():
+        first, second = experts(module, x, ids, shares), experts(module, x, others, shares)
+    assert torch.equal(first[0], second[0])
+    with torch.inference_mode():
+        assert torch.allclose(experts(module, x, ids, shares), first, atol=1e-5)

@@ -15,11 +15,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.integrations.moe import (
+    ALL_EXPERTS_FUNCTIONS,
+    batched_mm_experts_forward,
+    grouped_mm_experts_forward,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.errors import UnsupportedError
+from dovetail.nn.fixed_shapes import shapes_are_fixed
 
 # name of our functions in transformers' registries of attention and experts implementations
 NAME = "dovetail"
@@ -222,10 +227,11 @@ def experts(
     module: nn.Module, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Experts function for transformers: grouped products without synchronization, and no products
-    while a model is traced."""
+    while a model is traced; with `fixed_shapes` a product for each token and expert."""
     if hidden.device.type == "meta":
         return torch.empty_like(hidden)
-    result: torch.Tensor = grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
+    forward = batched_mm_experts_forward if shapes_are_fixed() else grouped_mm_experts_forward
+    result: torch.Tensor = forward(module, hidden, top_k_index, top_k_weights)
     return result
 
 

@@ -91,16 +91,25 @@ def wanted_in(slab: Slab, tokens: Int64) -> tuple[Int64, Int64]:
 
 
 def why_not(
-    ranks: int, max_tokens: int, attention: str, *, recurrent: bool, fixed_shapes: bool
+    ranks: int,
+    max_tokens: int,
+    attention: str,
+    *,
+    recurrent: bool,
+    fixed_shapes: bool,
+    calibrates: bool,
 ) -> str:
     """Return why rows of an engine can't be deterministic: see `Capacity.not_deterministic`.
-    `max_tokens`: of a step. `fixed_shapes`: the capability of the attention backend."""
+    `max_tokens`: of a step. `fixed_shapes`: the capability of the attention backend. `calibrates`:
+    the first step's prompts determine the scales of K and V."""
     if recurrent:
         return "recurrent layers add up a chunk of tokens in another order than single ones"
     if ranks > 2:
         return f"it runs on {ranks} ranks, whose sums have no fixed order; at most 2 are supported"
     if max_tokens < SLAB:
         return f"max_num_batched_tokens is {max_tokens}, and must be at least {SLAB}"
+    if calibrates:
+        return "kv_cache_scales: calibrate fits the scales of K and V to the first prompts"
     if not fixed_shapes:
         return f"attention backend {attention} doesn't offer it (its capability `fixed_shapes`)"
     return ""

@@ -240,6 +240,8 @@ class Worker:
                 attention,
                 recurrent=layout.recurrent,
                 fixed_shapes=loaded.backend.capabilities.fixed_shapes,
+                calibrates=self._scales is not None
+                and self.context.config.kv_cache_scales == "calibrate",
             ),
             details=details,
         )
