@@ -1,4 +1,4 @@
-"""What deterministic requests cost, beside the same without the promise.
+"""Measures the speed of deterministic requests, and of the same ones without the promise.
 
     python -m bench.determinism [MODEL] [--requests 12] [--tokens 24] [--dtype float32]
 

@@ -19,8 +19,8 @@ NAME = "s-lora"
 
 
 class ArtifactCounters(Counters):
-    """The counters of VTC's artifact. If no client waits, a client that joins is lifted to nobody.
-    Tokens are charged when a decode step begins, so the first of an answer, which a prefill yields,
+    """The counters of VTC's artifact. If no other client waits, the counter of a client that joins
+    stays as it is. Tokens are charged when a decode step begins, so the first of an answer, which a prefill yields,
     is free. `twice`: where a request ends, all rows of the step are charged once more, as in the
     version of June 2024 (`_handle_finish_req` calls `update_counter`, which the step has called
     before)."""

@@ -269,11 +269,11 @@ class Hostile(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Those of equal keys have equal contents."""
+        """Return a key; bodies with equal keys have equal contents."""
         return f"{self.name} for each {self.holes} x {self.hole}"
 
     def content(self, size: int) -> bytes:
-        """Return what goes in each hole; in all together, at most about so many bytes."""
+        """Return the content of each hole. The total is at most about `size` bytes."""
         size //= self.holes
         if self.hole == HOLE:
             return self.make(size)

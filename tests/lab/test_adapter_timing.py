@@ -1,4 +1,4 @@
-"""What calibration measures of adapters: files that engines accept, and differences of times."""
+"""Calibration measures adapters: it writes files that engines accept, and subtracts times."""
 
 from __future__ import annotations
 

@@ -512,8 +512,8 @@ def test_few_requests_are_looked_at_in_a_step_however_many_wait(
 
 
 def lines_of_a_step(monkeypatch: pytest.MonkeyPatch, waiting: int) -> int:
-    """Return the lines that opening a step executes while two prefixes are loaded for ever, and
-    `waiting` requests wait for each of them and as many for the end of either."""
+    """Return the number of lines executed to open a step while the loads of two prefixes hang, and
+    `waiting` requests wait for each prefix and as many for the end of either."""
     monkeypatch.setattr(Pace, "patience_s", lambda *_: 1e6)
     tiered = with_tier(HangingLoads)
     answer(tiered, Spec("other", OTHER), Spec("third", THIRD))

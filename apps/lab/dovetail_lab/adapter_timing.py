@@ -28,7 +28,7 @@ CONTEXT = 64
 
 
 class AdapterTimes(NamedTuple):
-    """What adapters cost, in seconds."""
+    """Times, in seconds, by which adapters prolong steps."""
 
     load_s: float
     step_s: float

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class AdapterCosts(BaseModel):
-    """What adapters cost."""
+    """Times, in seconds, by which adapters prolong a simulated step."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -58,7 +58,8 @@ class Expansion:
 
 @dataclass(frozen=True, slots=True)
 class LateInteraction:
-    """What the files say. Plain values, to be sent to another process."""
+    """Settings of a late-interaction model, read from its files. They are plain values, which can be
+    sent to another process."""
 
     # before a text: a token that is inserted, or if the tokenizer has none of this name, text
     prefixes: Mapping[Side, str] = field(default_factory=dict)

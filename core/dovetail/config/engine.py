@@ -240,7 +240,7 @@ class Pooling(BaseModel):
     similarity: (
         Literal["cosine", "dot", "euclidean", "manhattan", "maxsim", "meanmaxsim"] | None
     ) = None
-    """What `score` computes of the embeddings of two texts, of a model that doesn't score pairs:
+    """Function of two texts' embeddings that `score` computes if the model doesn't score pairs:
     `maxsim` compares a vector for each token (late interaction), and `meanmaxsim` divides it by the
     tokens of the query. null: the checkpoint's setting, or `cosine` without one."""
 

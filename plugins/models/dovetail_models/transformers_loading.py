@@ -58,8 +58,8 @@ class Rules:
 
 
 class Elsewhere(NamedTuple):
-    """What transformers doesn't load: its own parameters, and tensors of the checkpoint, by their
-    names."""
+    """Names of the parameters that Dovetail loads instead of transformers, and of their tensors in
+    the checkpoint."""
 
     parameters: frozenset[str] = frozenset()
     tensors: frozenset[str] = frozenset()

@@ -123,9 +123,9 @@ class AttentionSuite(AttentionFixedShapes):
 
     @check("attention.hidden_tails", since="1.1", capability="hidden_tails")
     def test_no_query_sees_the_end_of_its_row(self) -> None:
-        """With `AttentionBatch.host_seen` all queries of a row see its first tokens, as many as
-        that says, in layers without `LayerSpec.causal`, and none after these; a window hides some
-        of them as ever. The next step, without it, sees all again."""
+        """With `AttentionBatch.host_seen`, in layers without `LayerSpec.causal`, each query of a row
+        attends to the row's first `host_seen` tokens, within its window, and to no later ones. In
+        the next step, without `host_seen`, it attends to all tokens."""
         lens = (90, 3, 41, 70)
         seen = (60, 1, 41, 69)
         windows = (None, 50) if self.claims.window and self.claims.groups else (None,)
