@@ -1,4 +1,4 @@
-"""Measures the speed of deterministic requests, and of the same ones without the promise.
+"""Measures the speed of deterministic requests, and of requests as usual.
 
     python -m bench.determinism [MODEL] [--requests 12] [--tokens 24] [--dtype float32]
 
