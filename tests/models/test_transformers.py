@@ -57,6 +57,7 @@ def test_the_readme_counts_the_types_of_the_table() -> None:
     assert said in README.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow("imports the configurations of all types")
 def test_the_page_and_the_readme_say_how_architectures_of_vllm_are_served() -> None:
     assert architectures(ROWS) in PAGE.read_text(encoding="utf-8")
     found = by_architecture(ROWS)
