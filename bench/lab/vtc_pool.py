@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from dovetail.api.executor import Batch, ExecutorContext
-from dovetail_lab.simulated import SimulatedExecutor, SimulatedOptions
+from dovetail_lab.simulated import SimulatedExecutor
+from dovetail_lab.simulated_options import SimulatedOptions
 
 
 class TokenPool:

@@ -16,7 +16,8 @@ import pytest
 from dovetail import LLMEngine
 from dovetail.api.clock import VirtualClock
 from dovetail.api.executor import Batch, ExecutorContext, Result
-from dovetail_lab.simulated import SimulatedExecutor, SimulatedOptions
+from dovetail_lab.simulated import SimulatedExecutor
+from dovetail_lab.simulated_options import SimulatedOptions
 from dovetail_lab.step_time import StepShape
 
 LAYERS = 28

@@ -29,7 +29,8 @@ def feeder(made: list[float], simulated: bool) -> Feeder:
         config=SimpleNamespace(limits=SimpleNamespace(max_waiting=None)),
         add_request=lambda *args, arrival_time, **rest: made.append(arrival_time),
     )
-    executor: Any = SimpleNamespace(expect=lambda *args: None) if simulated else None
+    rows = SimpleNamespace(expect=lambda *args: None)
+    executor: Any = SimpleNamespace(rows=rows) if simulated else None
     return Feeder(
         engine,
         executor,

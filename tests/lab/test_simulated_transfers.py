@@ -11,7 +11,8 @@ from dovetail.api.clock import VirtualClock
 from dovetail.api.kv_transfers import Transfer
 from dovetail.errors import ConfigError
 from dovetail.testing.suites.executor_subject import context_of
-from dovetail_lab.simulated import SimulatedExecutor, SimulatedOptions
+from dovetail_lab.simulated import SimulatedExecutor
+from dovetail_lab.simulated_options import SimulatedOptions
 from tests.lab.runs import LINEAR
 
 LLAMA = {

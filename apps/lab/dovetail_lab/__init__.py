@@ -13,7 +13,7 @@ def dovetail_components() -> list[ComponentSpec]:
             name="simulated",
             target="dovetail_lab.simulated:SimulatedExecutor",
             api="1.0",
-            options="dovetail_lab.simulated:SimulatedOptions",
+            options="dovetail_lab.simulated_options:SimulatedOptions",
             summary="Simulation: a step-time model advances a virtual clock, without a model",
         ),
         ComponentSpec(

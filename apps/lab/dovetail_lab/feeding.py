@@ -126,7 +126,7 @@ class Feeder:
         seen = self._front_end.accept(request.id, arrival, request.prompt_tokens)
         capacity = self._engine.capacity
         if self._simulated is not None:
-            self._simulated.expect(
+            self._simulated.rows.expect(
                 request.id, _answer(request, capacity.vocab_size), request.acceptance
             )
             self._rules.constraints = (
@@ -150,7 +150,7 @@ class Feeder:
             )
         except RequestError as error:
             if self._simulated is not None:
-                self._simulated.forget(request.id)
+                self._simulated.rows.forget(request.id)
             self._refused(request, str(error))
             self._front_end.arrival(request.id, seen)
             self._abandon(request.id, request.arrival_time)
@@ -206,7 +206,7 @@ class Feeder:
         for request_id in ids:
             self._sent.pop(request_id, None)
             if self._simulated is not None:
-                self._simulated.forget(request_id)
+                self._simulated.rows.forget(request_id)
         if self._followers:
             self._release(delivery)
 

@@ -22,7 +22,7 @@ from dovetail_lab.records import RunResult
 from dovetail_lab.replicas import replay_replicas
 from dovetail_lab.routers import Routing, parse_router
 from dovetail_lab.simulate import replay
-from dovetail_lab.simulated import SimulatedOptions
+from dovetail_lab.simulated_options import SimulatedOptions
 from dovetail_lab.step_profile import StepTimeProfile
 from dovetail_lab.traces import Trace
 from dovetail_lab.workload_options import WorkloadOptions

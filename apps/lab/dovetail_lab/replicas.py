@@ -172,9 +172,9 @@ class _Replica:
                 f"{type(engine.core.executor).__name__}"
             )
         self.core, self._clock, self.device = engine.core, clock, engine.core.executor
-        self.core.plan_timing.plans_late = self.device.plans_late
+        self.core.plan_timing.plans_late = self.device.host.plans_late
         self._vocab_size = engine.capacity.vocab_size
-        front_end = self.device.front_end
+        front_end = self.device.host.front_end
         self._recorder = Recorder(engine.core, trace, 0.0, front_end)
         nothing = replace(trace, requests=())  # requests are added one by one
         self.completions: list[Completion] = []  # not yet passed to the router

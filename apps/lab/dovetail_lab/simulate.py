@@ -63,7 +63,7 @@ def replay(
     adapter_of = None if executor is None else executor.adapters.get
     with LLMEngine(assembly, constraints_of=rules, adapter_of=adapter_of) as engine:
         start = 0.0 if simulated else engine.now() + LEAD_S
-        front_end = None if executor is None else executor.front_end
+        front_end = None if executor is None else executor.host.front_end
         recorder = Recorder(engine.core, trace, start, front_end)
         feeder = Feeder(engine, executor, trace, start, recorder.refused, rules, front_end)
         if clock is not None:
@@ -183,7 +183,7 @@ def _run(
 ) -> None:
     """Run the trace to its end."""
     if executor is not None:
-        core.plan_timing.plans_late = executor.plans_late
+        core.plan_timing.plans_late = executor.host.plans_late
 
     def take(delivery: Delivery) -> None:
         recorder.take(delivery)
@@ -242,26 +242,26 @@ def measured_otherwise(executor: SimulatedExecutor, core: EngineCore) -> Iterato
         yield f"step times {profile.name} were measured with overlap {measured}, and are used here with overlap {simulated}"
 
 
-def device_notes(devices: Sequence[SimulatedExecutor]) -> Iterator[str]:
+def device_notes(executors: Sequence[SimulatedExecutor]) -> Iterator[str]:
     """Yield notes on what the devices did besides generating tokens, and on times that are
     missing."""
-    yield from _encoding_notes(devices)
-    for device in devices[:1]:
-        yield from device.host_notes()
-    loads = sum(device.adapters.loads for device in devices)
+    yield from _encoding_notes(executors)
+    for executor in executors[:1]:
+        yield from executor.host.notes(executor.device)
+    loads = sum(executor.adapters.loads for executor in executors)
     if loads:
-        seconds = sum(device.adapters.seconds for device in devices)
+        seconds = sum(executor.adapters.seconds for executor in executors)
         yield f"adapters loaded to slots: {loads:,}; adapters prolonged steps by {seconds:.3f} s"
 
 
-def _encoding_notes(devices: Sequence[SimulatedExecutor]) -> Iterator[str]:
+def _encoding_notes(executors: Sequence[SimulatedExecutor]) -> Iterator[str]:
     """Yield a note on the images that the devices have encoded, if any."""
     images = rows = 0
     seconds = 0.0
-    for device in devices:
-        images += device.encoded_images
-        rows += device.encoded_rows
-        seconds += device.encoding_s
+    for executor in executors:
+        images += executor.device.encoded_images
+        rows += executor.device.encoded_rows
+        seconds += executor.device.encoding_s
     if images:
         yield f"images encoded: {images:,}, with {rows:,} rows, in {seconds:.3f} s of steps"
 
