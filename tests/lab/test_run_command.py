@@ -11,6 +11,7 @@ from dovetail_lab.records import RunResult
 from dovetail_schedulers.priority import PriorityOptions
 from tests.lab import trace_files
 from tests.lab.commands import lab, write_engine
+from tests.registry.fakes import Site, components
 
 DEMO_TOKENIZER = files("dovetail_models") / "demo" / "tokenizer.json"
 WORKLOAD = "requests=12 arrivals=poisson(8) prompt=uniform(20, 200) output=fixed(10)"
@@ -132,6 +133,50 @@ def test_an_engine_for_a_gpu_is_simulated_with_the_step_times_that_are_named(
     )
     assert "step times a10g-llama-2-7b: off by 3.0%" in output
     assert RunResult.load(tmp_path / "run.json").settings["config"]["model"] == "some/Model-8B"
+
+
+DRIFTING = """
+from pydantic import Field
+from dovetail_lab.simulated import SimulatedExecutor
+from dovetail_lab.simulated_options import SimulatedOptions
+
+class Options(SimulatedOptions, frozen=True):
+    drift: float = Field(0.0, description="Nothing.")
+
+class Drifting(SimulatedExecutor):
+    options: Options
+"""
+
+
+@pytest.fixture
+def drifting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of an engine whose executor is a plugin's, which simulates a device, too."""
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = (
+        'kind="executor", name="drifting", target="drifting_device:Drifting", '
+        'options="drifting_device:Options"'
+    )
+    modules = {"drifting_plugin": components(spec), "drifting_device": DRIFTING}
+    Site(tmp_path).install("dovetail-drifting", modules=modules)
+    path = write_engine(tmp_path / "drifting.yaml")
+    path.write_text(path.read_text().replace("name: simulated", "name: drifting, drift: 0.5"))
+    return path
+
+
+def test_step_times_are_given_to_any_executor_that_simulates_a_device(
+    drifting: Path, tmp_path: Path
+) -> None:
+    lab("run", drifting, "--trace", WORKLOAD, "--step-time", "a10g-llama-2-7b", "--out", tmp_path)
+    config = RunResult.load(tmp_path / "run.json").settings["config"]
+    assert config["executor"]["name"] == "dovetail-drifting:drifting"
+    assert config["executor"]["step_time"] == "a10g-llama-2-7b"
+    assert config["executor"]["drift"] == 0.5
+
+
+def test_no_executor_that_simulates_a_device_is_real(drifting: Path, tmp_path: Path) -> None:
+    assert "--real" in lab("run", drifting, "--trace", WORKLOAD, "--real", fails=True)
+    said = lab("calibrate", drifting, "--out", tmp_path / "times.json", fails=True)
+    assert "the executor drifting simulates a device and can't be calibrated" in said
 
 
 @pytest.mark.parametrize(

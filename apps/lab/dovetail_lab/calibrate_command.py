@@ -36,12 +36,13 @@ def calibrate(
     """Measure the step times of this machine's engine for simulations."""
     if out.suffix != ".json":
         raise ConfigError(f"--out: expected a .json file, got {out}")
-    from dovetail_lab.simulate import SIMULATED
+    from dovetail_lab.simulate import is_simulated
 
-    if EngineConfig.load(engine).executor.name in SIMULATED:
+    own = EngineConfig.load(engine)
+    if is_simulated(own):
         raise ConfigError(
-            f"{engine}: the executor simulated can't be calibrated: choose a real one, such as "
-            f"local"
+            f"{engine}: the executor {own.executor.label} simulates a device and can't be "
+            f"calibrated: choose a real one, such as local"
         )
     config = open_engine(engine, settings, real=True)
     make_folder(out.parent)

@@ -178,13 +178,13 @@ def open_engine(
     real: bool = False,
     origin: str = "--set",
 ) -> EngineConfig:
-    """Return the engine's config with `--set`s applied, and the simulated executor unless the
-    config names it already, or `real` is set.
+    """Return the engine's config with `--set`s applied, and the executor `simulated` unless the
+    config's own simulates a device, or `real` is set.
 
     Raises `ConfigError`, with `origin` for errors in a `--set`.
     """
     from dovetail import EngineConfig
-    from dovetail_lab.simulate import SIMULATED
+    from dovetail_lab.simulate import is_simulated
 
     overrides = EngineConfig.read_settings(settings)
     own = EngineConfig.load_with(
@@ -193,13 +193,13 @@ def open_engine(
         origin,
     )
     if real:
-        if own.executor.name in SIMULATED or step_time is not None:
+        if is_simulated(own) or step_time is not None:
             raise ConfigError(
                 "--real uses the executor in engine.yaml, which must not be simulated, and "
                 "excludes --step-time"
             )
         return EngineConfig.load_with(source, overrides, origin)
-    replaced = {} if own.executor.name in SIMULATED else {"executor": "dovetail:simulated"}
+    replaced = {} if is_simulated(own) else {"executor": "dovetail:simulated"}
     timed = {} if step_time is None else {"executor.step_time": step_time}
     return EngineConfig.load_with(source, {**replaced, **overrides, **timed}, origin)
 

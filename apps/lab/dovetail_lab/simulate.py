@@ -6,24 +6,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dovetail import EngineConfig, LLMEngine
 from dovetail.api.clock import VirtualClock
-from dovetail.errors import ConfigError, MissingExtraError
+from dovetail.errors import ConfigError, PluginError
 from dovetail.serving import Registry, assemble
 from dovetail_lab.feeding import Feeder, SimulatedRules
 from dovetail_lab.recording import Recorder
 from dovetail_lab.records import RequestRecord, RunResult, StepTimes, Timeline
 from dovetail_lab.simulated import SimulatedExecutor
+from dovetail_lab.simulated_options import SimulatedOptions
 from dovetail_lab.traces.request import Trace
 
 if TYPE_CHECKING:
     from dovetail.serving import Delivery, EngineCore
 
-SIMULATED = ("simulated", "dovetail:simulated")  # the executor's names
 STORM_STEPS = 1_000  # same window as the engine's own warning
 LEAD_S = 0.1  # real time between the start of the engine and of the trace
 UNREAD_MODEL = "demo"  # a simulation loads no model: any bundled one will do
@@ -99,14 +98,15 @@ def replay(
         )
 
 
-def is_simulated(config: EngineConfig, registry: Registry) -> bool:
-    """Return True if the executor is `simulated`, or a plugin's subclass of it."""
-    if config.executor.name in SIMULATED:
-        return True
-    with suppress(MissingExtraError):  # what needs more than the lab isn't a subclass
-        executor = registry.resolve("executor", config.executor.name).load()
-        return issubclass(executor, SimulatedExecutor)
-    return False
+def is_simulated(config: EngineConfig, registry: Registry | None = None) -> bool:
+    """Return True if the executor simulates a device: its options are those of `simulated`, or
+    extend them. Only its options are imported. False for an executor that isn't installed."""
+    registry = registry or Registry.discover(config.plugins)
+    try:
+        options = registry.resolve("executor", config.executor.name).options_model()
+    except PluginError:
+        return False
+    return issubclass(options, SimulatedOptions)
 
 
 def without_model(config: EngineConfig, trace: Trace) -> EngineConfig:
