@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from unittest.mock import patch
 
 from typer.testing import CliRunner
 
@@ -22,8 +24,11 @@ def write_engine(path: Path, scheduler: str = "fcfs", blocks: int = 60) -> Path:
 
 
 def lab(*arguments: object, fails: bool = False) -> str:
-    """Return the output of `dovetail lab ...`; with `fails`, its error output."""
-    result = CliRunner().invoke(app, ["lab", *map(str, arguments)])
+    """Return the output of `dovetail lab ...`; with `fails`, its error output. Reports show the
+    process's command line, so it is this one meanwhile, not that of the tests."""
+    command = ["lab", *map(str, arguments)]
+    with patch.object(sys, "argv", ["dovetail", *command]):
+        result = CliRunner().invoke(app, command)
     assert (result.exit_code != 0) == fails, result.output
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

@@ -312,7 +312,9 @@ def test_compare_writes_all_of_it_and_report_makes_it_again(tmp_path: Path) -> N
         "comparison.json",
         *(f"{name}-0{kind}.json" for name in ("fcfs", "vtc") for kind in ("", "-decisions")),
     }
-    assert "decision_log" not in (first / "report.html").read_text()  # no setting of the engines
+    page = (first / "report.html").read_text()
+    assert "dovetail lab compare" in page
+    assert "decision_log" not in page  # no setting of the engines
     lab("report", first / "fcfs-0.json", first / "vtc-0.json", "--out", again)
     assert (
         {path.name for path in first.glob("*.png")}
