@@ -238,7 +238,7 @@ def measure_all(
 
 def fit_anew(archive: Archive, shape: str, profile: Path) -> None:
     """From the steps that were sighted."""
-    from dovetail_lab.calibrate import profile_of
+    from dovetail_lab.profile_fitting import profile_of
     from dovetail_lab.rig import Sighting
     from dovetail_lab.step_time import StepShape
 

@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.errors import ConfigError
-from dovetail_lab.calibrate import Calibration, calibrate, profile_of
+from dovetail_lab.calibrate import Calibration, calibrate
 from dovetail_lab.fitting import Measurement, nonnegative_least_squares
 from dovetail_lab.metrics import per_request
+from dovetail_lab.profile_fitting import profile_of
 from dovetail_lab.regime_fitting import fit_regimes
 from dovetail_lab.rig import Sighting
 from dovetail_lab.simulate import replay
@@ -540,7 +541,9 @@ def test_an_engine_too_slow_for_a_rehearsal_has_the_grids_times() -> None:
 def test_the_grid_of_an_8b_model_takes_less_than_40_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dovetail_lab.calibrate.ROUNDS", 1)  # the second is for what time is left
+    monkeypatch.setattr(
+        "dovetail_lab.calibration_grid.ROUNDS", 1
+    )  # the second is for what time is left
     step_time = {
         "kind": "linear",
         "base_s": 0.0042,

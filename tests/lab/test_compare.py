@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from dovetail.errors import ConfigError
-from dovetail_lab.compare import Comparison, Line, compare
+from dovetail_lab.compare import compare
 from dovetail_lab.draws import BlockDraws, SeedDraws
 from dovetail_lab.records import RunResult
 from dovetail_lab.statistics import Change
+from dovetail_lab.verdict import Comparison, Line
 from tests.lab.made_runs import record, rejected, run, run_of_ttfts
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dovetail_lab.compare import Comparison, compare
+from dovetail_lab.compare import compare
 from dovetail_lab.step_error import Repeated, StepErrors
+from dovetail_lab.verdict import Comparison
 from tests.lab import runs
 from tests.lab.commands import lab, write_engine
 from tests.lab.made_runs import run_of_ttfts

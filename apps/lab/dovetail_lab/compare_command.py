@@ -38,12 +38,12 @@ from dovetail_lab.writing import make_folder, write_whole
 
 if TYPE_CHECKING:
     from dovetail import EngineConfig
-    from dovetail_lab.compare import Comparison
     from dovetail_lab.planned_runs import PlannedRun, Workers
     from dovetail_lab.records import RunResult
     from dovetail_lab.routers import Routing
     from dovetail_lab.step_error import Repeated
     from dovetail_lab.until import Until
+    from dovetail_lab.verdict import Comparison
 
 
 def compare(
@@ -266,7 +266,7 @@ def print_comparison(found: Comparison, repeated: Repeated | None) -> None:
     """Print verdicts, then the tables behind them."""
     from rich.table import Table
 
-    from dovetail_lab.compare import change_rows
+    from dovetail_lab.verdict import change_rows
 
     console = wide_console()
     for versus in found.versus:

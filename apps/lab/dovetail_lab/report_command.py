@@ -12,8 +12,8 @@ from dovetail_lab.experiment_options import need, shown_command
 from dovetail_lab.writing import make_folder
 
 if TYPE_CHECKING:
-    from dovetail_lab.compare import Comparison
     from dovetail_lab.records import RunResult
+    from dovetail_lab.verdict import Comparison
 
 
 def report(

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from dovetail import EngineConfig
 from dovetail.errors import ConfigError
-from dovetail_lab.compare import Comparison, Line, signed_per_cent
 from dovetail_lab.digits import per_cent
 from dovetail_lab.planned_runs import simulated_options
 from dovetail_lab.step_profile import StepTimeProfile
+from dovetail_lab.verdict import Comparison, Line, signed_per_cent
 
 # ratio of a mean's change to that of the steps, in logarithms, above which `Repeated.warnings`
 # warns

@@ -22,7 +22,7 @@ from dovetail import EngineConfig
 from dovetail.errors import ConfigError, DovetailError, shown
 from dovetail_lab.block_length import block_length
 from dovetail_lab.command_options import progress_bar
-from dovetail_lab.compare import RATES, paired
+from dovetail_lab.compare import paired
 from dovetail_lab.draws import BlockDraws
 from dovetail_lab.metrics import Slo, measure
 from dovetail_lab.option_space import Dimension
@@ -32,6 +32,7 @@ from dovetail_lab.simulate import replay
 from dovetail_lab.statistics import Change, changes
 from dovetail_lab.traces import Trace
 from dovetail_lab.until import FIGURES, parts_of
+from dovetail_lab.verdict import RATES
 
 GOODPUT = "goodput"
 OBJECTIVES = (GOODPUT, *FIGURES)

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from dovetail.errors import ConfigError, shown
-from dovetail_lab.compare import LATENCIES, RATES, STATISTICS, paired
+from dovetail_lab.compare import paired
 from dovetail_lab.draws import log_ratio, per_run
 from dovetail_lab.metrics import measure
 from dovetail_lab.pairs import Floats, Statistic
 from dovetail_lab.power import anytime_count, anytime_half
 from dovetail_lab.records import RunResult
+from dovetail_lab.verdict import LATENCIES, RATES, STATISTICS
 
 FIGURES = (
     *(f"{metric}_{statistic.name}" for metric in LATENCIES for statistic in STATISTICS),

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from dovetail_lab.compare import Comparison, Line
 from dovetail_lab.report.style import INK, MUTED, PAPER, Drawing, color_of, make, styled
 from dovetail_lab.step_error import Repeated
+from dovetail_lab.verdict import Comparison, Line
 
 _LEAST = 0.05  # an axis extends at least this far to either side
 _STEPS = (1, 2, 2.5, 5, 10)  # of ticks, times a power of ten

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail_lab.compare import Comparison, Line, change_rows
 from dovetail_lab.digits import evenly, per_cent
 from dovetail_lab.metrics import RunMetrics, measure
 from dovetail_lab.records import RunResult
@@ -21,6 +20,7 @@ from dovetail_lab.report.html import write_page
 from dovetail_lab.report.style import Drawing
 from dovetail_lab.step_error import Repeated
 from dovetail_lab.summary import TITLES
+from dovetail_lab.verdict import Comparison, Line, change_rows
 
 _COLUMNS = ("mean", "p50", "p90", "p99")
 

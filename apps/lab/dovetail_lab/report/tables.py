@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from dovetail_lab.compare import Comparison, Line, Versus
 from dovetail_lab.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT
 from dovetail_lab.metrics import PERCENTILES, e2e_s, measure, per_request, queue_s, tpot_s, ttft_s
 from dovetail_lab.records import RequestRecord, RunResult
 from dovetail_lab.report.figures import BINS, held_means
 from dovetail_lab.step_error import Repeated
+from dovetail_lab.verdict import Comparison, Line, Versus
 from dovetail_lab.writing import Cell, as_csv
 
 Runs = Mapping[str, Sequence[RunResult]]
