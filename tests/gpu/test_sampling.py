@@ -117,6 +117,10 @@ def test_in_bfloat16_each_sample_gets_the_logprobs_that_it_asked_for() -> None:
                     assert way["logprobs"] <= len(entries) <= way["logprobs"] + 1
 
 
+def never(*_: Any, **__: Any) -> None:
+    pytest.fail("sampled as it is")
+
+
 def test_decodes_with_penalties_and_logprobs_are_replayed() -> None:
     """No decode is sampled outside of graphs."""
     with checkpoint(SMALL) as (directory, _):
@@ -125,12 +129,16 @@ def test_decodes_with_penalties_and_logprobs_are_replayed() -> None:
             settings, model=str(directory), dtype="bfloat16", generation_config="none"
         ) as engine:
             runner = engine.core.executor.worker.runner  # type: ignore[attr-defined]
-            runner.sampling.sampler.sample = lambda *_, **__: pytest.fail("sampled as it is")
-            for index, way in enumerate(WAYS):
-                engine.add_request(
-                    str(index), [1, 2, 3], SamplingParams(**way, max_tokens=10, detokenize=False)
-                )
-            samples = [sample for output in steps(engine) for sample in output.outputs]
+            for recorded in (False, True):
+                if recorded:  # by the first requests
+                    runner.sampling.sampler.sample = never
+                for index, way in enumerate(WAYS):
+                    engine.add_request(
+                        f"{index} {recorded}",
+                        [1, 2, 3],
+                        SamplingParams(**way, max_tokens=10, detokenize=False),
+                    )
+                samples = [sample for output in steps(engine) for sample in output.outputs]
     assert {sample.finish_reason for sample in samples} <= {None, "length", "stop"}, [
         sample.stop_reason for sample in samples
     ]

@@ -220,10 +220,18 @@ class HostPool:
         return len(self._named)
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """End the thread and let go of the memory, since a closed engine may be held for longer.
+        Frames in use may still be released. Idempotent."""
         self._closed = True
         if self._thread is not None:
             self._thread.join()
+        self._slabs.clear()
+        self._divided.clear()
+        self._named.clear()
+        self.bytes = 0
+        for size, free in self._free.items():
+            free.clear()
+            self._unused[size].clear()
 
     def check_integrity(self) -> None:
         """Raise `DovetailError` unless each frame is in exactly one state: free, unused or used.

@@ -12,6 +12,7 @@ between them (`LayerSplitter`):
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ import torch
 from dovetail.api.attention import AttentionLayer, FusedCache, LayerCache, LayerSpec
 
 T = TypeVar("T")
+
+_CAPTURING = threading.Lock()  # torch allows one capture at a time in a process
+_thread = threading.local()  # .devices: those on which work has run before a capture
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +76,19 @@ class Recorder:
         out: torch.Tensor | None = None,
     ) -> None:
         """End the piece, after which `layer` attends from `q` to `out`."""
-        self._graph.capture_end()
+        try:
+            self._graph.capture_end()
+        except RuntimeError:
+            self._release()
+            raise
         self.pieces.append(Piece(self._graph, layer, q, out))
+
+    def _release(self) -> None:
+        """Let others use the pool, which torch keeps for a capture that can't be ended."""
+        device = torch.cuda.current_device()
+        pool = self._pool or self._graph.pool()
+        with suppress(RuntimeError):  # it hasn't been kept
+            torch._C._cuda_endAllocateToPool(device, pool)  # noqa: SLF001 (nothing public does it)
 
 
 class LayerSplitter:
@@ -146,8 +161,10 @@ def record(
     reuse memory across streams.
 
     `run` runs `warm_ups` times before, so that kernels are compiled and workspaces allocated:
-    neither is possible while recording. An allocation that fails while recording isn't retried
-    after freeing the allocator's cache: the caller frees it.
+    neither is possible while recording. It runs at least once before a thread's first recording:
+    libraries such as cuBLAS have a state for each thread, whose creation can't be recorded. An
+    allocation that fails while recording isn't retried after freeing the allocator's cache: the
+    caller frees it.
     """
     stream = torch.cuda.Stream() if stream is None else stream  # type: ignore[no-untyped-call]
     # Not on `stream`: recordings on the stream of their warm-ups replay 1 to 3 % slower with one
@@ -155,12 +172,16 @@ def record(
     # instead of 1.417 s). Probably because cuBLAS has a workspace for each stream, and allocates
     # one from the graphs' pool while it is recorded on a stream without.
     beside = torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]
+    ran_on = vars(_thread).setdefault("devices", set())
+    if stream.device not in ran_on:
+        warm_ups = max(warm_ups, 1)
+        ran_on.add(stream.device)
     beside.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(beside):
         for _ in range(warm_ups):
             run()
     torch.cuda.synchronize(stream.device)
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), _CAPTURING:
         return _capture(run, Recorder(pool), splitter)
 
 

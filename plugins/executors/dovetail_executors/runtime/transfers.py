@@ -169,6 +169,7 @@ class PageCopies:
         self._saving = _Staging(saving, self._pages, self.page_bytes, device)
         self._restoring = _Staging(restoring, self._pages, self.page_bytes, device)
         self._multipliers = torch.empty(0, dtype=torch.int64, device=device)
+        self.slabs: dict[int, torch.Tensor] = {}  # [bytes] uint8, by number
         self._registered: list[int] = []  # addresses
 
     def register(self, memory: torch.Tensor) -> None:
@@ -241,12 +242,16 @@ class PageCopies:
         return free * self._pages * self.page_bytes
 
     def close(self) -> None:
-        """Wait for what was enqueued, and let go of the host's memory. Idempotent."""
+        """Wait for what was enqueued, and free the memory of the device and the host, since others
+        may hold this object for longer. Nothing can be copied afterwards. Idempotent."""
         for queue in (self._to_host, self._from_host, self._scattering):
             queue.finish()
         while self._registered:
             with suppress(RuntimeError):  # of a device that has failed
                 _cuda().cudaHostUnregister(self._registered.pop())
+        self.slabs.clear()
+        for name in ("pool", "_saving", "_restoring", "_multipliers"):
+            vars(self).pop(name, None)
 
     def prepare(self, words: int) -> None:
         """Make the multipliers of a frame's first `words` words, on the stream of the steps."""
@@ -312,29 +317,28 @@ class PartOfTransfers:
         self.copies = copies
         self._rank = rank
         copies.prepare((rank + 1) * _frame_bytes(copies.pool.planned.layout) // WORD)
-        self._slabs: dict[int, torch.Tensor] = {}  # [bytes] uint8
         self._most = 0  # bytes that slabs may have together
 
     def require_room(self, size: int) -> None:
         """Raise `DovetailError` unless the slabs and `size` more bytes fit into the memory that was
         available before the first. The system gives more, and ends the process once it is used."""
-        if not self._slabs:
+        if not self.copies.slabs:
             self._most = available_ram_bytes()
-        if sum(slab.nbytes for slab in self._slabs.values()) + size > self._most:
+        if sum(slab.nbytes for slab in self.copies.slabs.values()) + size > self._most:
             raise DovetailError(f"{readable_bytes(self._most)} of memory were available")
 
     def add(self, number: int, memory: mmap.mmap) -> None:
         """Use `memory` as a slab. Raises `DovetailError` if the device can't."""
         slab = torch.frombuffer(memory, dtype=torch.uint8)
         self.copies.register(slab)
-        self._slabs[number] = slab
+        self.copies.slabs[number] = slab
 
     def start(self, transfer: Transfer, *, saves: bool) -> Copying:
         """Enqueue this rank's part of a save or restore."""
         size = len(transfer.pages) * self.copies.page_bytes
         before = self._rank * size
         start = transfer.offset + before
-        memory = self._slabs[transfer.slab][start : start + size]
+        memory = self.copies.slabs[transfer.slab][start : start + size]
         act = self.copies.save if saves else self.copies.restore
         return act(transfer.pages, memory, before // WORD, transfer.seed)
 
