@@ -23,7 +23,7 @@ from hypothesis.strategies import floats, integers, text
 from tests.budget import Budget, pytest_terminal_summary  # noqa: F401 (a hook)
 from tests.frozen import count_once, freeze_what_lasts
 from tests.preloaded import Preloaded
-from tests.slow_checks import reason_for
+from tests.slow_checks import reason_for, without_a_quick_case
 from tests.support import FULL, PROFILE, examples
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -87,6 +87,9 @@ def leave_unjudged(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # with `-n`, nobody is left alone with one at the end
     items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith(LONG))
+    whole = not any("::" in arg for arg in config.args)
+    if whole and (none := without_a_quick_case(item.nodeid for item in items)):
+        raise pytest.UsageError(f"tests/quick_cases.py has no id of {none}")
     kept = []
     other = []
     for item in items:

@@ -7,8 +7,10 @@ component only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from tests.quick_cases import QUICK_CASES
 
 MANY_CASES = "tries many cases"
 LARGE = "computes with large inputs"
@@ -38,57 +40,148 @@ class Dear:
     quick: frozenset[str] = frozenset()
 
 
-DEAR_OF_BUILTINS: Mapping[str, Dear] = {
-    "scheduler": Dear(
-        MANY_CASES,
-        frozenset(
-            (
-                "test_finishes",
-                "test_long_run",
-                "test_no_stalls",
-                "test_no_starvation",
-                "test_prefill_limit",
-            )
+DEAR_OF_BUILTINS: Mapping[str, Sequence[Dear]] = {
+    "scheduler": (
+        Dear(
+            MANY_CASES,
+            frozenset(
+                (
+                    "test_finishes",
+                    "test_long_run",
+                    "test_no_stalls",
+                    "test_no_starvation",
+                    "test_prefill_limit",
+                )
+            ),
+            frozenset(("fcfs", "vtc")),  # in order, and by a count that is kept
         ),
-        # in order, by a count that is kept, by levels, by hits of the prefix cache
-        frozenset(("fcfs", "vtc", "mlfq", "lpm")),
-    ),
-    "model": Dear(
-        MANY_CASES,
-        frozenset(
-            (
-                "test_checkpoint",
-                "test_config_fields",
-                "test_decode",
-                "test_dtype",
-                "test_media_rows",
-                "test_positions",
-                "test_ragged",
-                "test_shards",
-                "test_taps",
-                "test_wanted",
-                "test_weight_complete",
-                "test_weight_use",
-            )
+        Dear(
+            MANY_CASES,
+            frozenset(
+                (
+                    "test_aborts",
+                    "test_adapters",
+                    "test_budget",
+                    "test_forgets",
+                    "test_indivisible",
+                    "test_it_does_not_block",
+                    "test_no_idling",
+                    "test_no_rejection",
+                    "test_no_starvation_beside_others",
+                    "test_read_only",
+                    "test_recompute",
+                )
+            ),
+            # also by levels, and by hits of the prefix cache
+            frozenset(("fcfs", "vtc", "mlfq", "lpm")),
         ),
-        frozenset(("qwen3", "gpt_oss", "bert")),  # dense, with experts, an encoder
     ),
-    "observer": Dear(
-        MANY_CASES,
-        frozenset(("test_long_run", "test_what_belongs_to_the_whole_process_is_left_alone")),
-        frozenset(("log",)),
-    ),
-    "parser": Dear(
-        MANY_CASES,
-        frozenset(
-            (
-                "test_long_answers_are_parsed_like_short_ones",
-                "test_the_cuts_between_pieces_change_nothing",
-                "test_what_is_held_back_has_a_limit",
-                "test_time_is_proportional_to_length",
-            )
+    "model": (
+        Dear(
+            MANY_CASES,
+            frozenset(
+                (
+                    "test_checkpoint",
+                    "test_chunks",
+                    "test_config_fields",
+                    "test_decode",
+                    "test_dtype",
+                    "test_inputs_and_results_are_the_callers",
+                    "test_layer_specs",
+                    "test_max_len",
+                    "test_media_axes",
+                    "test_media_levels",
+                    "test_media_rows",
+                    "test_positions",
+                    "test_prefix",
+                    "test_ragged",
+                    "test_shards",
+                    "test_side_by_side",
+                    "test_state_specs",
+                    "test_states",
+                    "test_steps_that_are_nearly_alike",
+                    "test_taps",
+                    "test_tied",
+                    "test_wanted",
+                    "test_weight_complete",
+                )
+            ),
+            frozenset(("qwen3", "bert")),  # a decoder and an encoder
         ),
-        frozenset(("hermes", "qwen3_coder", "harmony")),  # JSON, tags, channels
+        Dear(MANY_CASES, frozenset(("test_weight_use",)), frozenset(("bert",))),
+        Dear(
+            MANY_CASES,
+            frozenset(("test_transformers", "test_weight_names")),
+            # with experts, with windows, with an index, encoders
+            frozenset(("qwen3", "gpt_oss", "gemma2", "glm_moe_dsa", "bert", "modernbert")),
+        ),
+    ),
+    "observer": (
+        Dear(
+            MANY_CASES,
+            frozenset(("test_long_run", "test_what_belongs_to_the_whole_process_is_left_alone")),
+            frozenset(("log",)),
+        ),
+    ),
+    "parser": (
+        Dear(
+            MANY_CASES,
+            frozenset(("test_the_cuts_between_pieces_change_nothing",)),
+            frozenset(("hermes",)),
+        ),
+        Dear(
+            MANY_CASES,
+            frozenset(
+                (
+                    "test_long_answers_are_parsed_like_short_ones",
+                    "test_time_is_proportional_to_length",
+                    "test_what_is_held_back_has_a_limit",
+                )
+            ),
+            frozenset(("harmony",)),
+        ),
+        Dear(
+            MANY_CASES,
+            frozenset(
+                (
+                    "test_answers_dont_disturb_each_other",
+                    "test_events_come_in_order",
+                    "test_no_text_and_no_tools_make_it_raise",
+                    "test_other_tools_change_nothing",
+                    "test_text_after_a_broken_mark_is_not_held_back",
+                )
+            ),
+            frozenset(("mistral", "qwen3_coder", "harmony")),  # JSON, tags, channels
+        ),
+    ),
+    "drafter": (
+        Dear(
+            MANY_CASES,
+            frozenset(
+                (
+                    "test_nothing_is_learned_from_other_clients",
+                    "test_requests_are_only_read",
+                    "test_requests_that_ended_are_forgotten",
+                )
+            ),
+            frozenset(("ngram", "mtp")),  # by a request's text, by its states
+        ),
+    ),
+    "executor": (
+        Dear(
+            MANY_CASES,
+            frozenset(
+                (
+                    "test_a_model_that_drafts_for_itself_is_right",
+                    "test_a_row_that_begins_again_pools_anew",
+                    "test_deterministic_rows_have_the_same_bits",
+                    "test_drafts_change_no_token",
+                    "test_rows_with_different_adapters_share_steps",
+                    "test_rows_with_drafts_do_not_depend_on_others_nor_others_on_them",
+                )
+            ),
+            frozenset(("simulated",)),
+        ),
     ),
 }
 SLOW_CHECKS = {
@@ -165,14 +258,39 @@ SLOW_CHECKS = {
 }
 
 
+LIKE_OTHERS = "does what another of its cases does, which is quick"
+
+
+def without_a_quick_case(nodeids: Iterable[str]) -> list[str]:
+    """Return those of `QUICK_CASES` all of whose tests would be slow, because ids have changed."""
+    quick: dict[str, bool] = {}
+    for nodeid in nodeids:
+        if _quick_cases(nodeid) is not None:
+            test = nodeid.partition("[")[0]
+            quick[test] = quick.get(test, False) or reason_for(nodeid) is None
+    return [test for test, has_one in quick.items() if not has_one]
+
+
+def _quick_cases(nodeid: str) -> tuple[str, ...] | None:
+    file, _, test = nodeid.partition("[")[0].partition("::")
+    return QUICK_CASES.get(file.removeprefix("tests/"), {}).get(test)
+
+
+def _is_like_others(nodeid: str) -> bool:
+    quick = _quick_cases(nodeid)
+    return quick is not None and not nodeid.partition("[")[2].startswith(quick)
+
+
 def reason_for(nodeid: str) -> str | None:
     """Return why a test is slow, if it is listed here."""
+    if _is_like_others(nodeid):
+        return LIKE_OTHERS
     if nodeid.startswith(OF_BUILTINS):
         suite, _, check = nodeid.removeprefix(OF_BUILTINS).partition("::")
         kind, _, component = suite.partition("_")
         if check in SLOW_OF_BUILTINS:
             return SLOW_OF_BUILTINS[check]
-        dear = DEAR_OF_BUILTINS.get(kind)
-        if dear is not None and check in dear.checks and component not in dear.quick:
-            return dear.reason
+        for dear in DEAR_OF_BUILTINS.get(kind, ()):
+            if check in dear.checks and component not in dear.quick:
+                return dear.reason
     return SLOW_CHECKS.get(nodeid)

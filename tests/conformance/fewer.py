@@ -28,9 +28,9 @@ COMMAND = (
 
 
 def use_fewer(change: Callable[[Any, str, Any], None]) -> None:
-    """Try one hash seed, a twelfth of what the schedulers' suite does, a sixth of the scripts for
+    """Try one hash seed, a twelfth of what the schedulers' suite does, a twelfth of the scripts for
     KV-cache managers, a fifth of an observer's long run, a quarter of the draws that tell
-    temperatures and rules of samplers apart, and a third of the parsers' texts. `change` is
+    temperatures and rules of samplers apart, and a sixth of the parsers' texts. `change` is
     `setattr`, or that of pytest's `monkeypatch`."""
 
     def for_some(among: Any, examples: int, *rest: Any) -> None:
@@ -43,11 +43,11 @@ def use_fewer(change: Callable[[Any, str, Any], None]) -> None:
         change(suite, "HASH_SEEDS", HASH_SEEDS[:1])
     change(scheduler, "LONG_BATCHES", scheduler_loads.LONG_BATCHES // 3)
     change(observer, "LONG", observer.LONG // 5)
-    change(parser, "MIXED", parser.MIXED // 3)
+    change(parser, "MIXED", parser.MIXED // 6)
     change(sampler, "MANY_DRAWS", sampler.MANY_DRAWS // 4)
     change(sampler_rules, "DRAWS", sampler_rules.DRAWS // 4)
     for name in ("SCRIPTS", "GROUP_SCRIPTS", "STATE_SCRIPTS"):
-        change(kv_cache, name, getattr(kv_cache, name) // 6)
+        change(kv_cache, name, getattr(kv_cache, name) // 12)
 
 
 def pytest_configure() -> None:

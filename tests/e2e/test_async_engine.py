@@ -396,6 +396,7 @@ def test_errors_of_a_request_reach_its_caller_alone(
     run(main())
 
 
+@pytest.mark.slow("makes an engine, and writes a long answer")
 def test_a_duplicate_id_is_refused_and_the_first_continues(shared: AsyncLLMEngine) -> None:
     async def main() -> None:
         first = asyncio.create_task(tokens_of(shared.generate("a", [3], ENDLESS)))
@@ -428,6 +429,7 @@ def test_an_unforeseen_error_in_taking_a_request_is_its_callers_alone(
     run(main())
 
 
+@pytest.mark.slow("many calls of several threads")
 def test_other_threads_may_ask_the_engine_itself(shared: AsyncLLMEngine) -> None:
     async def main() -> None:
         streams = [
@@ -566,6 +568,7 @@ def test_its_context_closes_it() -> None:
 # The future
 
 
+@pytest.mark.slow("makes an engine, and waits for a step")
 def test_a_request_of_the_far_future_does_not_delay_others(fresh: AsyncLLMEngine) -> None:
     async def main() -> None:
         future = asyncio.create_task(

@@ -552,6 +552,7 @@ def test_whoever_dates_a_request_back_comes_after_those_who_were_seen() -> None:
 # Limits
 
 
+@pytest.mark.slow("fills the queue")
 def test_no_more_requests_wait_than_the_limit_says() -> None:
     """A list of any length is accepted, and doesn't reduce what others may add."""
     config = {"model": "demo", "max_model_len": 64, "limits": {"max_waiting": 3}}

@@ -159,6 +159,7 @@ def found(
 # Beside other work, and with little room
 
 
+@pytest.mark.slow("searches with several engines")
 def test_beams_are_the_same_however_many_prompts_are_searched_at_a_time(
     llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,6 +185,7 @@ def test_beams_are_the_same_in_any_engine(llm: LLM, config: dict[str, Any]) -> N
         assert found(other) == found(llm)
 
 
+@pytest.mark.slow("makes an engine with adapters, and models with merged ones")
 def test_each_prompt_is_searched_with_its_own_adapter(llm: LLM, tmp_path: Path) -> None:
     modules = {f"model.layers.{layer}.self_attn.q_proj": (256, 256) for layer in range(4)}
     folder = write_adapter(tmp_path, config_of(target_modules=["q_proj"]), weights_of(modules))
@@ -209,6 +211,7 @@ def test_rounds_reuse_the_prompt_from_the_prefix_cache(llm: LLM) -> None:
     )
 
 
+@pytest.mark.slow("searches in several threads")
 def test_searches_and_generation_in_threads_do_not_disturb_each_other(llm: LLM) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12)
     expected = (
@@ -248,6 +251,7 @@ def in_step(
     monkeypatch.setattr(executor, "submit", submits)
 
 
+@pytest.mark.slow("searches until it is interrupted")
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_search_and_the_engine_goes_on(
     llm: LLM, monkeypatch: pytest.MonkeyPatch

@@ -205,6 +205,7 @@ def test_texts_stream_without_half_characters_however_tokens_come() -> None:
     assert tokenizer.decode([256, 104, 195, 257], skip_special_tokens=True) == "h\ufffd"
 
 
+@pytest.mark.slow("makes several engines")
 def test_an_engine_reads_and_writes_with_it() -> None:
     with LLM(**SMALL, tokenizer="dovetail-spelling:bytes") as llm:
         params = SamplingParams(

@@ -147,6 +147,7 @@ def test_a_request_has_the_same_bits_in_any_engine(
         require_equal_bits(worlds(model_type, dtype), seed)
 
 
+@pytest.mark.slow("computes until bits differ")
 def test_company_changes_the_bits_of_other_requests(worlds: World_of) -> None:
     world = worlds("qwen3", "bfloat16")
     chance = random.Random(0)
@@ -170,6 +171,7 @@ def test_an_engine_that_cannot_promise_it_says_why(worlds: World_of) -> None:
         world.start(deterministic="always", **small)
 
 
+@pytest.mark.slow("answers many requests")
 def test_all_requests_may_be_deterministic(worlds: World_of) -> None:
     world = worlds("qwen3", "bfloat16")
     asked = random_request(random.Random(2))

@@ -95,6 +95,7 @@ def test_the_model_as_its_own_draft_model_is_always_right(site: Site) -> None:  
     assert stats.draft_tokens == sum(stats.accepted_drafts) >= 31
 
 
+@pytest.mark.slow("writes long answers with and without drafts")
 def test_the_bundled_draft_model_saves_half_of_the_steps(site: Site) -> None:  # noqa: F811
     drafting.install(site)
     with drafting_engine() as engine:

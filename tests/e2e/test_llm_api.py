@@ -159,6 +159,7 @@ def test_without_the_bar_nothing_is_printed(llm: LLM, capsys: pytest.CaptureFixt
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow("makes several engines")
 def test_a_second_bos_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = Tokenizer.load(DEMO).own
     tokenizer.bos_token = bos = "<|endoftext|>"

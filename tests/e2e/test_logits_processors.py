@@ -163,6 +163,7 @@ def test_tokens_are_those_of_a_plain_twin(alone: list[RequestOutput], site: Site
     )
 
 
+@pytest.mark.slow("makes several engines")
 def test_an_engine_without_processors_gives_the_others_the_same_to_the_bit(
     alone: list[RequestOutput], site: Site
 ) -> None:

@@ -106,6 +106,7 @@ def test_tokens_are_the_same_whatever_is_around_them(
     assert tokens_of(outputs) == [alone[i] for i in order]
 
 
+@pytest.mark.slow("answers many requests in scarce memory")
 def test_scarce_memory_really_preempts() -> None:
     """Else the test above would say nothing about preemption."""
     with LLMEngine.from_config(

@@ -85,6 +85,7 @@ def nothing_is_left(llm: LLM) -> bool:
 # `LLM`
 
 
+@pytest.mark.slow("answers in several threads and alone")
 def test_threads_that_share_an_llm_get_the_tokens_of_one_that_is_alone(llm: LLM) -> None:
     alone = [generate(llm, prompt) for prompt in PROMPTS]
     threads = [
@@ -96,6 +97,7 @@ def test_threads_that_share_an_llm_get_the_tokens_of_one_that_is_alone(llm: LLM)
     assert nothing_is_left(llm)
 
 
+@pytest.mark.slow("long answers of three kinds at once")
 def test_a_stream_a_list_and_other_requests_are_served_concurrently(llm: LLM) -> None:
     [[expected]] = [generate(llm, "ROMEO:", LONG)]
     llm.engine.add_request("theirs", "ROMEO:", LONG)
@@ -300,6 +302,7 @@ def test_an_interrupted_stream_leaves_an_engine_that_can_be_used(
     assert generate(llm, "ROMEO:") == [expected]
 
 
+@pytest.mark.slow("long answers in several threads")
 @pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_harms_no_other_thread(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     submit = llm.engine.core.executor.submit

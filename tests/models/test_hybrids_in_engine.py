@@ -65,6 +65,7 @@ def test_single_tokens_are_a_chunk_too(name: str) -> None:
         assert_greedy(model, prompt, tokens)
 
 
+@pytest.mark.slow("long answers in scarce memory")
 @pytest.mark.parametrize(
     "name", [*ONE_OF_EACH, "kimi_linear", "zaya"] if FULL else ["qwen3_next", "zaya"]
 )
@@ -123,6 +124,7 @@ def test_two_ranks_write_the_same_tokens(name: str) -> None:
             assert_greedy(model, prompt, tokens)
 
 
+@pytest.mark.slow("makes several engines")
 @pytest.mark.parametrize("name", FAMILIES if FULL else ["qwen3_next"])
 def test_weights_in_float8_do_not_depend_on_the_steps(name: str) -> None:
     prompts = random_prompts([70, 33, 1], SHAPE["vocab_size"], seed=1)

@@ -79,6 +79,7 @@ def test_greedy_tokens_of_a_ragged_batch_are_those_of_transformers() -> None:
 class TestShards:
     """Ranks split the heads, and each has all latents."""
 
+    @pytest.mark.slow("makes models of each number of ranks")
     def test_ranks_compute_what_one_does(self) -> None:
         class Suite(ModelSuite):
             component = DeepseekV3

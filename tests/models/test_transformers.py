@@ -201,6 +201,7 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.slow("makes several models")
 def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
     saved(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -300,6 +301,7 @@ def test_the_body_of_a_type_with_another_types_class_embeds(tmp_path: Path) -> N
     assert torch.allclose(served_embeddings(tmp_path), expected, atol=1e-4)
 
 
+@pytest.mark.slow("makes several models")
 def test_a_type_with_another_types_class_is_served_as_transformers_saves_it(tmp_path: Path) -> None:
     reference = random_model(tiny("internlm3"))
     reference.save_pretrained(tmp_path)

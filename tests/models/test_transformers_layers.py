@@ -281,6 +281,7 @@ def test_tokens_are_those_of_the_native_model(checkpoint: Path, keys: dict[str, 
     assert tokens_of(checkpoint, "transformers", **keys) == tokens_of(checkpoint, "qwen3", **keys)
 
 
+@pytest.mark.slow("makes several engines")
 def test_a_model_is_served_as_it_is_where_replaced_layers_fail(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

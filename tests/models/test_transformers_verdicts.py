@@ -56,6 +56,7 @@ def load(directory: Path, **keys: Any) -> LLMEngine:
     )
 
 
+@pytest.mark.slow("makes several engines")
 def test_a_second_start_checks_nothing_and_another_dtype_everything(
     checkpoint: Path, proofs: list[str]
 ) -> None:
@@ -151,6 +152,7 @@ def write_often(barrier: Any) -> None:
         Verdict(tiny("gpt2"), {}).write(replaced=True)
 
 
+@pytest.mark.slow("starts processes")
 def test_processes_that_write_at_once_leave_a_whole_file() -> None:
     fork = multiprocessing.get_context("fork")
     barrier = fork.Barrier(2)
@@ -163,6 +165,7 @@ def test_processes_that_write_at_once_leave_a_whole_file() -> None:
     assert [path.suffix for path in folder().iterdir()] == [".json"]
 
 
+@pytest.mark.slow("compares models by transformers")
 def test_a_model_that_computes_something_else_as_it_is_served_is_refused(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Path
 ) -> None:

@@ -147,6 +147,7 @@ class TestShards:
     """Each rank has a share of the heads, in layers with K and V of their own and in those that
     share them."""
 
+    @pytest.mark.slow("makes models of each number of ranks")
     def test_ranks_compute_what_one_does(self) -> None:
         class Suite(ModelSuite):
             component = Gemma4

@@ -343,6 +343,7 @@ def test_of_a_cancellation_and_an_end_one_comes_first(tmp_path: Path) -> None:
     assert store.open_batches() == Open([], set())
 
 
+@pytest.mark.slow("waits for requests that expire")
 async def test_requests_wait_while_the_server_is_full_and_expire_with_their_batch(
     fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,6 +365,7 @@ async def test_requests_wait_while_the_server_is_full_and_expire_with_their_batc
         } == {"batch_expired"}
 
 
+@pytest.mark.slow("waits for a batch that is held up")
 async def test_a_full_disk_holds_a_batch_up_and_loses_nothing(
     fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -499,6 +501,7 @@ async def test_files_and_unfinished_batches_are_bounded_by_number(
     assert full.value.status == 507
 
 
+@pytest.mark.slow("starts the worker anew")
 async def test_the_worker_survives_an_unreadable_folder_and_health_reports_it(
     fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -610,6 +613,7 @@ while True:
         assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
+@pytest.mark.slow("waits for a batch of its own server")
 async def test_a_request_that_the_scheduler_rejects_is_not_made_again(
     fake: Callable[..., FakeEngine], tmp_path: Path
 ) -> None:
@@ -622,6 +626,7 @@ async def test_a_request_that_the_scheduler_rejects_is_not_made_again(
         assert len(engine.submitted) == 1
 
 
+@pytest.mark.slow("waits for several batches")
 async def test_requests_that_are_refused_delay_no_other_batch(
     fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -655,6 +660,7 @@ async def test_requests_that_are_refused_delay_no_other_batch(
             assert len(await lines_of(client, (await ended(client, batch.id)).output_file_id)) == 3
 
 
+@pytest.mark.slow("waits for several batches")
 async def test_a_batch_is_answered_while_a_larger_one_is_answered(
     fake: Callable[..., FakeEngine], tmp_path: Path
 ) -> None:
@@ -696,6 +702,7 @@ async def test_metadata_has_the_bounds_of_openai(
         ).metadata == most
 
 
+@pytest.mark.slow("makes more batches than a page has")
 async def test_lists_are_paged_as_openai_pages_them(
     fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

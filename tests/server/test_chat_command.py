@@ -375,6 +375,7 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
+@pytest.mark.slow("starts a process in a terminal")
 def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(
     parrot: tuple[str, type[Parrot]],
 ) -> None:

@@ -124,6 +124,7 @@ def test_token_ids_are_prompts_too(openai_client: openai.OpenAI) -> None:
     assert ask(openai_client, ids).choices[0].text == ask(openai_client, PROMPT).choices[0].text
 
 
+@pytest.mark.slow("many answers")
 def test_each_prompt_of_a_list_has_its_own_choices(openai_client: openai.OpenAI) -> None:
     prompts = [PROMPT, "JULIET:", "First Citizen:"]
     ids = [demo_tokenizer().encode(prompt) for prompt in prompts]

@@ -172,6 +172,7 @@ WANT_GRAMMARS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow("imports modules anew")
 @pytest.mark.usefixtures("no_grammars")
 def test_without_grammars_a_rule_is_answered_with_501_and_no_advice_that_clients_cannot_follow() -> (
     None

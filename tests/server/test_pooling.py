@@ -190,6 +190,7 @@ def test_what_is_tokenized_for_one_request_is_bounded_before_it_is_joined() -> N
             assert "limits.max_prompt_chars" in refusal(one, path, **body)[1]
 
 
+@pytest.mark.slow("reads long texts")
 def test_a_text_that_is_truncated_may_be_longer_than_what_fits() -> None:
     long = "To be or not to be. " * 200
     for capacity, asked in [

@@ -200,6 +200,7 @@ def test_steps_that_yield_several_tokens_give_the_same_in_fewer_outputs(
     run(main())
 
 
+@pytest.mark.slow("answers twice in several processes")
 @counts
 @pytest.mark.parametrize(
     "link", [pytest.param("thread", marks=pytest.mark.full), "zmq"]

@@ -124,6 +124,7 @@ def follows(value: Any, schema: Mapping[str, Any]) -> bool:
 # ---- formats
 
 
+@pytest.mark.slow("imports pydantic's models of a client")
 def test_a_pydantic_model_is_parsed_by_openais_client(api: openai.OpenAI) -> None:
     answer = api.chat.completions.parse(
         model="demo",

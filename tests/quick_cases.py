@@ -1,0 +1,391 @@
+"""Tests whose cases are alike and dear: those that the quick profile tries, by the beginnings of
+their ids. The slow profile tries the others (`tests/slow_checks.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# of a file: of a test
+QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "e2e/test_async_engine.py": {
+        "test_a_reader_who_comes_late_gets_all_of_it_as_one_output": ("delta",),
+        "test_an_invalid_id_is_rejected_in_the_caller_without_affecting_others": (
+            "None",
+            "b'a'",
+            "['a', None]",
+        ),
+        "test_errors_of_a_request_reach_its_caller_alone": ("[]-", "text-", "[1]-{'priority'"),
+        "test_several_requests_are_aborted_at_once": ("list",),
+        "test_whoever_comes_as_it_closes_gets_tokens_or_an_error": ("0", "3"),
+    },
+    "e2e/test_bad_input.py": {
+        "test_extreme_but_allowed_values_do_not_affect_others": (
+            "temperature0",
+            "top_p",
+            "seed0",
+            "min_p",
+            "repetition_penalty,presence_penalty,frequency_penalty0",
+            "logit_bias",
+            "allowed_token_ids,stop_token_ids,min_tokens",
+            "bad_words",
+            "logprobs",
+            "stop",
+        ),
+    },
+    "e2e/test_beam_search.py": {
+        "test_beams_end_at_any_eos_as_in_transformers": ("1-1.0",),
+    },
+    "e2e/test_coming_from_vllm.py": {
+        "test_a_method_does_what_its_row_says": (
+            "generates",
+            "ids",
+            "chats",
+            "beams",
+            "pools",
+            "scores",
+            "tokenizers",
+            "metrics",
+            "same_engine",
+            "subscript",
+            "streams",
+            "takes_and_steps",
+            "configs",
+            "logs",
+            "encodes",
+            "aborts",
+            "tells",
+            "shuts_down",
+        ),
+    },
+    "e2e/test_compat_nanovllm.py": {
+        "test_steps_count_prompt_tokens_above_zero_and_generated_ones_below": ("16",),
+    },
+    "e2e/test_compat_vllm.py": {
+        "test_a_program_runs_once_its_imports_are_changed": (
+            "basic/generate",
+            "automatic_prefix",
+            "llm_engine",
+            "async_llm",
+            "reproducibility",
+            "basic/embed",
+            "basic/score",
+            "metrics",
+            "run_one_batch",
+            "basic/classify",
+            "basic/reward",
+            "sequence_reward",
+            "token_reward",
+            "embed_matryoshka",
+            "speculative",
+        ),
+    },
+    "e2e/test_component_tokenizer.py": {
+        "test_what_cannot_be_is_refused_before_the_weights_are_read": (
+            "name1",
+            "name3",
+            "name4",
+            "refuses",
+            "has-no",
+            "hasno",
+        ),
+    },
+    "e2e/test_draft_heads.py": {
+        "test_an_eagle3_head_that_reads_the_right_state_is_always_right": ("1",),
+        "test_an_mtp_head_that_reads_the_token_after_the_state_is_always_right": (
+            "glm4_moe-limits2",
+        ),
+    },
+    "e2e/test_equal_to_transformers.py": {
+        "test_checkpoints_unlike_those_that_transformers_writes_are_served_as_it_serves_them": (
+            "Falcon3",
+            "a Llama whose window",
+            "a bare model]",
+        ),
+    },
+    "e2e/test_kv_fp8.py": {
+        "test_what_lies_far_back_is_found_as_often_as_in_bfloat16": ("lookup0-calibrate",),
+    },
+    "e2e/test_llm_api.py": {
+        "test_a_penalty_makes_repetition_rarer": ("{'presence",),
+    },
+    "e2e/test_logits_processors.py": {
+        "test_a_processor_that_fails_ends_the_request_and_no_other": ("overlap-update",),
+        "test_tokens_are_the_same_together_cut_preempted_or_drafted": ("overlap", "preempted"),
+    },
+    "e2e/test_same_tokens.py": {
+        "test_tokens_are_the_same_whatever_is_around_them": ("lpm",),
+    },
+    "e2e/test_speculation.py": {
+        "test_answers_are_those_without_drafts": ("alternating", "moody", "suffix"),
+        "test_answers_of_other_models_are_those_without_drafts": ("granite", "moe"),
+    },
+    "e2e/test_speculation_refused.py": {
+        "test_a_request_lowers_its_drafts_and_has_the_same_tokens": ("0", "1]"),
+    },
+    "e2e/test_threads.py": {
+        "test_what_a_list_brings_of_others_waits_for_their_next_step": ("cumulative",),
+    },
+    "models/test_draft_heads.py": {
+        "test_mtp_heads_equal_transformers": ("glm4_moe]", "deepseek_v3]", "qwen3_5]"),
+    },
+    "models/test_encoders.py": {
+        "test_a_classifier_scores_as_transformers_does": (
+            "1-Bert",
+            "1-ModernBert",
+            "3-Roberta",
+            "3-XLM",
+            "1-Distil",
+            "1-MPNet",
+            "1-Deberta",
+            "3-Jina",
+        ),
+        "test_an_encoder_embeds_by_the_mean_of_its_states": (
+            "Bert",
+            "ModernBert",
+            "Nomic",
+            "EuroBert",
+        ),
+    },
+    "models/test_gguf.py": {
+        "test_a_family_computes_what_transformers_does": (
+            "llama-F32",
+            "llama-Q4_0",
+            "qwen2-F32",
+            "qwen3-Q6_K",
+            "gemma2-F32",
+            "gemma3-F32",
+        ),
+        "test_rows_of_each_type_have_the_values_of_transformers": (
+            "Q4_0",
+            "Q5_1",
+            "Q8_0",
+            "Q2_K",
+            "Q3_K",
+            "Q4_K",
+            "Q6_K",
+            "IQ4_NL",
+            "IQ2_XXS",
+            "IQ1_M",
+            "TQ1_0",
+            "MXFP4",
+        ),
+    },
+    "models/test_gguf_tokenizers.py": {
+        "test_pieces_of_sentencepiece_are_merged_by_their_scores": ("gemma2",),
+    },
+    "models/test_hybrids.py": {
+        "TestFormats::test_plain_weights_are_quantized_as_they_load": (
+            "qwen3_5]",
+            "nemotron_h",
+            "lfm2]",
+        ),
+        "TestLoading::test_every_tensor_is_used_and_further_layers_are_skipped": (
+            "qwen3_5]",
+            "nemotron_h",
+            "lfm2_biased",
+            "granite_dense",
+        ),
+        "TestLogitsAreThoseOfTransformers::test_after_a_hit_on_a_checkpoint": (
+            "qwen3_5]",
+            "nemotron_h",
+            "lfm2]",
+        ),
+        "TestLogitsAreThoseOfTransformers::test_of_a_prompt_in_chunks": (
+            "qwen3_next-()",
+            "qwen3_5-(1",
+            "qwen3_5_moe-()",
+            "nemotron_h-(1",
+            "granite-()",
+            "granite_dense-()",
+            "bamba-()",
+            "lfm2-",
+            "lfm2_biased-(1",
+            "lfm2_moe-()",
+        ),
+        "TestLogitsAreThoseOfTransformers::test_of_three_prompts_in_steps_that_share_their_order_never": (
+            "qwen3_5]",
+            "nemotron_h",
+            "lfm2]",
+        ),
+        "TestLogitsAreThoseOfTransformers::test_on_two_ranks": ("qwen3_5]", "nemotron_h", "lfm2]"),
+    },
+    "models/test_late_interaction.py": {
+        "test_a_damaged_layer_is_refused": ("not a file", "it can't be read0", "at most 48"),
+        "test_files_that_can_t_be_honoured_are_refused": ("config0", "config2", "config5"),
+    },
+    "models/test_pooling.py": {
+        "test_a_classifier_scores_by_its_head": ("Qwen3ForSequenceClassification", "Llama"),
+        "test_a_decoder_embeds_by_its_last_token": ("Qwen3Model", "Gemma3"),
+    },
+    "models/test_quantized_checkpoints.py": {
+        "test_a_quantized_checkpoint_writes_what_its_dequantized_weights_do": (
+            "awq",
+            "bnb-nf4",
+            "ct-fp8-static",
+            "ct-w4a16-asym",
+            "ct-w8a8",
+            "ct-nvfp4",
+            "gptq",
+            "qwen3-fp8",
+        ),
+    },
+    "models/test_text_of_vision_models.py": {
+        "test_the_tokens_are_those_of_the_whole_model": ("mistral3", "qwen3_vl]", "glm_ocr"),
+    },
+    "models/test_transformers.py": {
+        "test_a_length_that_no_check_crosses_is_refused": ("fields1",),
+        "test_a_rope_whose_frequencies_depend_on_other_requests_is_refused_beyond_its_switch": (
+            "smollm3",
+        ),
+        "test_a_tensor_that_the_model_does_not_know_is_refused_unless_a_text_model_leaves_it_out": (
+            "extra",
+        ),
+        "test_requests_below_the_switch_of_a_rope_are_exact_beside_each_other": ("smollm3",),
+        "test_the_table_of_types_is_true": ("internlm3",),
+    },
+    "models/test_transformers_layers.py": {
+        "test_a_class_that_has_changed_since_is_noticed_at_load": ("Qwen3RMSNorm",),
+        "test_quantized_checkpoints_write_what_their_dequantized_weights_do": (
+            "ct-w4a16-asym",
+            "awq",
+        ),
+        "test_tokens_are_those_of_the_native_model": ("keys1",),
+    },
+    "server/test_adapters.py": {
+        "test_an_adapter_that_was_damaged_since_fails_its_own_requests": ("thread",),
+    },
+    "server/test_agents.py": {
+        "test_calls_of_codexs_tools_come_in_their_own_form_and_can_be_sent_back": (
+            "a function of",
+            "a custom tool]",
+            "a local shell",
+        ),
+    },
+    "server/test_batches.py": {
+        "test_a_damaged_batch_fails_and_no_other": ("\\\\xff", "[[["),
+        "test_metadata_has_the_bounds_of_openai": ("metadata0",),
+    },
+    "server/test_call_rules.py": {
+        "test_the_parser_reads_what_the_rule_allows": ("hermes", "mistral-[", "deepseek_v3-]"),
+    },
+    "server/test_chat.py": {
+        "test_a_stream_adds_up_to_the_whole_answer": (
+            "{}",
+            "{'stop'",
+            "{'logprobs': True, 'top",
+            "{'tools'",
+        ),
+    },
+    "server/test_completions.py": {
+        "test_a_stream_adds_up_to_the_whole_answer": (
+            "{}",
+            "{'n': 3}",
+            "{'stop': [",
+            "{'logit_bias'",
+            "{'echo'",
+            "{'logprobs': 2, 'echo'",
+            "{'return_token_ids'",
+            "{'min_p'",
+        ),
+        "test_tokens_are_the_texts_and_offsets_their_running_lengths": (
+            "'\\\\xe9'-options0",
+            "'na",
+            "[65, 221, 128, 103, 221, 163, 121, 96]-options2",
+        ),
+    },
+    "server/test_decisions.py": {
+        "test_decisions_of_the_last_steps_are_only_numbers": ("zmq",),
+    },
+    "server/test_error_paths.py": {
+        "test_whatever_is_raised_is_told_without_paths": ("/v1/completions", "/v1/messages"),
+    },
+    "server/test_errors.py": {
+        "test_no_body_is_a_fault_of_the_server": ("completions",),
+    },
+    "server/test_flags.py": {
+        "test_a_flag_does_what_the_argument_does": (
+            "['--max-model-len', '128']",
+            "['--max_model_len=128']",
+            "['--max-model-len', '0.128k']",
+            "['-tp', '2']",
+            "['--no-enable-prefix",
+            "['--swap-space'",
+            "['--scheduler'",
+        ),
+        "test_a_flag_that_cannot_be_honoured_is_refused_with_its_name": (
+            "['--max-model-len', 'many']",
+            "['--max-model-len=']",
+            "['--max-model-len']",
+            "['--tensor-parallel-size', 'two']",
+            "['--enforce-eager', '--no",
+            "['--enforce-eager', 'true']",
+            "['--max-model-len', '64', '--max",
+            "['--set', 'executor=local'",
+            "['--model', 'demo']",
+            "['--enable-auto",
+            "['--allowed",
+        ),
+    },
+    "server/test_missing_packages.py": {
+        "test_a_package_that_is_missing_is_named_with_its_remedy_before_anything_starts": (
+            "orjson",
+            "uvicorn",
+            "prometheus",
+        ),
+        "test_what_needs_no_server_works_without_its_packages": ("plugins",),
+    },
+    "server/test_native_formats.py": {
+        "test_calls_are_read_as_they_were_written": ("kimi_k2", "gemma4", "harmony"),
+    },
+    "server/test_openapi.py": {
+        "test_advisory_fields_have_no_effect_and_the_answer_names_them": (
+            "/v1/completions-user",
+            "/v1/completions-stream_options",
+            "/v1/chat/completions-store",
+            "/v1/chat/completions-verbosity",
+            "/v1/responses-text.verbosity",
+            "/v1/responses-tools[].defer",
+            "/v1/responses-input[].output[].file_data",
+            "/v1/messages-metadata",
+            "/v1/messages-messages[].content[].cache",
+            "/v1/messages/count_tokens-speed",
+            "/v1/messages/count_tokens-messages[].content[].cache",
+        ),
+    },
+    "server/test_parsers.py": {
+        "test_any_answer_cut_anywhere_parses_as_the_oracle_reads_it": ("hermes", "qwen3_coder"),
+    },
+    "server/test_plugin_parsers.py": {
+        "test_the_answer_of_a_parser_that_fails_is_content_from_there_and_the_log_names_it_once": (
+            "raises-Ah",
+            "twins",
+            "exits",
+        ),
+    },
+    "server/test_plugin_routes.py": {
+        "test_serve_names_what_the_config_does_not_admit_before_a_process_starts": ("--route",),
+    },
+    "server/test_remote.py": {
+        "test_requests_at_once_give_what_they_give_offline": ("zmq",),
+        "test_steps_that_yield_several_tokens_give_the_same_in_fewer_outputs": ("False",),
+    },
+    "server/test_structured.py": {
+        "test_a_call_can_be_required_where_a_line_break_ends_the_answer": ("end0",),
+        "test_a_call_that_a_stop_string_cuts_off_is_no_finished_call": ("mistral",),
+        "test_a_call_that_is_required_comes_with_arguments_that_follow_its_schema": (
+            "llama3_json",
+            "mistral-1",
+        ),
+        "test_a_named_function_is_called_once": ("mistral",),
+        "test_a_required_answer_ends_after_its_first_call_unless_several_are_asked_for": (
+            "mistral",
+        ),
+        "test_a_required_answer_is_calls_and_nothing_else": ("mistral",),
+        "test_a_streamed_call_that_a_stop_string_cuts_off_is_no_finished_call": ("mistral",),
+        "test_messages_call_what_is_demanded": ("choice2",),
+        "test_messages_say_that_a_call_was_cut_off": ("True",),
+        "test_responses_call_what_is_demanded": ("choice1",),
+        "test_responses_say_that_a_call_was_cut_off": ("True",),
+        "test_the_rule_begins_behind_thoughts_where_the_model_has_some": ("template1", "template4"),
+    },
+}
