@@ -125,6 +125,85 @@ QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "e2e/test_threads.py": {
         "test_what_a_list_brings_of_others_waits_for_their_next_step": ("cumulative",),
     },
+    "engine/test_adapters.py": {
+        "test_a_thousand_adapters_starve_nobody": ("FCFS",),
+        "test_an_adapter_that_waits_too_long_gets_the_next_slot": (
+            "fcfs",
+            "vtc",
+            "lpm",
+            "sarathi",
+            "Backwards",
+        ),
+    },
+    "engine/test_media.py": {
+        "test_each_placeholder_reads_its_own_row": ("Backwards", "FCFS"),
+        "test_runs_that_are_computed_whole_are_never_divided": ("FCFS", "Chaos", "Cautious"),
+    },
+    "engine/test_prefill_limit.py": {
+        "test_a_policy_that_declares_not_to_be_limited_is_left_alone": ("capabilities1",),
+        "test_no_step_with_a_streamed_answer_is_longer_than_the_limit_lets_it": ("4.0",),
+        "test_the_limit_is_no_difference_between_policies": ("fcfs", "srpt"),
+    },
+    "engine/test_slow_devices.py": {
+        "test_a_long_prompt_is_computed_in_steps_of_some_seconds": ("0.5-0.04", "4.0-0.04"),
+    },
+    "engine/test_speculation.py": {
+        "test_a_bad_drafter_costs_little": ("0.0005-1", "0.005-1-adversary"),
+        "test_a_drafter_that_fails_is_named_once_and_changes_no_token": (
+            "raises]",
+            "id beyond",
+            "too few",
+            "endless drafts",
+            "None]",
+        ),
+        "test_no_block_or_checkpoint_that_a_lookup_finds_holds_a_rejected_draft": (
+            "oracle-0",
+            "alternating",
+            "moody-0",
+            "model",
+        ),
+        "test_preempted_requests_go_on_with_the_same_tokens": (
+            "oracle",
+            "alternating-0",
+            "model-0",
+        ),
+        "test_tokens_are_those_without_drafts": (
+            "oracle",
+            "alternating-True",
+            "moody-False",
+            "model-False",
+        ),
+    },
+    "executors/test_same_tokens_over_ranks.py": {
+        "test_ranks_agree_on_how_many_drafts_are_right_without_being_told": ("2",),
+    },
+    "front/media/test_processors.py": {
+        "test_tokens_and_tensors_are_those_of_the_whole_processor": (
+            "pixtral",
+            "internvl",
+            "idefics3",
+            "qwen2_vl",
+            "qwen3_5]",
+            "glm4v]",
+            "gemma3",
+        ),
+    },
+    "lab/test_cache_of_a_trace.py": {
+        "test_hits_are_those_of_a_list_of_hash_ids": ("12", "40"),
+    },
+    "lab/test_compare.py": {
+        "test_a_verdict_names_the_mean_and_the_p99_of_every_latency_once": ("1-",),
+    },
+    "lab/test_leaderboard.py": {
+        "test_a_leaderboard_adds_seeds_until_neighbours_are_apart_or_the_time_is_up": ("0.2",),
+        "test_wrong_options_are_named": (
+            "options0",
+            "options2",
+            "options5",
+            "options6",
+            "options7",
+        ),
+    },
     "models/test_draft_heads.py": {
         "test_mtp_heads_equal_transformers": ("glm4_moe]", "deepseek_v3]", "qwen3_5]"),
     },

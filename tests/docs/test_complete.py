@@ -173,10 +173,12 @@ def documented(package: Any) -> list[griffe.Object]:
     ]
 
 
+@pytest.mark.slow("reads the whole package")
 def test_the_reference_names_things_where_they_are_defined(documented: list[griffe.Object]) -> None:
     assert not [thing.path for thing in documented if thing.is_alias]
 
 
+@pytest.mark.slow("reads the whole package")
 def test_an_example_in_a_docstring_is_a_code_block(documented: list[griffe.Object]) -> None:
     """A paragraph that is Python, and does something, would be set as text."""
     for thing in documented:
@@ -229,6 +231,7 @@ NN_INTERNAL = (
 )
 
 
+@pytest.mark.slow("reads the whole package")
 def test_every_layer_is_in_the_reference_with_its_shapes(
     package: Any, documented: list[griffe.Object]
 ) -> None:

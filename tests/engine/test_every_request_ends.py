@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,6 +103,7 @@ def play(world: World, specs: list[Spec], aborts: list[int]) -> None:
     world.drain(6_000)
 
 
+@pytest.mark.slow("serves many requests in scarce memory")
 @examples(quick=60, full=2_500)
 @given(
     named=st.sampled_from(BUILT_IN),

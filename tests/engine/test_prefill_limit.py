@@ -123,6 +123,7 @@ def test_prompts_are_through_about_as_soon() -> None:
     assert limited <= 1.15 * free
 
 
+@pytest.mark.slow("computes long prompts")
 def test_who_wants_the_final_output_alone_does_not_hold_prompts_up() -> None:
     assert steps_beside_decodes(2.0, output_kind=OutputKind.FINAL) == steps_beside_decodes(
         None, output_kind=OutputKind.FINAL

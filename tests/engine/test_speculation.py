@@ -632,6 +632,7 @@ class Hangs(Oracle):
         return proposed
 
 
+@pytest.mark.slow("waits for a drafter that hangs")
 def test_a_drafter_that_hangs_is_left_alone_until_it_returns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

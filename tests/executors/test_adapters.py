@@ -136,6 +136,7 @@ def test_tokens_over_ranks_are_those_of_merged_weights(
     assert_tokens_are_those_of_merged_weights(config, tmp_path, seed, ranks=size)
 
 
+@pytest.mark.slow("makes several models")
 @examples(quick=4, full=20)
 @given(config=st.one_of(hybrid_configs(), latent_configs()), seed=st.integers(0, 1 << 30))
 def test_layers_that_merge_other_modules_are_adapted(

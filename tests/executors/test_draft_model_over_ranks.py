@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dovetail.api.executor import ComponentRef, Result
 from dovetail_executors.local import LocalExecutor
 from dovetail_executors.options import LocalOptions, TensorOptions
@@ -34,6 +36,7 @@ def results(
         executor.stop()
 
 
+@pytest.mark.slow("drafts in several ranks")
 def test_ranks_draft_as_one_does(threads_as_ranks: None) -> None:
     config = context(max_drafts=3, draft_model=DRAFT)
     alone = results(LocalExecutor(LocalOptions(device="cpu"), config), PROMPTS)
@@ -41,6 +44,7 @@ def test_ranks_draft_as_one_does(threads_as_ranks: None) -> None:
     assert sum(sum(counts) for _, counts in alone) > 9, "some drafts are right"
 
 
+@pytest.mark.slow("drafts in several ranks")
 def test_ranks_draft_with_their_shares_of_a_head_as_one_does(threads_as_ranks: None) -> None:
     """The head is always right, if all ranks read the same states, and the tokens after them."""
     with chained(glm4_moe(**CHAINED), mtp=True) as directory:

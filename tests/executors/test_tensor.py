@@ -112,10 +112,12 @@ def other(two: LLMEngine) -> Iterator[LLM]:
     socket.setdefaulttimeout(before)
 
 
+@pytest.mark.slow("starts ranks of its own")
 def test_vllms_argument_means_the_same(other: LLM) -> None:
     assert other.engine.capacity.details["ranks"] == "2"
 
 
+@pytest.mark.slow("starts ranks of its own")
 def test_ranks_start_and_compute_where_the_program_gives_all_sockets_a_time_limit(
     other: LLM,
 ) -> None:

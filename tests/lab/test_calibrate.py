@@ -80,6 +80,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow("calibrates an engine over the whole grid")
 @pytest.mark.parametrize("rows", SHAPES.values(), ids=SHAPES.keys())
 def test_known_step_times_are_found_out(found: Calibration, rows: list[tuple[int, int]]) -> None:
     assert found.profile.make().seconds(shape(*rows)) == pytest.approx(
@@ -87,6 +88,7 @@ def test_known_step_times_are_found_out(found: Calibration, rows: list[tuple[int
     )
 
 
+@pytest.mark.slow("calibrates an engine with drafts")
 def test_costs_of_lines_are_carried_and_no_draft_disturbs_the_grid() -> None:
     plain = calibrate(pretended(), quick=True).profile
     drafting = calibrate(
@@ -99,6 +101,7 @@ def test_costs_of_lines_are_carried_and_no_draft_disturbs_the_grid() -> None:
     assert StepTimeProfile.load(drafting.model_dump(mode="json")) == drafting
 
 
+@pytest.mark.slow("calibrates an engine over the whole grid")
 def test_the_stated_error_is_that_of_steps_which_were_held_out(found: Calibration) -> None:
     assert found.complete
     assert found.profile.error is not None
@@ -106,11 +109,13 @@ def test_the_stated_error_is_that_of_steps_which_were_held_out(found: Calibratio
     assert "measurements that were excluded from the fit" in found.profile.judged_on
 
 
+@pytest.mark.slow("calibrates an engine over the whole grid")
 def test_the_time_until_tokens_are_delivered_is_found_out(found: Calibration) -> None:
     assert found.profile.results_s == pytest.approx(0.001, rel=0.01)
     assert found.profile.results_per_row_s == pytest.approx(1e-5, rel=0.01)
 
 
+@pytest.mark.slow("calibrates an engine over the whole grid")
 def test_more_work_never_takes_less(found: Calibration) -> None:
     model = found.profile.make()
     for steps in (
@@ -643,6 +648,7 @@ def test_hiccups_are_left_out() -> None:
         assert model.seconds(step) == pytest.approx(TRUE.seconds(step), rel=0.05)
 
 
+@pytest.mark.slow("calibrates an engine")
 def test_when_time_runs_out_the_profile_notes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.monotonic", count().__next__)
     made = calibrate(pretended(), time_limit_s=600)
@@ -653,6 +659,7 @@ def test_when_time_runs_out_the_profile_notes_it(monkeypatch: pytest.MonkeyPatch
     )
 
 
+@pytest.mark.slow("calibrates two engines")
 def test_an_engine_too_small_for_the_grid_is_measured_over_the_tiny_one() -> None:
     small = calibrate({**pretended(), "max_model_len": 128, "max_num_seqs": 4}).profile
     assert small.make().seconds(shape(*decodes(4, 50))) == pytest.approx(

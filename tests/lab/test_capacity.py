@@ -77,6 +77,7 @@ def test_a_senseless_search_is_refused(tolerance: float, start: float) -> None:
 WORKLOAD = "requests=20 arrivals=poisson(2) prompt=fixed(100) output=fixed(20)"
 
 
+@pytest.mark.slow("simulates many trials")
 @pytest.mark.usefixtures("no_figures")
 def test_the_command_prints_the_rate_and_every_trial(tmp_path: Path) -> None:
     engine = write_engine(tmp_path / "fcfs.yaml")

@@ -176,6 +176,7 @@ def test_many_times_as_long_is_said_as_a_factor() -> None:
     )
 
 
+@pytest.mark.slow("draws many samples")
 def test_whole_runs_are_drawn_only_if_seeds_give_other_traffic_and_enough_of_it() -> None:
     own = [[with_own_traffic(factor, seed) for seed in range(5)] for factor in (1.0, 0.9)]
     assert isinstance(compared(*own).method.draws, SeedDraws)

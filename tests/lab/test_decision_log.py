@@ -166,6 +166,7 @@ def assert_nested(slices: list[Event]) -> None:
         open_until.append(event["ts"] + event["dur"])
 
 
+@pytest.mark.slow("reads a log of many requests")
 @examples(quick=6, full=60)
 @given(
     scheduler=st.sampled_from(["fcfs", "vtc", "priority"]),

@@ -35,6 +35,7 @@ RUN = VLLMRun(
 UNDISTURBED = slice(0, 50)  # requests whose first token came before the slice ends
 
 
+@pytest.mark.slow("simulates many requests")
 def test_time_to_first_token_is_that_of_a_real_vllm_while_it_fills_up() -> None:
     trace = load_trace(DATA / "vllm_llama_3.1_8b.jsonl")
     step_time = StepTimeProfile.load("rtxpro6000-llama-3.1-8b").step_time

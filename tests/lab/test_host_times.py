@@ -53,6 +53,7 @@ def test_without_steps_in_flight_a_step_takes_the_sum_of_both() -> None:
     assert tpot_s(record) == pytest.approx(0.06, rel=0.01)
 
 
+@pytest.mark.slow("simulates many requests")
 def test_a_saturated_front_end_accepts_and_streams_at_its_own_rate() -> None:
     host = {"step_s": 1e-6, "request_s": 0.01, "prompt_token_s": 0.001, "token_s": 0.002}
     result = run([request(index, prompt=5, output=10) for index in range(200)], host)
