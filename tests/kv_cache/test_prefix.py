@@ -203,6 +203,35 @@ def test_uncommitting_a_duplicate_leaves_the_one_that_is_found() -> None:
     assert kv.lookup(request(range(5))) == 4
 
 
+def test_nothing_of_a_distrusted_request_is_found_whoever_computed_it() -> None:
+    kv, first = manager(block_size=4), request(range(8))
+    failed, runs = request(range(13)), request(range(12))
+    compute(kv, first)
+    kv.free(first)
+    compute(kv, failed)
+    compute(kv, runs, 8)
+    kv.distrust(failed)
+    kv.commit(failed, 12)
+    assert kv.lookup(request(range(13))) == 0
+    kv.free(failed)
+    kv.check_integrity()
+    kv.free(runs)
+    assert kv.counts == PageCounts(empty=8, held=0, cached=0)
+    kv.check_integrity()
+
+
+def test_a_distrusted_request_may_hold_nothing() -> None:
+    kv, first = manager(block_size=4), request(range(8))
+    compute(kv, first)
+    kv.free(first)
+    other = request(range(20, 28))
+    compute(kv, other)
+    kv.distrust(first)
+    assert kv.lookup(request(range(9))) == 0
+    assert kv.lookup(request(range(20, 29))) == 8
+    kv.check_integrity()
+
+
 def test_copies_come_in_the_order_of_the_forks() -> None:
     kv, parent = manager(block_size=4), request(range(6))
     child, grandchild = request(range(6)), request(range(6))

@@ -19,9 +19,10 @@ from dovetail.api.kv_tier import Done, FrameKey, Job, KVTier, TierCapabilities
 from dovetail.api.scheduler import Refusal
 from dovetail.engine.tiers import feature, restores, tier_jobs
 from dovetail.engine.tiers.prospect import Pace
+from dovetail.errors import DovetailError
 from tests.engine.policies import FCFS
 from tests.engine.world import RecordingExecutor, Shape, Spec, World
-from tests.tiers.tiered import FRAME, Tiered, ToyTier
+from tests.tiers.tiered import FRAME, InOrder, Tiered, ToyTier
 from tests.work import counted_lines
 
 PROMPT = tuple(range(1, 42))  # five frames and a token
@@ -406,6 +407,21 @@ def test_the_end_of_an_engine_ends_its_tiers() -> None:
     tiered = with_tier()
     tiered.world.core.stop()
     assert tier_of(tiered).closed
+
+
+def test_an_executor_whose_memory_tiers_use_is_not_replaced() -> None:
+    tiered = with_prefix(Tiered.of(SHAPE))
+    core = tiered.world.core
+    executor = core.executor
+    scheduler = core.scheduler
+    with pytest.raises(DovetailError, match="kv_host_memory or kv_tiers can't swap its executor"):
+        core.swap(
+            executor=InOrder(executor.options, executor.context),
+            scheduler=FCFS(scheduler.options, scheduler.context),
+        )
+    assert core.executor is executor
+    assert core.scheduler is scheduler
+    assert answer(tiered, Spec("again", PROMPT)) == [(40, 40)]
 
 
 def test_a_reset_forgets_what_is_being_restored() -> None:

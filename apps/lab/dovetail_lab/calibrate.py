@@ -63,14 +63,17 @@ def calibrate(
     registry: Registry | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
-    """Start the engine that `config` describes, and measure it for at most `time_limit_s`, with its
-    own executor.
+    """Start the engine that `config` describes, without `kv_host_memory` and `kv_tiers`, and measure
+    it for at most `time_limit_s`, with its own executor.
 
     `quick`: a tiny grid. Raises the errors of `LLMEngine`, and `ConfigError` if too little could be
     measured to fit anything.
     """
     rehearsal_s = min(QUICK_REHEARSAL_S if quick else REHEARSAL_S, REHEARSAL_SHARE * time_limit_s)
-    with LLMEngine.from_config(config, registry=registry) as engine:
+    # saves of K and V would be part of the steps, and simulations add them by their own rates
+    with LLMEngine.from_config(
+        config, registry=registry, kv_host_memory=None, kv_tiers=()
+    ) as engine:
         design = Design.of(engine, quick)
         prompts = pictures(engine, quick=quick)  # which takes no time of the engine
         rig = Rig(engine, time.monotonic() + time_limit_s - rehearsal_s)

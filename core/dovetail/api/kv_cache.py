@@ -300,6 +300,12 @@ class KVCacheManager(ABC):
         requests computed stay. Checkpoints of this request after more than `upto` tokens are
         dropped."""
 
+    def distrust(self, request: Request) -> None:
+        """Let no later request find K and V of `request`'s tokens, whoever computed them: a row
+        that has read them failed, and so would others. `request` needn't hold blocks; requests
+        that hold them keep them. By default does nothing: then they are found until they are
+        evicted."""
+
     def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
         """Give `child`, which holds no blocks, the K and V of the first `num_tokens` tokens of
         `parent`, which holds them as far as later tokens see them: full blocks are shared, a

@@ -427,6 +427,21 @@ class PrefixCache(KVCacheManager):
                     self._pool.unpublish(block, key)
             table.num_committed = full
 
+    def distrust(self, request: Request) -> None:
+        table = self._tables.get(request.id)
+        if table is not None and table.request is request:
+            self.uncommit(request, 0)
+            table.publishes = False
+        chain = HashChain(
+            request, self._hash_tokens, self._digest, like=self._latest, after=self._after
+        )
+        known = max(0, request.num_tokens - self._after) // self._hash_tokens
+        for digest in chain.extend(known)[:known]:
+            for group in self._groups:
+                block = self._pool.block_of.get(digest + group.salt)
+                if block is not None:
+                    self._pool.unpublish(block, digest + group.salt)
+
     def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
         source = self._table(parent, "fork")
         self._check_fork(source, child, num_tokens)

@@ -167,21 +167,23 @@ class EngineCore:
     def swap(self, *, scheduler: Scheduler | None = None, executor: Executor | None = None) -> None:
         """Replace the scheduler, the executor or both, while no request is unfinished.
 
-        A new executor must be started, with the capacity of the old one. Raises `DovetailError` if
-        a request is unfinished, or if a step is in flight, whose results only the old executor can
-        give.
+        A new executor must be started, with the capacity of the old one. Raises `DovetailError`,
+        with nothing changed, if a request is unfinished, if a step is in flight, whose results only
+        the old executor can give, or if a feature depends on the old executor.
         """
         if self.has_unfinished() or (executor is not None and self._flights):
             raise DovetailError(
                 "parts can be swapped only while no request is unfinished and, for the executor, "
                 "no step is in flight"
             )
-        if scheduler is not None:
-            self.scheduler = scheduler
         if executor is not None:
+            for feature in self.features:
+                feature.check_forget()
             self.executor = executor
             for feature in self.features:
                 feature.forget()
+        if scheduler is not None:
+            self.scheduler = scheduler
 
     def reset_cache(self) -> None:
         """Drop all K and V: later requests reuse nothing computed before."""
@@ -332,6 +334,8 @@ class EngineCore:
         self._storm.saw(flight)
         if type(self.scheduler).on_step is not Scheduler.on_step:
             self._ask("on_step", flight.done(delivery.requests))
+        for index in result.failed:
+            self.kv.distrust(flight.requests[index])
         for request, finish in delivery.finished.items():
             if finish.reason.is_error and request.capacity:
                 self.kv.uncommit(request, 0)

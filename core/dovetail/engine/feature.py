@@ -121,5 +121,9 @@ class EngineFeature:
     def stop(self) -> None:
         """The executor is about to stop. Nothing is called afterwards."""
 
+    def check_forget(self) -> None:
+        """Raise `DovetailError` if this feature depends on the engine's executor, so that no other
+        can replace it."""
+
     def forget(self) -> None:
         """Another executor computes from now on; no request is unfinished."""

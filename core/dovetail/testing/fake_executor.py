@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,6 +179,9 @@ class FakeExecutor(Executor):
 
     capabilities = ExecutorCapabilities(virtual_clock=True, masks=True)
     options: FakeExecutorOptions
+    writes_nan = False
+    """While a test sets it, K and V are written as NaN. So are those of rows that read NaN; a row
+    that would yield a token from NaN fails. Recurrent states never have NaN."""
 
     def __init__(self, options: FakeExecutorOptions, context: ExecutorContext) -> None:
         super().__init__(options, context)
@@ -204,6 +208,7 @@ class FakeExecutor(Executor):
         self._counts: dict[int, list[int]] = {}
         # results of each pending step with pooled rows
         self._pooled: dict[int, dict[int, NDArray[np.float32]]] = {}
+        self._failed: dict[int, dict[int, str]] = {}  # of each pending step with NaN, its rows
         self._broken: str | None = None  # the violated rule: its state may be inconsistent
         self._last_step = -1
         self._last_ended = 0.0
@@ -278,6 +283,8 @@ class FakeExecutor(Executor):
         for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):
             self._read(row, count)
         yields_token = batch.yields_token.tolist()
+        if self.writes_nan or self._memory.nan:
+            self._spread_nan(batch, rows)
         tokens: list[int] = []
         if batch.late:
             self._unsampled = batch.step, rows, yields_token
@@ -329,6 +336,7 @@ class FakeExecutor(Executor):
             np.array(tokens, np.int64),
             started,
             self._last_ended,
+            failed=self._failed.pop(step, {}),
             counts=counts,
             parts=(Pooled(self._pooled.pop(step)),) if step in self._pooled else (),
         )
@@ -525,6 +533,27 @@ class FakeExecutor(Executor):
                     f"and V, or another group's"
                 )
                 self._require(found == expected, rule)
+
+    def _spread_nan(self, batch: Batch, rows: list[_Row]) -> None:
+        """Let rows write NaN, if they read any or `writes_nan`; of these, those that yield a token
+        fail."""
+        nan = self._memory.nan
+        for number, (row, count) in enumerate(zip(rows, batch.num_tokens.tolist(), strict=True)):
+            seen = [*self._places(row, count)]
+            if self.writes_nan or not nan.isdisjoint(place for place, _ in seen):
+                nan.update(place for place, is_new in seen if is_new)
+                if batch.yields_token[number]:
+                    self._failed.setdefault(batch.step, {})[number] = "NaN"
+
+    def _places(self, row: _Row, count: int) -> Iterator[tuple[tuple[int, int], bool]]:
+        """Yield the places that a row reads, and whether its last `count` tokens write them."""
+        start = row.computed - count
+        for index, group in self._paged():
+            first = 0 if group.window is None else max(0, start - group.window + 1)
+            for position in range(first, row.computed):
+                pages, offset = self._block(row, index, position)
+                for page in pages:
+                    yield (page, offset), position >= start
 
     def _replace_states(self, batch: Batch) -> None:
         """Advance the live state of each row of the batch, which has been written, and write its

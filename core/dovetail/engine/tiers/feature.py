@@ -36,6 +36,7 @@ from dovetail.engine.tiers.restores import Piece, Restoration, Restores
 from dovetail.engine.tiers.saves import Saves
 from dovetail.engine.tiers.stats import TierStats
 from dovetail.engine.tiers.tier_jobs import JOB_FRAMES, TierJobs
+from dovetail.errors import DovetailError
 
 logger = logging.getLogger("dovetail")
 
@@ -269,16 +270,20 @@ class TierFeature(EngineFeature):
         self._saves.submitted(step)
 
     def collected(self, flight: InFlightStep, delivery: Delivery) -> None:
-        for index in flight.result.failed:
-            self._distrust(flight.requests[index])
+        if flight.result.failed:
+            failed = [flight.requests[index] for index in flight.result.failed]
+            self._distrust(self._saves.failed(failed))
         self._saves.collected(flight)
 
-    def _distrust(self, request: LiveRequest) -> None:
-        """Use no frame of a request whose row has failed, as the prefix cache uses none of its
-        blocks: NaN in K and V is noticed only once there are logits, steps later."""
-        for name in self._saves.names(request):
+    def _distrust(self, names: set[FrameName]) -> None:
+        """Use none of these frames until they were computed again."""
+        for name in names:
             self.pool.drop(name)
+            self._restores.distrust(name)
             self._suspects[name] = None
+        for visit in self._visits.values():
+            for name in visit.found.keys() & names:
+                del visit.found[name]
         while len(self._suspects) > SUSPECTS:
             self._suspects.popitem(last=False)
 
@@ -598,10 +603,11 @@ class TierFeature(EngineFeature):
         for tier in self._tiers:
             tier.reset(self._clock.now())
 
-    def forget(self) -> None:
-        self.reset()
-        self._drain(CLOSE_S)
-        self._saves.forget()
+    def check_forget(self) -> None:
+        raise DovetailError(
+            "an engine with kv_host_memory or kv_tiers can't swap its executor: the host pool is "
+            "the executor's memory. Make another engine, or leave these keys out"
+        )
 
     def stop(self) -> None:
         try:

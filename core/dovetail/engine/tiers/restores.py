@@ -204,7 +204,7 @@ class Restores:
         self._pool.release(frame)
         piece.frame = None
         if not sound:
-            self._stats.damaged_frames["host" if piece.tier is None else piece.tier.name] += 1
+            self._stats.damaged("host" if piece.tier is None else piece.tier.name)
             if piece.tier is not None:
                 piece.tier.lost(piece.name)
             self.cut(restoration, piece.index, "damaged")
@@ -241,6 +241,13 @@ class Restores:
                 piece.frame = None
         restoration.to_copy = deque(piece for piece in restoration.to_copy if not piece.dropped)
         restoration.missing = {at: n for at, n in restoration.missing.items() if at < index}
+
+    def distrust(self, name: FrameName) -> None:
+        """Truncate the restoration of a frame before it, if it is being restored."""
+        restoration = self.names.get(name)
+        if restoration is not None:
+            index = next(piece.index for piece in restoration.pieces if piece.name == name)
+            self.cut(restoration, index, "damaged")
 
     def _commit_state(self, restoration: Restoration) -> None:
         """Commit the prefix, and copy the state restored to the shadow into a checkpoint."""

@@ -3,14 +3,20 @@
 A frame is saved right after the submission of the step that computes its last token: the copy reads
 after this step, and only later steps write to pages that are released afterwards. The frame is
 published once the step's results show that its row hasn't failed; by then its tokens are known.
+
+A row whose K and V contain NaN fails only once it yields a token: perhaps many steps later, when
+other requests have read its pages, or the request runs no more. A frame is therefore *proven* once
+its request has yielded a token since. When a row fails, the frames of its request, and all frames
+that aren't proven and may depend on it, are distrusted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import compress, count
 from secrets import randbits
 
 from dovetail.api.blocks.hash_chain import HashChain
@@ -22,6 +28,8 @@ from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.tiers.host_pool import HostFrame, HostPool
 from dovetail.engine.tiers.keys import FrameLayout, FrameName, GroupFrames
 from dovetail.engine.tiers.stats import TierStats
+
+ORPHANS = 1 << 16  # maximum number of unproven frames that are known after their requests have left
 
 
 class _Progress:
@@ -48,7 +56,8 @@ class _Save:
     frame: HostFrame
     pages: Pages
     name: FrameName | None  # None: a token of it is in flight
-    collected: bool = False  # its step was, and its row hasn't failed
+    collected: bool = False  # its step was
+    proven: bool = False  # its request has yielded a token since
     copied: bool = False
     dropped: bool = False
 
@@ -83,6 +92,9 @@ class Saves:
         self._uncollected: dict[int, list[_Save]] = {}  # by step
         self._copying: dict[int, _Save] = {}  # by transfer
         self._underway: set[FrameName] = set()  # names of those being saved
+        # published frames that aren't proven: of running requests, and of those that left
+        self._unproven: dict[LiveRequest, list[FrameName]] = {}
+        self._orphans: OrderedDict[FrameName, None] = OrderedDict()
 
     @property
     def pending(self) -> bool:
@@ -97,6 +109,8 @@ class Saves:
     def end(self, request: LiveRequest) -> None:
         """Plan no more saves of `request`. Saves in flight continue."""
         progress = self._running.pop(request, None)
+        for name in self._unproven.pop(request, ()):
+            self._add_orphan(name)
         if progress is not None and progress.due < math.inf:
             whole = request.num_computed // self._frames.tokens
             left = sum(max(0, whole - index) for index in progress.next)
@@ -205,13 +219,25 @@ class Saves:
 
     def collected(self, flight: InFlightStep) -> None:
         """Publish the frames of a collected step, except those of failed rows."""
-        if flight.result.failed:
-            self._fail([flight.requests[index] for index in flight.result.failed])
-        for save in self._uncollected.pop(flight.index, ()):
+        saves = self._uncollected.pop(flight.index, ())
+        for save in saves:
             save.collected = True
+        if self._copying or self._unproven:
+            self._prove(flight)
+        for save in saves:
             if save.name is None and not save.dropped:
                 save.name = self._name(save)
             self._settle(save)
+
+    def _prove(self, flight: InFlightStep) -> None:
+        """Note that the requests to which a step gave a token have sound K and V up to there."""
+        yields = flight.batch.yields_token.copy()
+        yields[[*flight.result.failed]] = False
+        sound = {*compress(flight.requests, yields.tolist())}
+        for save in self._copying.values():
+            save.proven = save.proven or (save.collected and save.request in sound)
+        for request in sound & self._unproven.keys():
+            del self._unproven[request]
 
     def _name(self, save: _Save) -> FrameName | None:
         """Return the name of a frame; None if its tokens aren't known, as of an aborted request, or
@@ -221,42 +247,57 @@ class Saves:
         name = FrameName(save.group, save.chain.extend(save.index + 1)[save.index])
         return None if name in self._underway else name
 
-    def _fail(self, failed: list[LiveRequest]) -> None:
-        """Drop the saves of the requests `failed` and of those that share pages with them, and plan
-        no more of them."""
+    def failed(self, requests: Sequence[LiveRequest]) -> set[FrameName]:
+        """Drop the saves of requests whose rows have failed, and those that may depend on them.
+        Plan no more of them. Return the names of the frames that mustn't be used any more."""
+        affected = self._affected(requests)
+        names = {*self._orphans}
+        self._orphans.clear()
+        for request in affected:
+            self._running[request].due = math.inf
+            names.update(self._unproven.pop(request, ()))
+        for request in requests:
+            names.update(self._names(request))
+        for save in self._unsettled():
+            depends = save.request in affected or save.request not in self._running
+            if save.request in requests or (depends and not save.proven):
+                save.dropped = True
+        return names
+
+    def _affected(self, failed: Sequence[LiveRequest]) -> set[LiveRequest]:
+        """Return the running requests that share pages with those in `failed`, and these."""
         tainted: set[int] = set()
         for request in failed:
             if not request.capacity:  # its pages aren't known any more
-                affected = [*self._running]
-                break
+                return {*self._running}
             tainted.update(*self._kv.tables(request))
-        else:
-            tainted.discard(HOLE)
-            affected = [
-                request
-                for request in self._running
-                if request in failed or not tainted.isdisjoint(self._pages(request))
-            ]
-        for request in affected:
-            self._running[request].due = math.inf
-        suspects = {*affected, *failed}
-        for save in self._unsettled():
-            save.dropped = save.dropped or save.request in suspects
+        tainted.discard(HOLE)
+        return {
+            request
+            for request in self._running
+            if request in failed or not tainted.isdisjoint(self._pages(request))
+        }
 
     def _unsettled(self) -> list[_Save]:
         """Return the saves that aren't copied yet, or whose step isn't collected."""
         uncollected = [save for saves in self._uncollected.values() for save in saves]
         return [*uncollected, *self._copying.values()]
 
-    def names(self, request: LiveRequest) -> list[FrameName]:
-        """Return the names of all frames of a running request that are computed."""
+    def _names(self, request: LiveRequest) -> list[FrameName]:
+        """Return the names of all frames of a request that were computed; of one that runs no
+        more, of all its tokens."""
         progress = self._running.get(request)
-        if progress is None:
-            return []
-        whole = request.num_computed // self._frames.tokens
-        whole = min(whole, self._frames.named(request.num_tokens))
-        hashes = progress.chain.extend(whole)[:whole]
+        chain = self._frames.chain(request) if progress is None else progress.chain
+        whole = self._frames.named(request.num_tokens)
+        if progress is not None:
+            whole = min(whole, request.num_computed // self._frames.tokens)
+        hashes = chain.extend(whole)[:whole]
         return [FrameName(group.number, name) for name in hashes for group in self._frames.groups]
+
+    def _add_orphan(self, name: FrameName) -> None:
+        self._orphans[name] = None
+        if len(self._orphans) > ORPHANS:
+            self._orphans.popitem(last=False)
 
     def _pages(self, request: LiveRequest) -> set[int]:
         return set().union(*self._kv.tables(request)) if request.capacity else set()
@@ -283,6 +324,10 @@ class Saves:
                 self._stats.saved_frames += 1
                 self._stats.saved_bytes += save.frame.bytes
                 self._saved(save.frame)
+                if not save.proven and save.request in self._running:
+                    self._unproven.setdefault(save.request, []).append(save.name)
+                elif not save.proven:
+                    self._add_orphan(save.name)
         self._pool.release(save.frame)
 
     def drop(self) -> None:
@@ -292,12 +337,3 @@ class Saves:
             progress.due = math.inf
         for save in self._unsettled():
             save.dropped = True
-
-    def forget(self) -> None:
-        """Forget all saves after the executor's transfers were lost. No request may be running, and
-        no step in flight."""
-        for save in self._copying.values():
-            self._pool.release(save.frame)
-        self._copying.clear()
-        self._uncollected.clear()
-        self._underway.clear()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+
+logger = logging.getLogger("dovetail")
 
 
 @dataclass(slots=True)
@@ -22,7 +25,7 @@ class TierStats:
     stored_bytes: dict[str, int] = field(default_factory=Counter)
     loaded_frames: dict[str, int] = field(default_factory=Counter)  # by tier, undamaged
     loaded_bytes: dict[str, int] = field(default_factory=Counter)
-    # seconds of load jobs, by tier
+    # seconds during which frames were loaded, by tier
     load_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     restored_frames: int = 0  # copied from the host pool to the device, undamaged
     restored_bytes: int = 0
@@ -32,3 +35,16 @@ class TierStats:
     missed: dict[str, int] = field(default_factory=Counter)
     damaged_frames: dict[str, int] = field(default_factory=Counter)  # by source
     off: dict[str, int] = field(default_factory=Counter)  # how often each tier was switched off
+
+    def damaged(self, source: str) -> None:
+        """Count a frame with other bytes than were saved, and warn, each time when there are twice
+        as many. `source`: "host", or the name of a tier."""
+        self.damaged_frames[source] += 1
+        count = self.damaged_frames[source]
+        if count & (count - 1) == 0:
+            logger.warning(
+                "%d frames from %s had other bytes than were saved since the start: their K and V "
+                "are computed",
+                count,
+                "the host pool" if source == "host" else f"KV tier {source}",
+            )

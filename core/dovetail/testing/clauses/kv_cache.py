@@ -71,6 +71,7 @@ CLAUSES: Marks = {
         "Only calls for tokens known": held("checkpoints"),
         "*": TOLD,
     },
+    "KVCacheManager.distrust": TOLD,
     "KVCacheManager.uncommit": {
         "Checkpoints of this request": held("checkpoint_dropped"),
         "*": held("uncommit"),
