@@ -128,10 +128,12 @@ class Pace:
         seconds = self._looks_s
         if self._rate:
             seconds += sum(piece.group.bytes for piece in pieces) / self._rate
+        tiers = set()
         for piece in pieces:
             if piece.frame is None and piece.tier is not None and piece.tier.rate:
                 seconds += piece.group.bytes / piece.tier.rate
-        return seconds
+                tiers.add(piece.tier)
+        return seconds + sum(tier.loading_bytes / tier.rate for tier in tiers)
 
     def patience_s(self, computing_s: float) -> float:
         """Return how many seconds a request may wait for what takes `computing_s` to compute."""

@@ -27,7 +27,7 @@ logger = logging.getLogger("dovetail")
 
 JOB_FRAMES = 8  # maximum frames of a store or load
 STORE_S = 60.0  # timeout of a store
-QUEUE_SHARE = 0.25  # maximum share of the host pool that waits to be stored
+QUEUE_SHARE = 0.25  # maximum share of the host pool, or one frame, that waits to be stored
 KEPT_NAMES = 1 << 17  # maximum number of names known to be in a tier
 FAILURES = 3  # consecutive failures that switch a tier off
 OFF_S = 30.0  # the first time; doubled each time in a row
@@ -44,8 +44,29 @@ class _Job:
     then: Then | None
     begun: float
     deadline: float
+    load_begun: float  # of a load, on `_LoadTime`
     late: bool = False
     outdated: bool = False  # the tier has dropped all since
+
+
+class _LoadTime:
+    """Time shared by the loads that run at the same time: of n loads, each is charged with 1 / n of
+    each second. Bytes of a load by its seconds are then the rate of the medium, however many loads
+    share it."""
+
+    def __init__(self, now: float) -> None:
+        self._running = 0
+        self._charged = 0.0  # seconds to each load that has run since the begin
+        self._at = now
+
+    def change(self, now: float, running: int) -> float:
+        """Add `running` to the number of loads that run. Return the seconds charged by now to a
+        load since the begin."""
+        if self._running:
+            self._charged += (now - self._at) / self._running
+        self._at = now
+        self._running += running
+        return self._charged
 
 
 @dataclass(slots=True)
@@ -90,7 +111,7 @@ class TierJobs:
         self.name = name
         self.tier = tier
         self.namespaces: Sequence[bytes] = ()  # of groups; none: the tier isn't used yet
-        self.rate = 0.0  # bytes per second of loads, a running mean; 0: not measured
+        self.rate = 0.0  # bytes per second of all loads, a running mean; 0: not measured
         self._pool = pool
         self._clock = clock
         self._ids = ids
@@ -99,6 +120,7 @@ class TierJobs:
         self._queued_bytes = 0  # in the queue and in store jobs
         self._jobs: dict[int, _Job] = {}
         self._kept: OrderedDict[FrameName, None] = OrderedDict()
+        self._load_time = _LoadTime(clock.now())
         self._storing = _Switch()
         self._reading = _Switch()  # of finds and loads
 
@@ -137,12 +159,18 @@ class TierJobs:
             return
         if not self.is_used(now, stores=True):
             self._stats.dropped_frames["unavailable"] += 1
-        elif self._queued_bytes + frame.bytes > QUEUE_SHARE * self._pool.limit:
+        elif 0 < self._queued_bytes > QUEUE_SHARE * self._pool.limit - frame.bytes:
             self._stats.dropped_frames["slow"] += 1
         else:
             self._pool.hold(frame)
             self._queue.append(frame)
             self._queued_bytes += frame.bytes
+
+    @property
+    def loading_bytes(self) -> int:
+        """Bytes of the frames that are being loaded, without those of late jobs."""
+        loads = [job for job in self._jobs.values() if job.kind == "load" and not job.late]
+        return sum(frame.bytes for job in loads for frame in job.frames)
 
     @property
     def free_jobs(self) -> int:
@@ -182,11 +210,13 @@ class TierJobs:
             Frame(key, frame.data.toreadonly() if kind == "store" else frame.data)
             for key, frame in zip(keys, frames, strict=False)
         )
-        job = _Job(kind, names, frames, then, now, now + within_s)
+        job = _Job(kind, names, frames, then, now, now + within_s, 0.0)
         submitted = Job(number, kind, keys, lent, job.deadline)
         if not self._call(partial(self.tier.submit, submitted), now):
             return False
         self._jobs[number] = job
+        if kind == "load":
+            job.load_begun = self._load_time.change(now, 1)
         return True
 
     def _key(self, name: FrameName) -> FrameKey:
@@ -205,6 +235,8 @@ class TierJobs:
             for job in [*self._jobs.values()]:
                 if not job.late and now >= job.deadline:
                     job.late = True
+                    if job.kind == "load":
+                        self._load_time.change(now, -1)
                     why = f"a {job.kind} took more than {job.deadline - job.begun:g} s"
                     self._failed(now, why, stores=job.kind == "store")
                     if job.then is not None:
@@ -262,7 +294,7 @@ class TierJobs:
         for name, frame, loaded in zip(job.names, job.frames, ok, strict=True):
             found = read_header(frame.data, self._key(name)) if loaded else None
             if loaded and found is None:
-                self._stats.damaged_frames[self.name] += 1
+                self._stats.damaged(self.name)
             if found is None:
                 self._pool.release(frame)
             else:
@@ -271,7 +303,9 @@ class TierJobs:
                 self._stats.loaded_frames[self.name] += 1
             sound.append(found is not None)
         self._stats.loaded_bytes[self.name] += loaded_bytes
-        seconds = now - job.begun
+        if job.late:
+            return sound
+        seconds = self._load_time.change(now, -1) - job.load_begun
         self._stats.load_s[self.name] += seconds
         if loaded_bytes and seconds > 0:
             rate = loaded_bytes / seconds
