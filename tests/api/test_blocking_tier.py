@@ -10,6 +10,7 @@ import pytest
 from dovetail.api.blocking_tier import BlockingTier
 from dovetail.api.component import NoOptions
 from dovetail.api.kv_tier import Frame, FrameKey, TierContext, Why
+from dovetail.testing.checks import CheckFailed
 from dovetail.testing.suites.kv_tier_world import TierWorld
 
 
@@ -143,3 +144,35 @@ def test_a_tier_without_jobs_starts_no_thread_and_is_not_disconnected(world: Tie
     world.close()
     assert threading.active_count() == before
     assert not tier_of(world).done_in_order
+
+
+def test_no_name_of_a_subclass_replaces_a_private_one_of_the_base_class(world: TierWorld) -> None:
+    private = {name for name in (*vars(BlockingTier), *vars(world.tier)) if name.startswith("_")}
+    taken = {name for name in private if not name.startswith("_BlockingTier__")}
+    assert all(name.startswith("__") or name == "_abc_impl" for name in taken)
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError("no server"), TypeError("a mistake")])
+def test_a_mistake_is_logged_with_its_traceback_and_a_lost_medium_is_not(
+    world: TierWorld, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    world.tier.error = error  # type: ignore[attr-defined]
+    world.do("find", world.keys(1))
+    world.tier.error = None  # type: ignore[attr-defined]
+    [record] = caplog.records
+    assert str(error) in record.getMessage()
+    assert bool(record.exc_info) == isinstance(error, TypeError)
+
+
+def test_the_suite_says_why_a_tier_stores_nothing() -> None:
+    error = ConnectionRefusedError("no server")
+
+    class Unreachable(Gated):
+        def store_frame(self, frame: Frame) -> Why | None:
+            raise error
+
+    world = TierWorld(lambda context: Unreachable(NoOptions(), context), sizes=(64,))
+    with pytest.raises(CheckFailed, match=r"frames weren't stored: .*no server") as failed:
+        world.store(world.keys(2))
+    assert failed.value.__cause__ is error
+    world.close()

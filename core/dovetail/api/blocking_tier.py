@@ -69,19 +69,20 @@ class BlockingTier(KVTier):
 
     def __init__(self, options: BaseModel, context: TierContext) -> None:
         super().__init__(options, context)
-        self._changed = threading.Condition()  # guards all that follows
-        self._workers: list[threading.Thread] = []
-        self._working = 0  # threads that haven't ended
-        self._jobs: dict[int, _Progress] = {}
-        self._urgent = deque[_Piece]()
-        self._stores = deque[_Piece]()
-        self._drops = deque[bytes]()  # those that wait
-        self._dropping: set[bytes] = set()  # and those that run: nothing else of them begins
-        self._active = Counter[bytes]()  # pieces and drops that run, by namespace
-        self._storing = 0
-        self._reports: list[Done] = []
-        self._closed = False
-        self._has_failed = False
+        # Mangled names: a subclass may have attributes and methods of any name.
+        self.__changed = threading.Condition()  # guards all that follows
+        self.__workers: list[threading.Thread] = []
+        self.__working = 0  # threads that haven't ended
+        self.__jobs: dict[int, _Progress] = {}
+        self.__urgent = deque[_Piece]()
+        self.__stores = deque[_Piece]()
+        self.__drops = deque[bytes]()  # those that wait
+        self.__dropping: set[bytes] = set()  # and those that run: nothing else of them begins
+        self.__active = Counter[bytes]()  # pieces and drops that run, by namespace
+        self.__storing = 0
+        self.__reports: list[Done] = []
+        self.__closed = False
+        self.__has_failed = False
 
     @abstractmethod
     def find_frame(self, key: FrameKey) -> Why | None:
@@ -110,174 +111,177 @@ class BlockingTier(KVTier):
         """
 
     def submit(self, job: Job) -> bool:
-        with self._changed:
-            if self._closed or len(self._jobs) >= self.capabilities.max_jobs:
+        with self.__changed:
+            if self.__closed or len(self.__jobs) >= self.capabilities.max_jobs:
                 return False
             progress = _Progress(job, len(job.keys), [False] * len(job.keys))
-            self._jobs[job.id] = progress
-            queue = self._stores if job.kind == "store" else self._urgent
+            self.__jobs[job.id] = progress
+            queue = self.__stores if job.kind == "store" else self.__urgent
             queue.extend(_Piece(progress, index) for index in range(len(job.keys)))
-            self._begin()
+            self.__begin()
         return True
 
     def done(self) -> Sequence[Done]:
-        with self._changed:
-            reports = self._reports
-            self._reports = []
+        with self.__changed:
+            reports = self.__reports
+            self.__reports = []
         return reports
 
     def cancel(self, job: int) -> None:
-        with self._changed:
-            has_report = self._give_up(lambda piece: piece.progress.job.id == job)
+        with self.__changed:
+            has_report = self.__give_up(lambda piece: piece.progress.job.id == job)
         if has_report:
             self.context.wake()
 
     def drop(self, namespace: bytes) -> None:
-        with self._changed:
-            if self._closed:
+        with self.__changed:
+            if self.__closed:
                 return
-            has_report = self._give_up(lambda piece: piece.key.namespace == namespace)
-            if namespace not in self._drops:
-                self._drops.append(namespace)
-            self._dropping.add(namespace)
-            self._begin()
+            has_report = self.__give_up(lambda piece: piece.key.namespace == namespace)
+            if namespace not in self.__drops:
+                self.__drops.append(namespace)
+            self.__dropping.add(namespace)
+            self.__begin()
         if has_report:
             self.context.wake()
 
     def close(self, timeout_s: float) -> None:
         """End the threads. Wait at most `timeout_s`, even if a call of the medium hangs."""
         deadline = time.monotonic() + timeout_s
-        with self._changed:
-            self._closed = True
-            self._urgent.clear()
-            self._stores.clear()
-            self._drops.clear()
-            self._jobs.clear()
-            self._reports.clear()
-            self._changed.notify_all()
-        for worker in self._workers:
+        with self.__changed:
+            self.__closed = True
+            self.__urgent.clear()
+            self.__stores.clear()
+            self.__drops.clear()
+            self.__jobs.clear()
+            self.__reports.clear()
+            self.__changed.notify_all()
+        for worker in self.__workers:
             worker.join(max(0.0, deadline - time.monotonic()))
 
-    def _begin(self) -> None:
+    def __begin(self) -> None:
         """Wake the threads, after starting them on the first call. The caller holds the lock."""
-        while len(self._workers) < self.threads:
-            name = f"{type(self).__name__}-{len(self._workers)}"
+        while len(self.__workers) < self.threads:
+            name = f"{type(self).__name__}-{len(self.__workers)}"
             # daemons: a medium that hangs must not keep the process from ending
-            worker = threading.Thread(target=self._work, name=name, daemon=True)
+            worker = threading.Thread(target=self.__work, name=name, daemon=True)
             worker.start()
-            self._workers.append(worker)
-            self._working += 1
-        self._changed.notify_all()
+            self.__workers.append(worker)
+            self.__working += 1
+        self.__changed.notify_all()
 
-    def _give_up(self, is_given_up: Callable[[_Piece], bool]) -> bool:
+    def __give_up(self, is_given_up: Callable[[_Piece], bool]) -> bool:
         """Settle queued pieces as missing. Return True if this completes a job. The caller holds
         the lock."""
         has_report = False
-        for queue in (self._urgent, self._stores):
+        for queue in (self.__urgent, self.__stores):
             given_up = [piece for piece in queue if is_given_up(piece)]
             for piece in given_up:
                 queue.remove(piece)
-                has_report |= self._settle(piece, "missing")
+                has_report |= self.__settle(piece, "missing")
         return has_report
 
-    def _settle(self, piece: _Piece, why: Why | None) -> bool:
+    def __settle(self, piece: _Piece, why: Why | None) -> bool:
         """Record the result of a piece. Return True if this completes its job. The caller holds the
         lock."""
         progress = piece.progress
         progress.ok[piece.index] = why is None
         progress.why = progress.why or why
         progress.left -= 1
-        if progress.left or self._closed:
+        if progress.left or self.__closed:
             return False
-        del self._jobs[progress.job.id]
-        self._reports.append(Done(progress.job.id, tuple(progress.ok), progress.why))
+        del self.__jobs[progress.job.id]
+        self.__reports.append(Done(progress.job.id, tuple(progress.ok), progress.why))
         return True
 
-    def _work(self) -> None:
+    def __work(self) -> None:
         while True:
-            with self._changed:
-                found = self._changed.wait_for(lambda: self._closed or self._take())
+            with self.__changed:
+                found = self.__changed.wait_for(lambda: self.__closed or self.__take())
             if isinstance(found, bytes):
-                self._forget(found)
+                self.__forget(found)
             elif isinstance(found, _Piece):
-                self._do(found)
+                self.__do(found)
             else:
                 break
             found = None  # a waiting thread must not hold a frame
-        with self._changed:
-            self._working -= 1
-            is_last = not self._working
+        with self.__changed:
+            self.__working -= 1
+            is_last = not self.__working
         if is_last:
-            self._disconnect()
+            self.__disconnect()
 
-    def _take(self) -> _Piece | bytes | None:
+    def __take(self) -> _Piece | bytes | None:
         """Remove and return the next piece of work for a thread. The caller holds the lock."""
-        for namespace in self._drops:
-            if not self._active[namespace]:
-                self._drops.remove(namespace)
-                self._active[namespace] += 1
+        for namespace in self.__drops:
+            if not self.__active[namespace]:
+                self.__drops.remove(namespace)
+                self.__active[namespace] += 1
                 return namespace
         # one thread is left for finds and loads
-        may_store = self._storing < max(1, self.threads - 1)
-        for queue in (self._urgent, self._stores) if may_store else (self._urgent,):
+        may_store = self.__storing < max(1, self.threads - 1)
+        for queue in (self.__urgent, self.__stores) if may_store else (self.__urgent,):
             for piece in queue:
-                if piece.key.namespace not in self._dropping:
+                if piece.key.namespace not in self.__dropping:
                     queue.remove(piece)
-                    self._active[piece.key.namespace] += 1
-                    self._storing += piece.is_store
+                    self.__active[piece.key.namespace] += 1
+                    self.__storing += piece.is_store
                     return piece
         return None
 
-    def _forget(self, namespace: bytes) -> None:
+    def __forget(self, namespace: bytes) -> None:
         try:
             self.forget(namespace)
         except Exception as error:
-            self._complain(error)
-        with self._changed:
-            self._end(namespace)
-            if namespace not in self._drops:
-                self._dropping.discard(namespace)
+            self.__complain(error)
+        with self.__changed:
+            self.__end(namespace)
+            if namespace not in self.__drops:
+                self.__dropping.discard(namespace)
 
-    def _disconnect(self) -> None:
+    def __disconnect(self) -> None:
         try:
             self.disconnect()
         except Exception as error:
-            self._complain(error)
+            self.__complain(error)
 
-    def _do(self, piece: _Piece) -> None:
+    def __do(self, piece: _Piece) -> None:
         try:
-            why = self._call(piece)
+            why = self.__call(piece)
         except Exception as error:
             why = "unavailable"
-            self._complain(error)
+            self.__complain(error)
         else:
-            self._has_failed = self._has_failed and why not in (None, "missing")
-        with self._changed:
-            self._end(piece.key.namespace)
-            self._storing -= piece.is_store
-            has_report = self._settle(piece, why)
+            self.__has_failed = self.__has_failed and why not in (None, "missing")
+        with self.__changed:
+            self.__end(piece.key.namespace)
+            self.__storing -= piece.is_store
+            has_report = self.__settle(piece, why)
         if has_report:
             self.context.wake()
 
-    def _end(self, namespace: bytes) -> None:
+    def __end(self, namespace: bytes) -> None:
         """Record the end of a piece or drop of a namespace. The caller holds the lock."""
-        self._active[namespace] -= 1
-        if not self._active[namespace]:
-            del self._active[namespace]
-        self._changed.notify_all()
+        self.__active[namespace] -= 1
+        if not self.__active[namespace]:
+            del self.__active[namespace]
+        self.__changed.notify_all()
 
-    def _call(self, piece: _Piece) -> Why | None:
+    def __call(self, piece: _Piece) -> Why | None:
         job = piece.progress.job
         if job.kind == "find":
             return self.find_frame(piece.key)
         frame = job.frames[piece.index]
         return self.store_frame(frame) if job.kind == "store" else self.load_frame(frame)
 
-    def _complain(self, error: Exception) -> None:
-        if not self._has_failed:
-            self._has_failed = True
+    def __complain(self, error: Exception) -> None:
+        if not self.__has_failed:
+            self.__has_failed = True
             logger.warning(
                 "KV tier %s: %s; not logged again until the tier works",
                 type(self).__name__,
                 describe(error),
+                # a medium that is lost needs no traceback, a mistake in the code does
+                exc_info=None if isinstance(error, OSError) else error,
+                extra={"error": error},
             )

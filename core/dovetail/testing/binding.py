@@ -71,14 +71,16 @@ class Binding:
             else self.resolved.options_model()
         )
 
-    def make_options(self) -> BaseModel:
-        """Return `options` as the component's own model. Raises `ConfigError`, or pydantic's
-        `ValidationError` for a bare class."""
-        return (
-            self.resolved.validate_options()
-            if isinstance(self.component, str)
-            else self.options_model.model_validate(dict(self.options))
-        )
+    def make_options(self, changed: Mapping[str, Any] | None = None) -> BaseModel:
+        """Return `options`, with those of `changed` in their place, as the component's own model.
+        Raises `ConfigError`, or pydantic's `ValidationError` for a bare class."""
+        options = {**self.options, **(changed or {})}
+        if not isinstance(self.component, str):
+            return self.options_model.model_validate(options)
+        if not changed:
+            return self.resolved.validate_options()
+        found = installed(tuple(sys.path)).resolve(self.kind, self.component, options)
+        return found.validate_options()
 
     def make(self, context: Any) -> Any:
         """Make a new component, with `options`."""

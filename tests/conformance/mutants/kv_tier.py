@@ -24,6 +24,19 @@ FOLDER = {"path": "frames", "size": "1GiB"}
 LATE_S = 0.03
 
 
+class Inside:
+    """The attributes of `BlockingTier`, which subclasses don't replace by accident."""
+
+    def __init__(self, tier: BlockingTier) -> None:
+        vars(self)["tier"] = tier
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tier, f"_BlockingTier__{name}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.tier, f"_BlockingTier__{name}", value)
+
+
 class InMemory(BlockingTier):
     """Right: frames in a dictionary."""
 
@@ -264,7 +277,7 @@ class ReportsWhatItRefused(InMemory):
     def submit(self, job: Job) -> bool:
         taken = super().submit(job)
         if not taken:
-            self._reports.append(Done(job.id, (False,) * len(job.keys), "unavailable"))
+            Inside(self).reports.append(Done(job.id, (False,) * len(job.keys), "unavailable"))
         return taken
 
 
@@ -273,22 +286,22 @@ class TakesOneJobAtMost(InMemory):
     capabilities = TierCapabilities(max_jobs=0)
 
     def submit(self, job: Job) -> bool:
-        return not self._jobs and super().submit(job)
+        return not Inside(self).jobs and super().submit(job)
 
 
 @mutant(caught_by="kv_tier.cancel")
 class ForgetsCancelledJobs(InMemory):
     def cancel(self, job: int) -> None:
-        with self._changed:
-            self._jobs.pop(job, None)
-            self._urgent.clear()
-            self._reports = [done for done in self._reports if done.job != job]
+        with Inside(self).changed:
+            Inside(self).jobs.pop(job, None)
+            Inside(self).urgent.clear()
+            Inside(self).reports[:] = [done for done in Inside(self).reports if done.job != job]
 
 
 @mutant(caught_by="kv_tier.cancel")
 class KnowsTheJobsItCancels(InMemory):
     def cancel(self, job: int) -> None:
-        assert self._jobs[job].left
+        assert Inside(self).jobs[job].left
         super().cancel(job)
 
 
@@ -338,7 +351,7 @@ class ReportsALoadBeforeItWrites(Later):
 @mutant(caught_by="kv_tier.lent")
 class WritesWhatWasCancelled(Later):
     def cancel(self, job: int) -> None:
-        progress = self._jobs.get(job)
+        progress = Inside(self).jobs.get(job)
         super().cancel(job)
         for frame in () if progress is None else progress.job.frames:
             self.later(InMemory.load_frame, self, frame)
@@ -434,7 +447,7 @@ class SleepsInDone(InMemory):
 @mutant(caught_by="kv_tier.returns", options=FOLDER, soon=True)
 class HoldsItsLockWhileItStores(DiskTier):
     def store_frame(self, frame: Frame) -> Why | None:
-        with self._changed:
+        with Inside(self).changed:
             return super().store_frame(frame)
 
 
@@ -451,23 +464,18 @@ class DropsWhereItIsCalled(DiskTier):
 class LosesJobsByErrors(DiskTier):
     """A frame's error leaves its job without a report."""
 
-    def _do(self, piece: Any) -> None:
-        try:
-            why = self._call(piece)
-        except OSError:
-            return
-        with self._changed:
-            self._end(piece.key.namespace)
-            self._storing -= piece.is_store
-            self._settle(piece, why)
+    def done(self) -> Sequence[Done]:
+        return [done for done in super().done() if done.why != "unavailable"]
 
 
 @mutant(caught_by="kv_tier.failing", options=FOLDER)
 class GivesUpAfterAnError(DiskTier):
     broken = False
 
-    def _complain(self, error: Exception) -> None:
-        self.broken = True
+    def done(self) -> Sequence[Done]:
+        reports = super().done()
+        self.broken = self.broken or any(done.why == "unavailable" for done in reports)
+        return reports
 
     def store_frame(self, frame: Frame) -> Why | None:
         return "unavailable" if self.broken else super().store_frame(frame)
@@ -475,15 +483,11 @@ class GivesUpAfterAnError(DiskTier):
 
 @mutant(caught_by="kv_tier.failing", options=FOLDER)
 class RaisesTheErrorLater(DiskTier):
-    error: Exception | None = None
-
-    def _complain(self, error: Exception) -> None:
-        self.error = error
-
     def done(self) -> Sequence[Done]:
-        if self.error is not None:
-            raise self.error
-        return super().done()
+        reports = super().done()
+        if any(done.why == "unavailable" for done in reports):
+            raise OSError("the medium has failed")
+        return reports
 
 
 class InPlace(DiskTier):
@@ -641,6 +645,41 @@ class RemembersDroppedNamespaces(InMemory):
         super().forget(namespace)
 
 
+@mutant(caught_by="kv_tier.keeps_new", settings=SMALL)
+class RemovesTheNewest(InMemory):
+    options: Sized  # type: ignore[assignment]
+
+    def store_frame(self, frame: Frame) -> Why | None:
+        super().store_frame(frame)
+        while sum(map(len, self.kept.values())) > self.options.size:
+            del self.kept[[*self.kept][-1]]
+        return None
+
+
+@mutant(caught_by="kv_tier.reasons")
+class RaisesForAMissingFrame(InMemory):
+    def load_frame(self, frame: Frame) -> Why | None:
+        frame.data[:] = self.kept[frame.key]
+        return None
+
+
+@mutant(caught_by="kv_tier.reasons", settings=SMALL)
+class RaisesWithoutRoom(InMemory):
+    options: Sized  # type: ignore[assignment]
+
+    def store_frame(self, frame: Frame) -> Why | None:
+        if len(frame.data) > self.options.size:
+            raise OSError("full")
+        return super().store_frame(frame)
+
+
+@mutant(caught_by="kv_tier.starts")
+class LooksForItsServerAtOnce(InMemory):
+    def __init__(self, options: BaseModel, context: TierContext) -> None:
+        super().__init__(options, context)
+        socket.getaddrinfo("127.0.0.1", 1)
+
+
 # The end
 
 
@@ -656,13 +695,13 @@ class LeavesAThread(InMemory):
 @mutant(caught_by="kv_tier.close")
 class TakesJobsAfterClose(InMemory):
     def submit(self, job: Job) -> bool:
-        return super().submit(job) or self._closed
+        return super().submit(job) or Inside(self).closed
 
 
 @mutant(caught_by="kv_tier.close")
 class ClosesOnce(InMemory):
     def close(self, timeout_s: float) -> None:
-        if self._closed:
+        if Inside(self).closed:
             raise RuntimeError("closed before")
         super().close(timeout_s)
 
@@ -678,7 +717,7 @@ class LeavesAFileOpen(DiskTier):
 class WaitsForItsThreads(DiskTier):
     def close(self, timeout_s: float) -> None:
         super().close(timeout_s)
-        for worker in self._workers:
+        for worker in Inside(self).workers:
             worker.join()
 
 

@@ -18,7 +18,7 @@ CLAUSES: Marks = {
     },
     "Done": {
         "costs time only": TOLD,
-        "*": held("reports", "missing"),
+        "*": held("reports", "missing", "reasons"),
     },
     "TierCapabilities": {
         "survive the process": held("restart"),
@@ -34,10 +34,10 @@ CLAUSES: Marks = {
         "One thread at a time": held("any_thread"),
         "return at once": held("returns", "failing", "no_room"),
         "exactly once": held("reports", "wake"),
-        "until the tier needs its space": held("round_trip", "bounded", "memory"),
+        "until the tier needs its space": held("round_trip", "bounded", "memory", "keeps_new"),
         "after it has reported": held("lent"),
         "not be visible in part": held("killed", "no_room"),
-        "*": TOLD,
+        "*": held("starts"),
     },
     "KVTier.submit": {
         "too busy": held("busy"),

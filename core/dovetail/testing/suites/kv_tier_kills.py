@@ -66,5 +66,6 @@ def _store() -> None:
 
 
 def _tell(world: TierWorld, indices: dict[int, int]) -> None:
-    for id in world.reported():
-        print(indices.pop(id), flush=True)
+    for done in world.reported():
+        world.require_stored(done, "frames weren't stored")
+        print(indices.pop(done.job), flush=True)

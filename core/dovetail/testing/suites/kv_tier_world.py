@@ -4,6 +4,7 @@ reports, which are checked."""
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import random
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from dovetail.api.blocking_tier import logger as tier_logger
 from dovetail.api.clock import WallClock
 from dovetail.api.kv_tier import Done, Frame, FrameKey, Job, KVTier, TierContext, Why
 from dovetail.errors import describe
@@ -64,6 +66,15 @@ class Lent:
         self.memory[:] = bytes([PATTERN]) * len(self.memory)
 
 
+class _Errors(logging.Handler):
+    """Keeps the latest error that a `BlockingTier` has logged."""
+
+    latest: BaseException | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.latest = getattr(record, "error", None)
+
+
 class TierWorld:
     """A tier that the suite made. `waits_for_wake`: look for reports only after `wake`."""
 
@@ -82,6 +93,8 @@ class TierWorld:
         self._jobs: dict[int, Job] = {}
         self._reports: dict[int, Done] = {}
         self.lent: dict[int, list[Lent]] = {}
+        self._errors = _Errors()
+        tier_logger.addHandler(self._errors)
 
     def keys(self, count: int, namespace: bytes | None = None) -> list[FrameKey]:
         """Return new keys of one namespace."""
@@ -154,12 +167,12 @@ class TierWorld:
                 fail(f"{self._jobs[missing[0]]!r:.80} wasn't reported within {JOB_S:g} s")
         return [self._reports.pop(id) for id in ids]
 
-    def reported(self) -> list[int]:
-        """Return the ids of the jobs reported by now, once."""
+    def reported(self) -> list[Done]:
+        """Return the reports that there are by now, once."""
         self.look()
-        ids = list(self._reports)
+        reports = [*self._reports.values()]
         self._reports.clear()
-        return ids
+        return reports
 
     def do(self, kind: Any, keys: Sequence[FrameKey]) -> Done:
         """Do one job, to its report."""
@@ -167,8 +180,14 @@ class TierWorld:
 
     def store(self, keys: Sequence[FrameKey]) -> None:
         """Store frames, all of which must be stored."""
-        done = self.do("store", keys)
-        require(all(done.ok), f"frames weren't stored: {done}")
+        self.require_stored(self.do("store", keys), "frames weren't stored")
+
+    def require_stored(self, done: Done, what: str) -> None:
+        """Require that a store stored all frames. `what`: the opposite."""
+        error = self._errors.latest
+        if error is not None and done.why == "unavailable":
+            fail(f"{what}: {describe(error)}", error)  # one cause of many checks' failures
+        require(all(done.ok), f"{what}: {done}")
 
     def load(self, keys: Sequence[FrameKey]) -> tuple[bool, ...]:
         """Load frames. Those reported as loaded must be whole."""
@@ -210,6 +229,7 @@ class TierWorld:
             time.sleep(POLL_S)
 
     def close(self, timeout_s: float | None = None) -> None:
+        tier_logger.removeHandler(self._errors)
         self.call("close", JOB_S if timeout_s is None else timeout_s)
 
     def look(self) -> None:

@@ -5,5 +5,5 @@ from dovetail.testing import KVTierSuite
 
 class TestAcmeTier(KVTierSuite):
     component = "acme"
-    small = {"size": "1MiB"}  # options with which it keeps at most small_bytes
+    small = {"size": "1MiB"}  # options, besides `options`, with which it keeps at most small_bytes
     small_bytes = 2**20

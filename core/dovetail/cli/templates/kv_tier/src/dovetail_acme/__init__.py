@@ -11,6 +11,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="kv_tier",
         name="acme",
         api="1.0",
+        suite="1.1",
         target="dovetail_acme.tier:AcmeTier",
         options="dovetail_acme.tier:AcmeOptions",
         summary="Keeps compressed frames in memory",
