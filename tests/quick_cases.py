@@ -188,6 +188,25 @@ QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "gemma3",
         ),
     },
+    "front/test_chat_limits.py": {
+        "test_a_template_that_fills_the_memory_is_refused": (
+            "{{ 'x' * 10",
+            "{{ [1]",
+            "{{ '%10000000000d' %",
+            "{{ 'x'.ljust",
+            "{{ {'a'",
+            "{% set ns",
+        ),
+        "test_a_template_that_never_ends_is_refused": ("{% for", "{{ 9"),
+    },
+    "front/test_generation_config.py": {
+        "test_answers_are_those_of_transformers_generate": (
+            "{}",
+            "{'max_new",
+            "{'eos_token_id': 'third'}",
+            "{'bad_words",
+        ),
+    },
     "lab/test_cache_of_a_trace.py": {
         "test_hits_are_those_of_a_list_of_hash_ids": ("12", "40"),
     },
@@ -202,6 +221,37 @@ QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "options5",
             "options6",
             "options7",
+        ),
+    },
+    "lab/test_replicas.py": {
+        "test_each_request_goes_to_one_replica_and_one_replica_is_the_engine_alone": (
+            "RoundRobin",
+            "Sticky",
+            "CacheAware",
+        ),
+    },
+    "lab/test_report.py": {
+        "test_a_run_in_which_little_happened_has_a_report_too": ("no request",),
+    },
+    "lab/test_sessions.py": {
+        "test_closed_loops_over_replicas_are_the_same_in_every_run": ("sticky",),
+    },
+    "lab/test_simulated.py": {
+        "test_speculation_costs_little_where_it_does_not_pay": ("0.0-1", "0.3-1"),
+    },
+    "lab/test_statistics.py": {
+        "test_differences_of_mere_luck_are_found_about_as_often_as_stated": ("1-0.8",),
+    },
+    "lab/test_sweep.py": {
+        "test_a_wrong_grid_is_refused_before_anything_runs": (
+            "options0",
+            "options1-",
+            "options2",
+            "options3",
+            "options5",
+            "options9",
+            "options10",
+            "options11",
         ),
     },
     "models/test_draft_heads.py": {
@@ -334,15 +384,69 @@ QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "test_an_adapter_that_was_damaged_since_fails_its_own_requests": ("thread",),
     },
     "server/test_agents.py": {
+        "test_a_template_that_knows_an_effort_gets_it": (
+            "minimal-low-/v1/messages",
+            "low-low-/v1/chat",
+            "medium-medium-/v1/responses",
+            "xhigh",
+            "max-high-/v1/messages",
+        ),
         "test_calls_of_codexs_tools_come_in_their_own_form_and_can_be_sent_back": (
             "a function of",
             "a custom tool]",
             "a local shell",
         ),
+        "test_effort_limits_the_tokens_of_reasoning": (
+            "minimal",
+            "low-/v1/messages",
+            "medium-/v1/responses",
+            "high-/v1/chat",
+            "xhigh-/v1/messages",
+            "max-/v1/responses",
+        ),
+        "test_reasoning_is_turned_off_by_what_the_template_has": (
+            "template0",
+            "template1-</think>-/v1/responses",
+            "template2-none\\nassistant:-/v1/chat",
+            "template2-none\\\\nassistant:-/v1/chat",
+            "template3-assistant:-/v1/messages-fields0",
+        ),
     },
     "server/test_batches.py": {
         "test_a_damaged_batch_fails_and_no_other": ("\\\\xff", "[[["),
         "test_metadata_has_the_bounds_of_openai": ("metadata0",),
+    },
+    "server/test_bodies.py": {
+        "test_a_body_of_too_many_or_too_deep_parts_is_refused_before_it_is_parsed": (
+            "/v1/completions",
+            "/v1/chat",
+            "/v1/responses",
+            "/v1/embeddings",
+            "/v1/messages",
+            "/v1/batches",
+            "/tokenize",
+        ),
+    },
+    "server/test_browsers.py": {
+        "test_on_loopback_a_name_that_points_here_is_not_served": (
+            "evil.example-",
+            "evil.example:8000-/]",
+            "127.0.0.1.evil.example-/health",
+            "localhost.evil.example-/v1",
+            "evil.example:127-/metrics",
+            "[x-/]",
+            "@-/page",
+        ),
+        "test_pages_of_other_sites_may_not_send": (
+            "True-/v1/completions-",
+            "False-/v1/messages-headers0",
+            "True-/v1/files-headers1",
+            "True-/v1/batches/batch_1/cancel-headers2",
+            "False-/v1/completions-headers3",
+            "True-/v1/messages-headers6",
+            "False-/v1/files-headers4",
+            "False-/v1/batches/batch_1/cancel-headers5",
+        ),
     },
     "server/test_call_rules.py": {
         "test_the_parser_reads_what_the_rule_allows": ("hermes", "mistral-[", "deepseek_v3-]"),
@@ -403,6 +507,23 @@ QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "['--model', 'demo']",
             "['--enable-auto",
             "['--allowed",
+        ),
+        "test_each_row_of_the_table_is_a_flag": (
+            "dtype",
+            "max_",
+            "kv_",
+            "tensor_",
+            "enable_p",
+            "enable_e",
+            "enable_a",
+            "num_",
+            "seed",
+            "quantization",
+            "tokenizer",
+            "load_",
+            "trust",
+            "sp",
+            "lo",
         ),
     },
     "server/test_missing_packages.py": {
@@ -466,5 +587,8 @@ QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "test_responses_call_what_is_demanded": ("choice1",),
         "test_responses_say_that_a_call_was_cut_off": ("True",),
         "test_the_rule_begins_behind_thoughts_where_the_model_has_some": ("template1", "template4"),
+    },
+    "structured/test_same_tokens.py": {
+        "test_tokens_under_a_rule_are_the_same_whatever_is_around_them": ("overlap",),
     },
 }

@@ -188,6 +188,7 @@ def test_a_process_that_is_stopped_is_replaced() -> None:
     renderer.close()
 
 
+@pytest.mark.slow("renders in many threads")
 def test_many_threads_each_get_their_own_text(
     renderer: TemplateRenderer, hurried: TemplateRenderer
 ) -> None:

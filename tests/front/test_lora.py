@@ -73,6 +73,7 @@ def expected(folder: Path | None) -> list[int]:
     return expected_tokens(PROMPT, 6, digest="" if folder is None else digest(folder))
 
 
+@pytest.mark.slow("makes models with merged adapters")
 def test_each_prompt_is_computed_with_its_own_adapter(
     make: Callable[..., LLM], tmp_path: Path
 ) -> None:
@@ -118,6 +119,7 @@ def test_add_request_takes_one_and_samples_share_it(
     assert outputs[-1].outputs[1].token_ids != outputs[-1].outputs[0].token_ids
 
 
+@pytest.mark.slow("makes an engine of its own")
 def test_a_rewritten_adapter_is_read_again_and_a_deleted_one_serves_who_runs(
     make: Callable[..., LLM], tmp_path: Path
 ) -> None:
@@ -146,6 +148,7 @@ def test_a_rewritten_adapter_is_read_again_and_a_deleted_one_serves_who_runs(
     assert "is no directory here" in str(gone.outputs[0].stop_reason)
 
 
+@pytest.mark.slow("makes an engine of its own")
 def test_a_damaged_adapter_fails_its_own_requests(make: Callable[..., LLM], tmp_path: Path) -> None:
     good, bad = write_adapter(tmp_path / "good"), write_adapter(tmp_path / "bad")
     whole = (bad / WEIGHTS).read_bytes()
@@ -351,6 +354,7 @@ def test_closing_ends_all_waits(tmp_path: Path) -> None:
     assert all(one.failed() is None or "closed" in str(one.failed()) for one in each)
 
 
+@pytest.mark.slow("asks from many threads")
 def test_many_threads_get_what_they_ask_for(tmp_path: Path) -> None:
     store = AdapterStore(CAPACITY, 2)
     folders = [write_adapter(tmp_path / f"{seed}", seed=seed) for seed in range(6)]

@@ -34,6 +34,7 @@ def test_text_comes_back(demo: Tokenizer) -> None:
     assert demo.decode(demo.encode(text)) == text
 
 
+@pytest.mark.slow("tokenizes in many threads")
 @given(st.lists(st.text(max_size=40), max_size=5), st.booleans())
 def test_many_texts_at_once_become_the_tokens_of_each(
     texts: list[str], special_tokens: bool

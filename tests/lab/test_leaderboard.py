@@ -202,6 +202,7 @@ def test_a_new_policy_appears_by_being_installed(
     )
 
 
+@pytest.mark.slow("simulates a leaderboard twice")
 def test_a_leaderboard_resumes(tmp_path: Path, made_up: list[BoardRun]) -> None:
     common = ("leaderboard", "--out", tmp_path, "--traces", "chat,code", "--seeds", 2, "--jobs", 1)
     lab(*common, "--only", "fcfs,sjf")

@@ -287,6 +287,7 @@ def test_means_over_time_keep_the_area(data: st.DataObject, bins: int) -> None:
 WORKLOAD = "requests=30 arrivals=poisson(8) prompt=uniform(20, 200) output=fixed(10) clients=2"
 
 
+@pytest.mark.slow("draws a report twice")
 @pytest.mark.usefixtures("no_figures")
 def test_compare_writes_all_of_it_and_report_makes_it_again(tmp_path: Path) -> None:
     engines = [write_engine(tmp_path / f"{name}.yaml", name) for name in ("fcfs", "vtc")]

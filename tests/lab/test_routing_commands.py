@@ -61,6 +61,7 @@ def test_a_run_tells_the_replica_of_each_request_and_what_routed_it(
     assert {one.replica for one in run} <= {0, 1, 2}
 
 
+@pytest.mark.slow("compares engines of several replicas")
 @pytest.mark.usefixtures("no_figures")
 def test_each_engine_of_a_comparison_has_its_router(config: str, tmp_path: Path) -> None:
     names = ("e (1)", "e (2)")
@@ -94,6 +95,7 @@ def test_sweep_takes_replicas(config: str) -> None:
     )
 
 
+@pytest.mark.slow("simulates many trials")
 def test_capacity_takes_replicas(config: str) -> None:
     assert "requests/s" in lab(
         "capacity",

@@ -296,6 +296,7 @@ def test_metrics_tell_how_long_accepted_drafts_are() -> None:
     assert np.isnan(plain.acceptance_length)
 
 
+@pytest.mark.slow("simulates a trace several times")
 @examples(quick=3, full=100)
 @given(share=st.floats(0, 1), blocks=st.integers(128, 300), seed=st.integers(0, 2**32))
 def test_with_speculation_a_trace_has_the_same_tokens_every_time(
@@ -537,6 +538,7 @@ def test_same_inputs_give_the_same_bytes_whatever_the_process(tmp_path: Path) ->
     assert (tmp_path / "here.json").read_bytes() == (tmp_path / "there.json").read_bytes()
 
 
+@pytest.mark.slow("simulates several traces")
 def test_launching_varies_with_the_seed_and_the_step_alone() -> None:
     config, requests = busy()
     runs = [replay(config, requests, seed=seed) for seed in (5, 5, 6)]  # type: ignore[arg-type]

@@ -118,6 +118,7 @@ def test_processes_change_no_byte_of_the_table_or_the_page(engine: Path, tmp_pat
         assert text in page
 
 
+@pytest.mark.slow("simulates every combination")
 @pytest.mark.usefixtures("no_figures")
 def test_the_table_and_the_page_have_every_combination(engine: Path, tmp_path: Path) -> None:
     written = swept(engine, tmp_path / "out", 1)
