@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from functools import cache
 from importlib.util import find_spec
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -70,6 +71,24 @@ def is_of_profile(marks: set[str]) -> bool:
     return "full" not in marks and ("slow" in marks) == (PROFILE == "slow")
 
 
+def names_tests(config: pytest.Config) -> bool:
+    """Whether the command line names single tests."""
+    return any("::" in arg for arg in config.args)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[Any] | None:
+    """Make no items, one for each case, of a function that the profile leaves out: a third of all
+    would be made in vain. One that the command line names is said to be deselected."""
+    if FULL or not isfunction(obj) or not isinstance(collector, pytest.Module):
+        return None
+    if names_tests(collector.config):
+        return None
+    marks = {mark.name for mark in getattr(obj, "pytestmark", ())}
+    left_out = "full" in marks or (PROFILE != "slow" and "slow" in marks)
+    return [] if left_out else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if MEASURED and not getattr(config.option, "collectonly", False):
         config.pluginmanager.register(Budget(float(BUDGET)), "budget")
@@ -87,8 +106,8 @@ def leave_unjudged(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # with `-n`, nobody is left alone with one at the end
     items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith(LONG))
-    whole = not any("::" in arg for arg in config.args)
-    if whole and (none := without_a_quick_case(item.nodeid for item in items)):
+    none = [] if names_tests(config) else without_a_quick_case(item.nodeid for item in items)
+    if none:
         raise pytest.UsageError(f"tests/quick_cases.py has no id of {none}")
     kept = []
     other = []

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -19,6 +21,7 @@ from dovetail.errors import DISTRIBUTION, PluginError
 from dovetail.registry.doctor.examine import examine, in_words, look_at_machine
 from dovetail.registry.doctor.metadata import PROBLEMS, Diagnosis, Finding, metadata_findings
 from tests.registry.fakes import HOOK, SCHEDULER, Site, components, scheduler
+from tests.support import PROFILE
 
 GOOD = components(scheduler(package="good"))
 MODEL = 'kind="model", name="{}", target="good_policy:Fair", architectures=("SameForCausalLM",)'
@@ -96,10 +99,39 @@ BAD_PLUGINS = {  # problem -> source of a plugin that has it
     "name-collision with a command": COMMAND.format("config", "good_policy:Fair"),
 }
 
+IN_QUICK = (  # each takes a process that imports Dovetail
+    "import-fails",
+    "exits at once",
+    "hook-unknown",
+    "hook-missing",
+    "declaration-wrong",
+    "imports-torch",
+    "prints",
+    "api-mismatch",
+    "contract-broken",
+    "requirement-missing",
+    "target-fails",
+    "name-collision with a built-in",
+)
+INSTALLED = IN_QUICK if PROFILE == "quick" else tuple(BAD_PLUGINS)
+WITH_ALL = pytest.mark.slow("examines a process of each bad plugin")
+
+
+def name_of(what: str) -> str:
+    return f"dovetail-{what.replace(' ', '-')}"
+
+
+def with_quick_ones(distributions: Iterable[str]) -> list[Any]:
+    """Return the names as parameters: those that are installed in the slow profile alone are
+    marked."""
+    slow = {name_of(what) for what in BAD_PLUGINS if what not in IN_QUICK}
+    return [pytest.param(name, marks=WITH_ALL) if name in slow else name for name in distributions]
+
 
 @pytest.fixture(scope="module")
 def diagnosis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
-    """Report for an installation with every possible error, and one correct plugin."""
+    """Report for an installation with every possible error (some, in the quick profile), and one
+    correct plugin."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("DOVETAIL_PLUGINS", raising=False)
         site = Site(tmp_path_factory.mktemp("site"))
@@ -108,15 +140,13 @@ def diagnosis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
         (site.path / "bad_policy.py").write_text(SCHEDULER.replace("self, step", "self, plan"))
         (site.path / "taken_routes.py").write_text(TAKEN)
         (site.path / "torch.py").write_text("")
-        for what, source in BAD_PLUGINS.items():
-            site.install(name_of(what), modules={name_of(what).replace("-", "_"): source})
+        for what in INSTALLED:
+            site.install(
+                name_of(what), modules={name_of(what).replace("-", "_"): BAD_PLUGINS[what]}
+            )
         install_bad_metadata(site)
         site.install("good", modules={"good": components(scheduler("good", package="good"))})
         return examine(time_limit_s=5.0, core_commands=["config"])
-
-
-def name_of(what: str) -> str:
-    return f"dovetail-{what.replace(' ', '-')}"
 
 
 def install_bad_metadata(site: Site) -> None:
@@ -211,13 +241,14 @@ EVERYTHING = [
 ]
 
 
-@pytest.mark.parametrize("distribution", EVERYTHING)
+@pytest.mark.parametrize("distribution", with_quick_ones(EVERYTHING))
 def test_what_is_wrong_is_found(diagnosis: Diagnosis, distribution: str) -> None:
     """The problem's name is the beginning of the distribution's."""
     problem = max((known for known in PROBLEMS if distribution.startswith(name_of(known))), key=len)
     assert problem in problems_of(diagnosis, distribution)
 
 
+@WITH_ALL
 def test_the_tests_here_provoke_every_problem(diagnosis: Diagnosis) -> None:
     assert {finding.problem for finding in diagnosis.findings} | {"no-plugin"} == set(PROBLEMS)
 
@@ -340,7 +371,7 @@ SAYS = {  # distribution -> in what it says, in what is to do
 }
 
 
-@pytest.mark.parametrize("distribution", SAYS)
+@pytest.mark.parametrize("distribution", with_quick_ones(SAYS))
 def test_a_finding_says_what_and_what_to_do(diagnosis: Diagnosis, distribution: str) -> None:
     what, remedy = SAYS[distribution]
     findings = of(diagnosis, distribution)
