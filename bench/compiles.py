@@ -80,7 +80,6 @@ HEAD_SIZES = TritonAttention.capabilities.head_sizes or ()
 DTYPES = ("float32", "float16", "bfloat16")
 KV_HEADS = 8
 FP8_FROM = 89  # architecture
-HOPPER_ONLY = 90
 TOWER_HEAD_SIZES = (16, 64, 72, 80, 128)
 FORMATS_FROM = 80  # likewise, of weights with 4 bits
 HIDDEN = (1024, 4096)
@@ -162,7 +161,7 @@ def compiled(case: Case) -> list[Compiled]:
             for shape in STATES:
                 launch_states(getattr(torch, case.dtype), shape)
             launch_sampling(getattr(torch, case.dtype))
-            launch_towers(getattr(torch, case.dtype), case.arch)
+            launch_towers(getattr(torch, case.dtype))
             launch_indexed(case.dtype)
             if case.dtype != "float32" and case.arch >= FORMATS_FROM:
                 launch_formats(getattr(torch, case.dtype), case.arch)
@@ -510,15 +509,11 @@ def _launch_linear(rows: int, hidden: int, dtype: torch.dtype) -> None:
         kernel(zeros(rows, INTERMEDIATE), down, in_parts=True)
 
 
-def launch_towers(dtype: torch.dtype, arch: int) -> None:
-    """Attention of image encoders, where Hopper's tensor memory accelerator is."""
-    starts = torch.zeros(3, dtype=torch.int32)
+def launch_towers(dtype: torch.dtype) -> None:
+    """Rotation of queries and keys of image encoders."""
     for head_size in TOWER_HEAD_SIZES:
-        q, k, v = torch.zeros(100, 3, 16, head_size, dtype=dtype).unbind(1)
-        angles = torch.zeros(2, 100, head_size)
-        tower_kernels.rotated(q, *angles)
-        if arch == HOPPER_ONLY and dtype != torch.float32:
-            tower_kernels.attended(q, k, v, starts, 50, 0.1)
+        q = torch.zeros(100, 3, 16, head_size, dtype=dtype)[:, 0]
+        tower_kernels.rotated(q, *torch.zeros(2, 100, head_size))
 
 
 def launch_sampling(dtype: torch.dtype) -> None:

@@ -80,18 +80,18 @@ def prefix(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]
     with tempfile.TemporaryDirectory(dir=args.disk) as folder:
         made = settings | tiers_of(args, str(Path(folder, "frames")))
         with LLMEngine.from_config(made) as engine:
-            first_token_s(engine, "warm", fresh(chance, args.tokens))
+            first_token_s(engine, "warm", fresh(chance, args.tokens), ANSWER)
             for number, prompt in enumerate(prompts):
-                times["computed"].append(first_token_s(engine, f"a{number}", prompt))
+                times["computed"].append(first_token_s(engine, f"a{number}", prompt, ANSWER))
                 engine.core.kv.reset()
-                times["host"].append(first_token_s(engine, f"b{number}", prompt))
+                times["host"].append(first_token_s(engine, f"b{number}", prompt, ANSWER))
             stats = engine.core.stats.tiers
             assert stats is not None
             saved = stats.saved_bytes // (args.runs + 1)
         with LLMEngine.from_config(made) as engine:
-            first_token_s(engine, "warm", fresh(chance, args.tokens))
+            first_token_s(engine, "warm", fresh(chance, args.tokens), ANSWER)
             for number, prompt in enumerate(prompts):
-                times["disk"].append(first_token_s(engine, f"c{number}", prompt))
+                times["disk"].append(first_token_s(engine, f"c{number}", prompt, ANSWER))
             loaded = dict(engine.core.stats.tiers.loaded_bytes) if engine.core.stats.tiers else {}
     medians = {name: statistics.median(each) for name, each in times.items()}
     return {

@@ -39,7 +39,6 @@ FOR_HOPPER_ALONE = {
     "kernels.float8_products._split",
     "kernels.fp4_as_float8._convert",
     "dovetail_attention.triton_prefill_hopper.prefill_hopper",
-    "runtime.tower_kernels._attended",
 }
 ON_MATRIX_UNITS = {
     "kernels.few_rows._linear",

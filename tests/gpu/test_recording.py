@@ -24,6 +24,18 @@ CONFIG = Qwen3Config(
 )
 
 
+def test_an_engine_records_late_in_its_thread(caplog: pytest.LogCaptureFixture) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
+    with (
+        checkpoint(CONFIG) as (directory, _),
+        caplog.at_level(logging.WARNING),
+        LLM(**settings_for("triton", model=str(directory), dtype="bfloat16")) as llm,
+    ):
+        for tokens in (3, 200, 40, 300):
+            llm.generate([{"prompt_token_ids": [5] * tokens}], params, use_tqdm=False)
+    assert not [record.message for record in caplog.records if "recorded" in record.message]
+
+
 def test_engines_record_late_in_their_threads_beside_each_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -45,11 +57,12 @@ def test_a_recording_that_fails_leaves_its_pool_to_the_next() -> None:
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     ones = torch.ones(8, device="cuda")
+
+    def waits() -> None:
+        if torch.cuda.is_current_stream_capturing():
+            ones.sum().item()
+
     with pytest.raises(RuntimeError):
-        record(
-            lambda: ones.sum().item() if torch.cuda.is_current_stream_capturing() else 0,
-            pool,
-            stream,
-        )
+        record(waits, pool, stream)
     recording = record(lambda: ones * 2, pool, stream)
     assert recording.replay().tolist() == [2.0] * 8

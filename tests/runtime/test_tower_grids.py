@@ -8,14 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dovetail.nn.kernels.available import is_hopper
 from dovetail_executors.runtime import tower_grids
-from dovetail_executors.runtime.tower_grids import attended, has_kernel, rotated
-from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_close, runs_kernels, take_kernels
-
-on_hopper = pytest.mark.skipif(
-    ON_GPU and not is_hopper(DEVICE), reason="needs Hopper's tensor memory accelerator"
-)
+from dovetail_executors.runtime.tower_grids import attended, rotated
+from tests.kernels import DEVICE, DTYPES, assert_close, runs_kernels, take_kernels
 
 
 @runs_kernels
@@ -34,49 +29,6 @@ def test_the_kernel_turns_pairs_as_the_twin_does(
     assert turned.is_contiguous()
     assert turned.dtype == dtype
     assert_close(turned.cpu(), expected.double())
-
-
-@runs_kernels
-@on_hopper
-@pytest.mark.parametrize("size", [16, 64, 72, 80, 128])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (2, 1)])
-@pytest.mark.parametrize("starts", [(0, 64), (0, 300), (0, 1, 65, 230)], ids=str)
-def test_the_kernel_attends_as_the_twin_does(
-    starts: tuple[int, ...], heads: int, kv_heads: int, size: int
-) -> None:
-    from dovetail_executors.runtime import tower_kernels
-
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if ON_GPU else torch.float16
-    tokens = starts[-1]
-    longest = max(end - start for start, end in pairwise(starts))
-    # of one projection, as towers have them
-    projected = torch.randn(tokens, heads + 2 * kv_heads, size, dtype=dtype, device=DEVICE)
-    q, k, v = projected.split([heads, kv_heads, kv_heads], dim=1)
-    places = torch.tensor(starts, dtype=torch.int32)
-    values = tower_kernels.attended(q, k, v, places.to(DEVICE), longest, size**-0.5)
-    q, k, v = (x.double().cpu() for x in (q, k, v))
-    expected = attended(q, k, v, places, longest, size**-0.5)
-    torch.testing.assert_close(values.double().cpu(), expected, rtol=0.02, atol=0.01)
-
-
-@runs_kernels
-@on_hopper
-def test_a_kernel_that_computes_other_numbers_isnt_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from dovetail_executors.runtime import tower_kernels
-
-    right = tower_kernels.attended
-    for name in ("is_hopper", "runs_kernels"):
-        monkeypatch.setattr(tower_grids, name, lambda device: True)
-    monkeypatch.setattr(
-        tower_kernels, "attended", lambda *given: right(*given[:-1], 1.1 * given[-1])
-    )
-    assert not has_kernel(DEVICE, torch.float16, 3, 16, 3)
-    assert "attention of image encoders" in caplog.text
-    monkeypatch.setattr(tower_kernels, "attended", right)
-    assert has_kernel(DEVICE, torch.float16, 1, 16, 1)
 
 
 @pytest.mark.parametrize("starts", [(0, 7), (0, 1, 2, 7), (0, 3, 6)], ids=str)

@@ -16,6 +16,7 @@ from dovetail_executors.runtime.features import Proposer
 from dovetail_executors.runtime.graphs import Graphs
 from dovetail_executors.runtime.model_io import DECODE
 from dovetail_executors.runtime.profiling import batch_of_drafts, drafting_batch, empty_batch
+from dovetail_executors.runtime.recording import synchronize
 from dovetail_executors.runtime.runner import Runner
 from dovetail_executors.runtime.step import DeviceSpan
 from dovetail_executors.runtime.step_inputs import HostLines
@@ -81,7 +82,7 @@ def draft_costs(
                 started = runner.clock.now()
                 draft.propose(asked, batch.rows, runner.graphs)
                 if runner.device.type == "cuda":
-                    torch.cuda.synchronize(runner.device)
+                    synchronize(runner.device)
                 seconds.append(runner.clock.now() - started)
         costs.append((count, median(seconds[1:]) / drafts))
     return tuple(costs)

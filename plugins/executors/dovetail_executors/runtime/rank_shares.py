@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from dovetail.nn.kernels.launch import KernelUnavailable
+from dovetail_executors.runtime.recording import synchronize
 
 PLACES = 2
 MOST_BYTES = 256 << 20  # of a share
@@ -183,7 +184,7 @@ def make_rank_shares(
         buffer_bytes(size, share_bytes, part_bytes), dtype=torch.uint8, device=device
     )
     buffer.zero_()
-    torch.cuda.synchronize(device)
+    synchronize(device)
     return RankShares(
         buffer, rank, size, share_bytes, dtype, torch.zeros(1, dtype=torch.int32, pin_memory=True)
     )

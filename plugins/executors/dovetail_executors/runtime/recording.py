@@ -24,8 +24,8 @@ from dovetail.api.attention import AttentionLayer, FusedCache, LayerCache, Layer
 
 T = TypeVar("T")
 
-_CAPTURING = threading.Lock()  # torch allows one capture at a time in a process
-_thread = threading.local()  # .devices: those on which work has run before a capture
+# held during captures: torch allows one at a time in a process, which may have several engines
+_CAPTURING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,12 @@ class Recorder:
     def begin(self) -> None:
         """Start capturing a piece."""
         self._graph = torch.cuda.CUDAGraph()
-        # another thread may pin memory for transfers meanwhile
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            # another thread may pin memory for transfers meanwhile
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        except RuntimeError:
+            self._release()
+            raise
 
     def end(
         self,
@@ -84,7 +88,7 @@ class Recorder:
         self.pieces.append(Piece(self._graph, layer, q, out))
 
     def _release(self) -> None:
-        """Let others use the pool, which torch keeps for a capture that can't be ended."""
+        """Let others use the pool, which torch keeps for a capture that can't begin or end."""
         device = torch.cuda.current_device()
         pool = self._pool or self._graph.pool()
         with suppress(RuntimeError):  # it hasn't been kept
@@ -149,6 +153,12 @@ class SplitLayer(AttentionLayer):
         return self._splitter.attend(self._layer, q)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on a device, while no other thread captures some, which would fail."""
+    with _CAPTURING:
+        torch.cuda.synchronize(device)
+
+
 def record(
     run: Callable[[], T],
     pool: Any = None,
@@ -161,10 +171,8 @@ def record(
     reuse memory across streams.
 
     `run` runs `warm_ups` times before, so that kernels are compiled and workspaces allocated:
-    neither is possible while recording. It runs at least once before a thread's first recording:
-    libraries such as cuBLAS have a state for each thread, whose creation can't be recorded. An
-    allocation that fails while recording isn't retried after freeing the allocator's cache: the
-    caller frees it.
+    neither is possible while recording. An allocation that fails while recording isn't retried
+    after freeing the allocator's cache: the caller frees it.
     """
     stream = torch.cuda.Stream() if stream is None else stream  # type: ignore[no-untyped-call]
     # Not on `stream`: recordings on the stream of their warm-ups replay 1 to 3 % slower with one
@@ -172,17 +180,16 @@ def record(
     # instead of 1.417 s). Probably because cuBLAS has a workspace for each stream, and allocates
     # one from the graphs' pool while it is recorded on a stream without.
     beside = torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]
-    ran_on = vars(_thread).setdefault("devices", set())
-    if stream.device not in ran_on:
-        warm_ups = max(warm_ups, 1)
-        ran_on.add(stream.device)
     beside.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(beside):
         for _ in range(warm_ups):
             run()
-    torch.cuda.synchronize(stream.device)
-    with torch.cuda.stream(stream), _CAPTURING:
-        return _capture(run, Recorder(pool), splitter)
+    with _CAPTURING:
+        # each thread has a handle of its own, made when first used
+        torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(stream.device)
+        with torch.cuda.stream(stream):
+            return _capture(run, Recorder(pool), splitter)
 
 
 def _capture(

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -20,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dovetail.errors import DovetailError
-from dovetail.nn.kernels.available import is_hopper, runs_kernels, use_kernels, works
+from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.transfer import to_device
 
@@ -30,11 +28,6 @@ KEPT = 16  # grids
 _KNOWN = {"qkv", "proj", "q_norm", "k_norm"}
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_SIZES = range(8, 257, 8)
-_KERNEL_HEAD_SIZES = range(16, 129, 8)
-# starts of sequences with which the kernel is tried: one, a step of keys, and more than a program's
-# queries
-_TRIED = (0, 1, 65, 300)
-_CLOSE = 0.01  # of numbers of about 1
 
 Arguments = Mapping[str, Any]
 
@@ -198,56 +191,6 @@ def attended(
 ) -> torch.Tensor:
     """Return values [tokens, heads, head_size] for q of the same shape, and k and v [tokens,
     kv_heads, head_size]. `starts`, `longest`: see `PackedAttention.forward`."""
-    if has_kernel(q.device, q.dtype, *q.shape[1:], k.shape[1]):
-        from dovetail_executors.runtime import tower_kernels
-
-        with suppress(KernelUnavailable):
-            return tower_kernels.attended(q, k, v, starts, longest, scale)
-    return _attended_by_torch(q, k, v, starts, longest, scale)
-
-
-@cache
-def has_kernel(
-    device: torch.device, dtype: torch.dtype, heads: int, head_size: int, kv_heads: int
-) -> bool:
-    """True if the kernel of attention takes such heads on this device, and computes what torch does
-    for some sequences of them."""
-
-    def check() -> None:
-        from dovetail_executors.runtime import tower_kernels
-
-        random = torch.Generator(device).manual_seed(0)
-        shape = _TRIED[-1], heads + 2 * kv_heads, head_size
-        projected = torch.randn(shape, generator=random, device=device, dtype=dtype)
-        q, k, v = torch.split(projected, [heads, kv_heads, kv_heads], dim=1)
-        starts = torch.tensor(_TRIED, dtype=torch.int32, device=device)
-        longest = int(starts.diff().max())
-        values = tower_kernels.attended(q, k, v, starts, longest, head_size**-0.5)
-        exact = _attended_by_torch(
-            q.float(), k.float(), v.float(), starts, longest, head_size**-0.5
-        )
-        error = (values.float() - exact).abs().max().item()
-        if not error < _CLOSE:
-            raise DovetailError(f"numbers differ from torch's by up to {error:g}")
-
-    return (
-        dtype in _HALF
-        and is_hopper(device)
-        and runs_kernels(device)
-        and head_size in _KERNEL_HEAD_SIZES
-        and works("attention of image encoders", check)
-    )
-
-
-def _attended_by_torch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    starts: torch.Tensor,
-    longest: int,
-    scale: float,
-) -> torch.Tensor:
-    """Do as `attended`."""
     if (shared := q.shape[1] // k.shape[1]) > 1:  # torch 2.11 has no `enable_gqa` here
         k = k.repeat_interleave(shared, dim=1)
         v = v.repeat_interleave(shared, dim=1)
