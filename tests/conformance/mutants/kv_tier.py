@@ -188,6 +188,12 @@ class RefusesWhatItHas(InMemory):
         return "full" if frame.key in self.kept else super().store_frame(frame)
 
 
+@mutant(caught_by="kv_tier.replaces")
+class KeepsWhatItHas(InMemory):
+    def store_frame(self, frame: Frame) -> Why | None:
+        return None if frame.key in self.kept else super().store_frame(frame)
+
+
 @mutant(caught_by="kv_tier.again")
 class Appends(InMemory):
     def store_frame(self, frame: Frame) -> Why | None:
@@ -455,6 +461,19 @@ class HoldsItsLockWhileItStores(DiskTier):
 class DropsWhereItIsCalled(DiskTier):
     def drop(self, namespace: bytes) -> None:
         self._folder.forget(namespace)
+
+
+@mutant(caught_by="kv_tier.returns_at_first", options=FOLDER)
+class HoldsItsLockUntilThereIsAFile(DiskTier):
+    used = False
+
+    def store_frame(self, frame: Frame) -> Why | None:
+        if self.used:
+            return super().store_frame(frame)
+        with Inside(self).changed:
+            why = super().store_frame(frame)
+        self.used = True
+        return why
 
 
 # A medium that fails, or is full

@@ -14,7 +14,7 @@ CLAUSES: Marks = {
     },
     "Job": {
         "results that come later": held("reports"),
-        "*": held("round_trip", "missing"),
+        "*": held("round_trip", "missing", "replaces"),
     },
     "Done": {
         "costs time only": TOLD,
@@ -32,7 +32,7 @@ CLAUSES: Marks = {
     },
     "KVTier": {
         "One thread at a time": held("any_thread"),
-        "return at once": held("returns", "failing", "no_room"),
+        "return at once": held("returns", "returns_at_first", "failing", "no_room"),
         "exactly once": held("reports", "wake"),
         "until the tier needs its space": held("round_trip", "bounded", "memory", "keeps_new"),
         "after it has reported": held("lent"),

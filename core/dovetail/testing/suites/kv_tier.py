@@ -169,6 +169,20 @@ class KVTierSuite(Suite):
                     world.require_stored(done, "frames that are there weren't stored again")
                 world.require_loaded(keys, "after it was stored again")
 
+    @check("kv_tier.replaces", since="1.1")
+    def test_a_frame_is_replaced(self) -> None:
+        """A frame was stored where there was a damaged one, and the damaged one was loaded. Replace
+        what is there: the core stores a frame again when it was damaged."""
+        with self._world() as world:
+            keys = world.keys(4)
+            damaged = world.job("store", keys)
+            for lent in world.lent[damaged.id]:
+                lent.memory[-1] ^= 0xFF
+            require(world.submit(damaged), "a store was refused by a tier without jobs")
+            world.require_stored(world.report(damaged.id), "frames weren't stored")
+            world.store(keys)
+            world.require_loaded(keys, "after it had replaced a damaged one")
+
     @check("kv_tier.reports", since="1.0")
     def test_each_job_is_reported_once(self) -> None:
         """A job that `submit` took wasn't reported by `done`, or twice, or not with a bool for each
@@ -294,6 +308,21 @@ class KVTierSuite(Suite):
             world.reports(id for id in ids if id is not None)
             world.store(keys)
             world.require_loaded(keys, "after the medium had hung")
+
+    @check("kv_tier.returns_at_first", since="1.1")
+    def test_no_method_waits_for_the_first_use_of_the_medium(self) -> None:
+        """`submit`, `done`, `cancel` or `drop` waited for a thread that opens the medium, such as a
+        connection to a server that doesn't answer. Hold no lock while you use the medium."""
+        with self._world() as world:
+            keys = world.keys(2)
+            ids: list[int | None] = []
+            with medium_that("hangs") as hung:
+                world.submit(world.job("store", keys))
+                hung.wait(HUNG_S)
+                for name, call in _calls(world, keys):
+                    what = f"{name}, while the medium is opened and hangs,"
+                    in_time(lambda: ids.append(call()), what)  # noqa: B023
+            world.reports(id for id in ids if id is not None)
 
     @check("kv_tier.failing", since="1.0")
     def test_a_failing_medium_is_reported(self) -> None:
