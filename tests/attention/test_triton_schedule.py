@@ -214,3 +214,27 @@ def test_few_queries_after_many_tokens_use_the_whole_gpu() -> None:
     rows = StepRows.of(np.array([64], np.int32), np.array([16_384], np.int32))
     assert len(prefill_tiles(rows, group=2, tile=128)) == 1
     assert len(prefill_tiles(rows, group=2, tile=128, split=Split(128, 16))) == 16
+
+
+@given(
+    st.lists(st.integers(0, 5000), min_size=2, max_size=8),
+    st.sampled_from([64, 128]),
+    st.integers(1, 132),
+)
+@examples(quick=50, full=2000)
+def test_parts_of_a_row_do_not_follow_from_other_rows_if_shapes_are_fixed(
+    history: list[int], step: int, most: int
+) -> None:
+    split = Split(step, most, of_row=most // len(history))
+
+    def parts(lens: list[int]) -> list[list[list[int]]]:
+        queries = np.full(len(lens), 32, np.int32)
+        records = prefill_tiles(
+            StepRows.of(queries, queries + np.array(lens, np.int32)), 8, 128, split
+        )
+        slots = records[records[:, 8] > 1, 9] + records[records[:, 8] > 1, 7]
+        assert sorted(slots.tolist()) == [*range(len(slots))]
+        assert len(slots) <= most
+        return [records[records[:, 0] == row, 4:9].tolist() for row in range(len(lens))]
+
+    assert parts(history) == [parts([own])[0] for own in history]

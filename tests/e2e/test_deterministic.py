@@ -14,6 +14,7 @@ import torch
 from dovetail import LLMEngine, SamplingParams
 from dovetail.errors import DovetailError, RequestError
 from dovetail.front.determinism import Asked, Bits, serve
+from dovetail_executors.runtime.slabs import LINES, PLACES, SLAB
 from tests.models.tiny_configs import random_model, tiny
 from tests.support import FULL
 
@@ -87,11 +88,11 @@ def random_request(chance: random.Random) -> Asked:
     return Asked(prompt, params)
 
 
-def random_config(chance: random.Random) -> dict[str, Any]:
+def random_config(chance: random.Random, least_tokens: int = 32) -> dict[str, Any]:
     block_size = chance.choice([4, 16, 32])
     config: dict[str, Any] = {
         "block_size": block_size,
-        "max_num_batched_tokens": chance.choice([32, 47, 512]),
+        "max_num_batched_tokens": max(least_tokens, chance.choice([32, 47, 512])),
         "max_num_seqs": chance.choice([2, 5, 9]),
         "overlap": chance.random() < 0.7,
         "scheduler": chance.choice(POLICIES),
@@ -103,11 +104,11 @@ def random_config(chance: random.Random) -> dict[str, Any]:
     return config
 
 
-def require_equal_bits(world: World, seed: int) -> None:
+def require_equal_bits(world: World, seed: int, least_tokens: int = 32) -> None:
     """Serve requests in a random engine, first some of them without the promise, then all, which
     find prefixes."""
     chance = random.Random(seed)
-    config = random_config(chance)
+    config = random_config(chance, least_tokens)
     asked = [random_request(chance) for _ in range(chance.randint(3, 7))]
     company = [one if chance.random() < 0.7 else one.unmarked() for one in asked]
     pages = -(-LENGTH // config["block_size"]) * chance.choice([4, 12])
@@ -145,6 +146,20 @@ def test_a_request_has_the_same_bits_in_any_engine(
 ) -> None:
     for seed in range(SCHEDULES):
         require_equal_bits(worlds(model_type, dtype), seed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "qwen3_moe", "deepseek_v32"])
+@pytest.mark.slow("engines of some families of models")
+def test_so_it_has_where_slabs_and_lines_are_computed_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_type: str, dtype: str
+) -> None:
+    monkeypatch.setitem(PLACES, "cpu", 4)
+    monkeypatch.setitem(LINES, "cpu", 8)
+    world = World(model_type, dtype, tmp_path)
+    with world.alone:
+        for seed in range(SCHEDULES):
+            require_equal_bits(world, seed, least_tokens=4 * SLAB)
 
 
 @pytest.mark.slow("computes until bits differ")

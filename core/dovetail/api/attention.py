@@ -218,9 +218,10 @@ class AttentionBatch:
     # first so many of its tokens, and none after these. None: they see all. The values of a query
     # whose window has none of these are undefined
     host_seen: np.ndarray | None = None
-    # The batch is one row, and the bits of its outputs depend on its numbers of queries and keys,
-    # on q and on K and V alone: not on where its blocks are, nor on the batches before it. True
-    # only with the capability
+    # All rows have the same number of queries, and padding is whole rows of these. The bits of a
+    # row's outputs depend on its number of keys, its q, K and V, and the padded number of tokens
+    # alone: not on the other rows, nor on where its blocks are, nor on the batches before it. Rows
+    # may be parts of one sequence, as with `host_both_ways`. True only with the capability
     fixed_shapes: bool = False
 
 

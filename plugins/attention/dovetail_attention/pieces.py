@@ -262,6 +262,8 @@ class _BatchCutter:
         return parts
 
     def _decodes(self, rows: NDArray[np.int64]) -> list[Piece | Bags]:
+        if len(rows) > 1 and self.batch.fixed_shapes:
+            return [part for row in rows[:, None] for part in self._decodes(row)]
         if len(rows) == 1:
             piece = self._similar_decodes(rows)
             if isinstance(piece.keys, slice) or not self.use_bags:
@@ -291,7 +293,10 @@ class _BatchCutter:
         )
 
     def _similar(self, rows: NDArray[np.int64], window: int | None) -> list[NDArray[np.int64]]:
-        """`rows` in groups of similar length: see the two constants at the top."""
+        """`rows` in groups of similar length: see the two constants at the top. Each by itself if
+        shapes are fixed."""
+        if self.batch.fixed_shapes:
+            return list(rows[:, None])
         lens = self.lens[rows] if window is None else np.minimum(self.lens[rows], window)
         order = np.argsort(-lens, kind="stable")
         ends = _group_ends(

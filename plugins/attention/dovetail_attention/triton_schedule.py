@@ -68,10 +68,12 @@ class StepRows:
 @dataclass(frozen=True, slots=True)
 class Split:
     """How tiles of prefills may be cut over their keys, `step` of which are visited at a time: into
-    `most` parts in all, but for whole tiles."""
+    `most` parts in all, but for whole tiles. With `of_row`, the tiles of each row are cut into so
+    many at most, whatever the other rows."""
 
     step: int
     most: int
+    of_row: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +283,11 @@ def _in_parts(tiles: Int32, seen: Int64, split: Split) -> Int32:
     """Split each tile into parts of equal length, as many as fit on the GPU; one part each, if
     there are enough tiles."""
     steps = -(-seen // split.step)
-    parts = np.maximum(steps // max(LEAST_STEPS, -(-int(steps.sum()) // split.most)), 1)
+    least = -(-steps.sum() // split.most)  # of a part
+    if split.of_row is not None:
+        rows = np.unique(tiles[:, 0], return_inverse=True)[1]
+        least = -(-np.bincount(rows, steps).astype(np.int64)[rows] // max(1, split.of_row))
+    parts = np.maximum(steps // np.maximum(least, LEAST_STEPS), 1)
     if not (parts > 1).any():
         return tiles
     starts = np.cumsum(parts) - parts

@@ -8,7 +8,7 @@ number of programs on the host.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -260,17 +260,24 @@ class Schedule:
         self.num_tiles = (
             0
             if only_decodes and not self.mixed_graph
-            else self._fill_tiles(of_tiles, rows.where(~single), tokens)
+            else self._fill_tiles(of_tiles, rows.where(~single), tokens, batch)
         )
         if self.num_tiles:
             self._mirror.send(1, self.num_tiles * TILE_NUMBERS)
         elif used:
             self._mirror.send(0, used)
 
-    def _fill_tiles(self, records: Int32, prefills: StepRows, tokens: int) -> int:
+    def _fill_tiles(
+        self, records: Int32, prefills: StepRows, tokens: int, batch: AttentionBatch
+    ) -> int:
         """Write the tiles on the host. Mixed graphs get empty ones, up to the maximum for a step of
         this many tokens (two queries each)."""
-        tiles = prefill_tiles(prefills, self.shape.group, self.prefill_tiling.queries, self._split)
+        split = self._split
+        if split is not None and batch.fixed_shapes:
+            # So many rows may be in such a step, padding included.
+            rows = -(-tokens // max(1, int(batch.host_query_lens.max(initial=1))))
+            split = replace(split, of_row=split.most // rows)
+        tiles = prefill_tiles(prefills, self.shape.group, self.prefill_tiling.queries, split)
         count = (
             self._most_tiles(min(self.limits.rows, tokens // 2), tokens)
             if self.mixed_graph

@@ -1692,3 +1692,17 @@ class AddsInAnotherOrderInContiguousBlocks(PlainAttention):
             if bool((pages.diff() == 1).all()):
                 out = torch.nextafter(out, torch.full_like(out, torch.inf))
             return out
+
+
+@mutant(caught_by="attention.fixed_shapes_beside_others")
+class AddsInAnOrderOfTheLongestRow(PlainAttention):
+    """Cuts all rows as the longest one needs."""
+
+    capabilities = replace(PLAIN, groups=True, fixed_shapes=True)
+
+    class layer(PlainLayer):  # noqa: N801
+        def attend(self, q: torch.Tensor) -> torch.Tensor:
+            out = super().attend(q)
+            if self._backend.batch.host_kv_lens.max() > 100:
+                out = torch.nextafter(out, torch.full_like(out, torch.inf))
+            return out

@@ -44,6 +44,7 @@ from dovetail.testing.timed_transfers import TimedTransfers
 from dovetail_executors.local import LocalExecutor
 from dovetail_executors.options import LocalOptions
 from dovetail_executors.runtime.pooler import Pooler
+from dovetail_executors.runtime.sampling import LinePart, Sampling
 from dovetail_executors.runtime.step import Step
 from tests.conformance.mutants import mutant
 
@@ -387,12 +388,14 @@ class SamplesDeterministicRowsWithOthers(_OnARealClock):
     """Their states have the same bits; their logits are computed with those of others."""
 
     def submit(self, batch: Batch) -> Step:
-        parts = Step.parts_of_lines
-        Step.parts_of_lines = lambda step: [slice(0, len(step.lines.rows))]  # type: ignore[method-assign]
+        parts = Sampling.parts_of_lines
+        Sampling.parts_of_lines = (  # type: ignore[method-assign]
+            lambda _, step, __: [LinePart(np.arange(len(step.lines.rows)), len(step.lines.rows))]
+        )
         try:
             return super().submit(batch)
         finally:
-            Step.parts_of_lines = parts  # type: ignore[method-assign]
+            Sampling.parts_of_lines = parts  # type: ignore[method-assign]
 
 
 @mutant(caught_by="executor.sampling")

@@ -75,7 +75,7 @@ CLAUSES: Marks = {
         "that all rows share": held("shared_prefix"),
         "with `GraphSupport.ALL`": held("mixed_graph"),
         "see all of the row's": held("both_ways"),
-        "not on where its blocks are": held("fixed_shapes"),
+        "not on the other rows": held("fixed_shapes", "fixed_shapes_beside_others"),
         "the queries of a row see": held("hidden_tails"),
         "*": TOLD,
     },

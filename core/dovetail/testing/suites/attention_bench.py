@@ -42,7 +42,8 @@ class Case:
     kv_heads: int = 2
     head_size: int = 8
     windows: tuple[int | None, ...] = (None,)  # by layer
-    padding: int = 0  # number of tokens, and of rows except for mixed graphs
+    # number of tokens, and of rows except for mixed graphs and fixed shapes
+    padding: int = 0
     seed: int = 0
     spare_blocks: int = 3  # pages not owned by any row
     dtype: str = "float32"
@@ -371,7 +372,7 @@ class Bench:
         tokens. Entries of blocks that no query sees are the waste page, as everything in the tables
         of padding rows."""
         starts = np.concatenate([[0], np.cumsum(queries)])
-        padding_rows = 0 if self.case.mixed_graph else padding
+        padding_rows = 0 if self.case.mixed_graph or self.case.fixed_shapes else padding
         positions = [np.arange(n - q, n) for q, n in zip(queries, lens, strict=True)]
 
         def tensor(array: NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
@@ -536,6 +537,20 @@ class Bench:
                 f"{self.case.torch_dtype}",
             )
         return [result[: sum(self.case.queries)].double().cpu() for result in results]
+
+    def attend_rows(self, rows: Sequence[int]) -> list[torch.Tensor]:
+        """Return each layer's output for the queries of these rows, whose K and V have been
+        written, in float64 on the CPU. The step is padded to the tokens of the case's."""
+        queries = np.array([self.case.queries[row] for row in rows], np.int64)
+        lens = np.array([self.case.lens[row] for row in rows], np.int64)
+        padding = sum(self.case.queries) - int(queries.sum())
+        self.plan_rows(rows, queries, lens, padding)
+        return [
+            layer.attend(self.tensor([q[row] for row in rows], padding))[: queries.sum()]
+            .double()
+            .cpu()
+            for layer, q in zip(self.layers, self.q, strict=True)
+        ]
 
     def compute(self) -> None:
         """Write the history's K and V in one step, then those of the case's step."""

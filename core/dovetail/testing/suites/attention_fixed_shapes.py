@@ -1,4 +1,5 @@
-"""`AttentionFixedShapes`: checks of rows whose bits must not depend on where their blocks are."""
+"""`AttentionFixedShapes`: checks of rows whose bits must not depend on others, nor on where their
+blocks are."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import torch
 from dovetail.testing.checks import check, require
 from dovetail.testing.suites.attention_indexed import AttentionIndexed
 from dovetail.testing.suites.attention_judging import assert_close
+
+QUERIES = 32  # of a row
 
 
 class AttentionFixedShapes(AttentionIndexed):
@@ -36,4 +39,30 @@ class AttentionFixedShapes(AttentionIndexed):
                             torch.equal(one, other),
                             f"{queries} queries after {history} tokens in {dtype}, {what}: layer "
                             f"{layer} has other bits, though fixed_shapes was asked for",
+                        )
+
+    @check("attention.fixed_shapes_beside_others", since="1.1", capability="fixed_shapes")
+    def test_bits_do_not_depend_on_other_rows(self) -> None:
+        """With `AttentionBatch.fixed_shapes` the outputs of each row have the same bits alone, with
+        padding in place of the other rows, and beside these in any order."""
+        size = self.claims.default_block_size()
+        window = size + 3 if self.claims.window else None
+        history = (96, 0, 64, 64)
+        for dtype in self.tried_dtypes():
+            case = self.case(
+                history, (QUERIES,) * len(history), dtype=dtype, windows=(None, window)
+            )
+            bench = self.bench(replace(case, fixed_shapes=True))
+            together = bench.run()
+            assert_close(bench, together)
+            for rows in ((0,), (3,), (2, 1), (3, 0, 2, 1)):
+                for layer, outputs in enumerate(bench.attend_rows(rows)):
+                    for place, row in enumerate(rows):
+                        one = together[layer][QUERIES * row : QUERIES * (row + 1)]
+                        other = outputs[QUERIES * place : QUERIES * (place + 1)]
+                        require(
+                            torch.equal(one, other),
+                            f"{QUERIES} queries after {history[row]} tokens in {dtype}: layer "
+                            f"{layer} has other bits in a step of rows {rows}, though fixed_shapes "
+                            f"was asked for",
                         )

@@ -108,6 +108,7 @@ class Builder(ABC):
     # Runs before a recording. 0 if an earlier one launches the same kernels for each size.
     warm_ups = 1
     optional: bool  # skip the key if recording raises `UnsupportedError`
+    on_demand = False  # no size is recorded before the first step that it serves
     splitter: LayerSplitter | None = None  # set to record in pieces
 
     def __init__(self, key: GraphKey, sizes: Sequence[int], parts: StepParts) -> None:
@@ -142,6 +143,7 @@ class MixedSteps(Builder):
     """The model's part of any step, of `size` tokens."""
 
     pool = OUTPUTS
+    fixed_shapes = False  # see `AttentionBatch`
 
     def __init__(
         self,
@@ -154,12 +156,17 @@ class MixedSteps(Builder):
         super().__init__(key, sizes, parts)
         self.splitter = splitter
 
+    def make_inputs(self, size: int) -> MixedInputs:
+        """Return inputs that aren't planned."""
+        rows = self.parts.rows
+        # Large steps compute only wanted states, of at most half of the tokens.
+        most_wanted = rows.max_lines if size >= 2 * rows.max_lines else 0
+        return MixedInputs(size, rows, most_wanted)
+
     def inputs(self, size: int) -> MixedInputs:
         rows = self.parts.rows
         nothing = np.zeros(0, np.int32)
-        # Large steps compute only wanted states, of at most half of the tokens.
-        most_wanted = rows.max_lines if size >= 2 * rows.max_lines else 0
-        inputs = MixedInputs(size, rows, most_wanted)
+        inputs = self.make_inputs(size)
         of_no_rows = inputs.rows(0)
         padding = AttentionBatch(
             num_rows=0,
@@ -172,6 +179,7 @@ class MixedSteps(Builder):
             host_kv_lens=nothing,
             shared_prefix_blocks=int("shared" in self.key.axes),
             mixed_graph=self.splitter is None,
+            fixed_shapes=self.fixed_shapes,
         )
         self.parts.backend.plan(padding)
         return inputs
@@ -328,7 +336,8 @@ def with_axes_of_features(builders: Sequence[Builder], parts: StepParts) -> list
 
 
 def first_sizes(builder: Builder) -> tuple[int, ...]:
-    """Return the sizes of a key that are recorded before the first step, in ascending order."""
+    """Return the sizes of a key that are recorded before the first step, in ascending order, unless
+    all are."""
     most = builder.sizes[-1]
     if builder.key not in FIRST_KEYS:
         return (most,)
@@ -360,8 +369,9 @@ class Recorded:
 
     @property
     def missing(self) -> Iterator[int]:
-        """Sizes that aren't recorded yet, in ascending order."""
-        return (size for size in self.builder.sizes if size not in self.graphs)
+        """Sizes to record while the engine is idle, in ascending order."""
+        sizes = () if self.builder.on_demand else self.builder.sizes
+        return (size for size in sizes if size not in self.graphs)
 
 
 class Graphs:
@@ -388,10 +398,11 @@ class Graphs:
         max_tokens: int,
         parameters: int,
         of_features: Sequence[OfFeature] = (),
+        more: Sequence[Builder] = (),
     ) -> Graphs:
-        """Return graphs of all keys that the parts support, for steps of up to `max_tokens` tokens.
-        `parameters`: number of parameters that the model uses per token. The backend must support
-        CUDA graphs."""
+        """Return graphs of all keys that the parts support, for steps of up to `max_tokens` tokens,
+        and `more`. `parameters`: number of parameters that the model uses per token. The backend
+        must support CUDA graphs."""
         mixed: list[Builder] = []
         # The kernels of states have grids that depend on the rows of a step.
         if parts.rows.states is None:
@@ -399,6 +410,7 @@ class Graphs:
         builders = [
             *mixed,
             *decode_builders(parts, min(parts.rows.max_lines, max_tokens), of_features),
+            *more,
         ]
         return cls([*builders, *with_axes_of_features(builders, parts)], parts)
 
@@ -453,13 +465,14 @@ class Graphs:
         sizes = {
             builder.key: builder.sizes if all_sizes else first_sizes(builder)
             for builder in self._builders
+            if not builder.on_demand
         }
         done = 0
         total = sum(map(len, sizes.values()))
         for builder in self._builders:
             self._table[builder.key] = recorded = Recorded(builder)
             try:
-                for size in reversed(sizes[builder.key]):
+                for size in reversed(sizes.get(builder.key, ())):
                     torch.cuda.empty_cache()
                     if all_sizes or size == builder.sizes[-1]:
                         graph = self._record(builder, size, builder.warm_ups)

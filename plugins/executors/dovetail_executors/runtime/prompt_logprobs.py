@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from dovetail.api.executor import PromptLogprobs
+from dovetail.api.sampler import TopLogprobs
 from dovetail.nn.logprobs import top_logprobs
 from dovetail_executors.runtime.features import (
     FeaturePlan,
@@ -68,14 +69,19 @@ class RowsWithPromptLogprobs(StepFeature[Asked]):
             end += count
             ids = self._rows.token_ids[row, start + 1 : start + 1 + count].long()
             copy = note.results[index] = LogprobsCopy()
-            at_once = 1 if row in self._rows.deterministic else self._slice
+            fixed = self._rows.fixed_lines if row in self._rows.deterministic else 0
             for hidden, targets in zip(
-                torch.split(states.hidden[first : first + count], at_once),
-                torch.split(ids, at_once),
+                torch.split(states.hidden[first : first + count], fixed or self._slice),
+                torch.split(ids, fixed or self._slice),
                 strict=True,
             ):
-                logits = states.logits(hidden.clone(), row)
-                copy.add(top_logprobs(logits, targets, self._rows.prompt_logprobs[row]))
+                given = len(targets)
+                repeated = torch.arange(fixed or given, device=ids.device).clamp_(max=given - 1)
+                logits = states.logits(hidden[repeated], row)
+                top = top_logprobs(logits, targets[repeated], self._rows.prompt_logprobs[row])
+                copy.add(
+                    TopLogprobs(top.token_ids[:given], top.logprobs[:given], top.ranks[:given])
+                )
 
     def collect(self, step: Step, note: Asked, failed: dict[int, str]) -> PromptLogprobs:
         return PromptLogprobs({index: copy.value() for index, copy in note.results.items()})

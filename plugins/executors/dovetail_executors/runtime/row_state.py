@@ -124,6 +124,7 @@ class RowState:
         self.logprobs = np.full(max_rows, -1, np.int64)
         self.prompt_logprobs: dict[int, int] = {}  # the same of prompt tokens, of rows that ask
         self.deterministic = set[int]()  # rows whose results must not depend on the others
+        self.fixed_lines = 1  # of such rows, whose logits are computed together
         self.history = RowHistory(self.token_ids, self.num_tokens, self.prompt_lens)
         self.request_ids = [""] * max_rows  # replaced when changed: steps in flight keep theirs
 
@@ -228,19 +229,21 @@ class RowState:
             return np.zeros(len(rows), np.bool_)
         return np.isin(rows, list(self.deterministic))
 
-    def tables_to_read(self, row: int, start: int, end: int, upto: int) -> NDArray[np.int32]:
-        """Return the row's tables with the blocks of `upto` tokens, [tables, 1, blocks], to compute
-        its tokens [start, end). In place of blocks that it need not hold for that, which lie beyond
-        `end` or before the window of `start`, there is that of its last token: what attention
-        masks is read, too, and must be finite."""
-        blocks = -(-upto // self.block_size)
-        own = self.host_tables[:, row, : self.max_blocks]
-        number = np.arange(blocks)
-        result = np.empty((self.num_tables, 1, blocks), np.int32)
+    def tables_to_read(
+        self, rows: Int64, starts: Int64, ends: Int64, uptos: Int64
+    ) -> NDArray[np.int32]:
+        """Return the tables of `rows` [n] with the blocks of `uptos` tokens, [tables, n, blocks],
+        to compute their tokens [starts, ends); [n] each. In place of blocks that a row need not
+        hold for that, which lie beyond `ends` or before the window of `starts`, there is that of
+        its last token: what attention masks is read, too, and must be finite."""
+        number = np.arange(-(-int(uptos.max()) // self.block_size))
+        result = np.empty((self.num_tables, len(rows), len(number)), np.int32)
         for tables, group in zip(self._tables_of, self._paged, strict=True):
-            last = (end - 1) // group.block_tokens
-            held = (number <= last) & (number >= group.first_visible_block(start))
-            result[tables, 0] = own[tables][:, np.where(held, number, last)]
+            last = (ends - 1)[:, None] // group.block_tokens
+            first = [[group.first_visible_block(start)] for start in starts.tolist()]
+            held = (number <= last) & (number >= np.array(first))
+            places = np.where(held, number, last)
+            result[tables] = self.host_tables[tables][:, rows[:, None], places]
         return result
 
     def put_slots(self, token_indices: torch.Tensor, count: int, slots: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,21 +19,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.attention import AttentionBackend
+from dovetail.api.attention import AttentionBackend, AttentionBatch
 from dovetail.api.clock import Clock
 from dovetail.api.executor import Batch, Masks, Result
 from dovetail.api.model import ModelInputs
 from dovetail.api.sampler import Lines
 from dovetail.errors import DovetailError
-from dovetail.nn.fixed_shapes import fixed_shapes
 from dovetail.nn.transfer import all_to_device, to_device
 from dovetail_executors.runtime.device_work import DeviceWork
 from dovetail_executors.runtime.features import FinalStates, Proposer, StepFeature
 from dovetail_executors.runtime.graphs import Graph, Graphs, StepParts
 from dovetail_executors.runtime.kv_pool import KVPool
 from dovetail_executors.runtime.model_io import GraphKey, ModelOutputs, StepTokens
-from dovetail_executors.runtime.sampling import Sampling
-from dovetail_executors.runtime.slabs import slabs_of, wanted_in
+from dovetail_executors.runtime.sampling import LinePart, Sampling
+from dovetail_executors.runtime.slab_steps import SlabSteps
 from dovetail_executors.runtime.state_plan import StatePlan
 from dovetail_executors.runtime.step import DeviceSpan, Step, Yielded
 from dovetail_executors.runtime.step_inputs import DeviceInputs, HostInputs, HostLines
@@ -74,6 +73,11 @@ class WantedStates:
         self.tokens = np.concatenate(tokens)
         self.every |= bool(self.of) and count > most
 
+    @property
+    def needs_whole_step(self) -> bool:
+        """True if features gave inputs of all of the step's tokens or rows."""
+        return bool(self.inputs) or self.both_ways is not None or self.seen is not None
+
     def places(self, part: slice) -> Int64:
         """Return where in the computed states those of a part of `tokens` are."""
         return self.tokens[part] if self.every else np.arange(part.start, part.stop)
@@ -110,6 +114,7 @@ class Runner:
         works = [feature.work for feature in features if feature.work is not None]
         step_model = StepModel(model, works, self.rows)
         self.parts = StepParts(step_model, states, backend, sampling, generates)
+        self.slabs = SlabSteps(self.parts)
         self.graphs: Graphs | None = None  # set once captured
         self._pending: deque[Step] = deque()
         self._lowest_draft = -1 if any(isinstance(feature, Proposer) for feature in features) else 0
@@ -177,9 +182,10 @@ class Runner:
         ids = self.rows.request_ids
         lines = HostLines.of(batch)
         step = Step(batch, ids, lines, started, span)
-        step.alone = self.rows.are_deterministic(lines.rows)
+        step.in_slabs = self.rows.are_deterministic(batch.rows)
+        step.apart = step.in_slabs.repeat(batch.num_lines)
         step.is_plain_decode = len(lines.rows) == batch.num_tokens.sum() and not batch.checkpoints
-        if step.alone.any():
+        if step.in_slabs.any():
             step.is_plain_decode = False
         if batch.copies:
             self.pool.copy(batch.copies)
@@ -254,11 +260,57 @@ class Runner:
             self.sampling.fetch(outputs, step, order)
 
     def _run_model(self, step: Step) -> None:
-        """Run the model for any step, with a recording of it or launched kernel by kernel."""
+        """Run the model for any step: deterministic rows in slabs, the others as usual."""
         host = HostInputs.of(step.batch, self.rows)
         wanted = WantedStates(host.line_ends, host.line_ends)
         if step.notes:
             wanted.ask(step, host, self.rows.max_lines)
+        if step.in_slabs.any():
+            outputs = self._run_in_slabs(step, host, wanted)
+        else:
+            outputs, _ = self._run_as_usual(step, host, wanted)
+        for feature, note in step.notes.items():
+            places = wanted.places(wanted.of.get(feature, slice(0, 0)))
+            states = FinalStates(outputs.hidden, places, partial(self._logits_of_row, step))
+            feature.after_model(step, note, states)
+        step.outputs = outputs
+        step.line_places = wanted.lines if wanted.every else np.arange(len(wanted.lines))
+
+    def _run_in_slabs(self, step: Step, host: HostInputs, wanted: WantedStates) -> ModelOutputs:
+        """Run the model for a step with deterministic rows. The other rows run first, as usual;
+        all rows do where features add inputs to the step or read states within the model.
+
+        Returns the states of `wanted.tokens`, in their order."""
+        whole = self.parts.model.has_taps or wanted.needs_whole_step
+        usual = ~step.in_slabs | whole
+        outputs = ModelOutputs(torch.empty(0, device=self.device))
+        found: list[tuple[Int64, torch.Tensor]] = []
+        attention = None
+        step.key = GraphKey("mixed", axes=step.axes)
+        if usual.any():
+            others, kept = host.of_rows(usual)
+            apart = step.in_slabs.repeat(step.batch.num_tokens)
+            mine = np.flatnonzero(~apart[wanted.tokens])
+            of_others = replace(wanted, tokens=np.searchsorted(kept, wanted.tokens[mine]))
+            outputs, attention = self._run_as_usual(step, others, of_others)
+            places = of_others.places(slice(0, len(mine)))
+            found.append((mine, outputs.hidden.index_select(0, to_device(places, self.device))))
+        found += self.slabs.run(step, host, wanted.tokens, self.graphs)
+        if whole and attention is not None:  # for what follows the sampling
+            self.backend.plan(attention)
+        wanted.every = False
+        if not len(wanted.tokens):
+            return outputs
+        order = np.argsort(np.concatenate([indices for indices, _ in found]))
+        states = torch.cat([states for _, states in found])
+        return outputs._replace(hidden=states.index_select(0, to_device(order, self.device)))
+
+    def _run_as_usual(
+        self, step: Step, host: HostInputs, wanted: WantedStates
+    ) -> tuple[ModelOutputs, AttentionBatch]:
+        """Run the model on `host`, the step or some of its rows, with a recording or launched
+        kernel by kernel. Sets `wanted.every` if the outputs have the states of all tokens. Returns
+        the planned attention, too."""
         shared = step.shared_blocks
         graph = None
         num_tokens = len(host.token_indices)
@@ -268,50 +320,22 @@ class Runner:
             inputs = graph.inputs.fill(host, wanted.tokens)
             whole = graph.whole
             attention = host.attention_batch(self.rows, inputs, shared, mixed_graph=whole)
-            outputs = self.graphs.replay(graph, attention).without_padding(num_tokens)
+            outputs: ModelOutputs = self.graphs.replay(graph, attention)
             step.key = graph.key
             wanted.every = graph.inputs.all_states
+            return outputs.without_padding(num_tokens), attention
+        step.key = GraphKey("model" if step.is_plain_decode else "mixed", axes=step.axes)
+        inputs = host.to_device(self.rows)
+        if wanted.both_ways is None:
+            attention = host.attention_batch(self.rows, inputs, shared, seen=wanted.seen)
         else:
-            step.key = GraphKey("model" if step.is_plain_decode else "mixed", axes=step.axes)
-            inputs = host.to_device(self.rows)
-            if wanted.both_ways is None:
-                attention = host.attention_batch(self.rows, inputs, shared, seen=wanted.seen)
-            else:
-                divided = host.divided(wanted.both_ways)
-                attention = divided.attention_batch(self.rows, divided.to_device(self.rows))
-            self.backend.plan(attention)
-            for planned in self.parts.states:
-                planned.plan(step, host, inputs)
-            wanted.every |= len(wanted.tokens) == num_tokens
-            outputs = self._launch_model(step.key, inputs, wanted)
-        if self.rows.deterministic:
-            self._run_slabs(step, host, wanted, outputs.hidden)
-        for feature, note in step.notes.items():
-            places = wanted.places(wanted.of.get(feature, slice(0, 0)))
-            states = FinalStates(outputs.hidden, places, partial(self._logits_of_row, step))
-            feature.after_model(step, note, states)
-        step.outputs = outputs
-        step.line_places = wanted.lines if wanted.every else np.arange(len(wanted.lines))
-
-    def _run_slabs(
-        self, step: Step, host: HostInputs, wanted: WantedStates, hidden: torch.Tensor
-    ) -> None:
-        """Compute the step's deterministic rows again, by themselves, and overwrite what was
-        computed of them: K, V, and the wanted final states in `hidden`."""
-        all_places = wanted.places(slice(0, len(wanted.tokens)))
-        for slab in slabs_of(host, self.rows):
-            inputs = slab.inputs(self.rows)
-            on_device = inputs.to_device(self.rows)
-            self.backend.plan(inputs.attention_batch(self.rows, on_device, fixed_shapes=True))
-            ids = self.rows.token_ids.view(-1).index_select(0, on_device.token_indices).long()
-            of_model = ModelInputs(token_ids=ids, positions=on_device.positions)
-            tokens = StepTokens(of_model, self.rows.row_width, on_device.token_indices)
-            with fixed_shapes():
-                states = self.parts.model.states(tokens, step.works_of_row(slab.row))
-            indices, in_slab = wanted_in(slab, wanted.tokens)
-            if len(indices):
-                places, own = all_to_device([all_places[indices], in_slab], self.device)
-                hidden.index_copy_(0, places, states.index_select(0, own))
+            divided = host.divided(wanted.both_ways)
+            attention = divided.attention_batch(self.rows, divided.to_device(self.rows))
+        self.backend.plan(attention)
+        for planned in self.parts.states:
+            planned.plan(step, host, inputs)
+        wanted.every |= len(wanted.tokens) == num_tokens
+        return self._launch_model(step.key, inputs, wanted), attention
 
     def _launch_model(
         self, key: GraphKey, inputs: DeviceInputs, wanted: WantedStates
@@ -358,7 +382,7 @@ class Runner:
         lines = step.lines
         around = self._around_logits(step, lines.rows) if step.notes else []
         graph = None
-        if self.graphs is not None and not around and not step.alone.any():
+        if self.graphs is not None and not around and not step.apart.any():
             masked = step.masked is not None
             graph = self.graphs.for_sampling(lines.rows, masked=masked, asks=step.asks)
         assert step.line_places is not None
@@ -370,19 +394,23 @@ class Runner:
             [lines.rows, lines.ahead, step.line_places], self.device
         )
         last = hidden.index_select(0, places)  # [n, hidden]
-        parts = step.parts_of_lines()
-        if len(parts) == 1:
-            logits = self.parts.model.logits(last, rows, around)
-        else:
-            logits = torch.cat([self._logits_of(step, last, rows, part) for part in parts])
-        self.sampling.draw(step, logits, Lines(rows=rows, ahead=ahead), last)
+        parts = self.sampling.parts_of_lines(step, self._changes_logits)
+        logits_of = partial(self._logits_of, step, last, rows)
+        self.sampling.draw(step, parts, logits_of, Lines(rows=rows, ahead=ahead), last)
 
     def _logits_of(
-        self, step: Step, last: torch.Tensor, rows: torch.Tensor, part: slice
+        self, step: Step, last: torch.Tensor, rows: torch.Tensor, part: LinePart
     ) -> torch.Tensor:
         """Return the logits of a part of the step's lines."""
-        around = self._around_logits(step, step.lines.rows[part])
-        return self.parts.model.logits(last[part].clone(), rows[part], around)
+        around = self._around_logits(step, step.lines.rows[part.lines])
+        if part.is_whole(len(rows)):
+            return self.parts.model.logits(last, rows, around)
+        index = to_device(part.padded, self.device)
+        return self.parts.model.logits(last[index], rows[index], around)
+
+    def _changes_logits(self, step: Step, row: int) -> bool:
+        """Return True if the row's logits have work of features around them."""
+        return bool(step.notes and self._around_logits(step, np.array([row])))
 
     def _around_logits(self, step: Step, host_rows: Int64) -> list[DeviceWork]:
         """Return the work that changes the output layer for any of these rows."""

@@ -8,25 +8,30 @@ device, so that a CUDA graph can record them. Each is a single kernel where kern
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dovetail.api.executor import Batch, Masks
+from dovetail.api.graphs import GraphSupport
 from dovetail.api.sampler import (
     Capture,
     Lines,
     Process,
     RowSampling,
     SampledRow,
+    SampledTokens,
     SampleInputs,
     Sampler,
     TopLogprobs,
 )
-from dovetail.errors import DovetailError
+from dovetail.errors import DovetailError, UnsupportedError
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable, is_compiling_ahead
 from dovetail.nn.logprobs import top_logprobs
@@ -39,6 +44,24 @@ from dovetail_executors.runtime.sampler_rows import update_one_by_one
 from dovetail_executors.runtime.step import LogprobsCopy, Sampled, SampledCopy, Step
 
 Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LinePart:
+    """Lines of a step that are computed and sampled together."""
+
+    lines: Int64  # [m] ascending indices among the step's lines
+    size: int  # of all tensors, m or more: the last line is repeated
+    capture: Capture | None = None  # with which they are sampled
+
+    def is_whole(self, count: int) -> bool:
+        """Return True if it is all of a step's `count` lines, in their order."""
+        return len(self.lines) == self.size == count
+
+    @property
+    def padded(self) -> Int64:
+        """[size] indices among the step's lines."""
+        return np.pad(self.lines, (0, self.size - len(self.lines)), "edge")
 
 
 class Sampling:
@@ -138,42 +161,130 @@ class Sampling:
 
     # Device work
 
-    def draw(self, step: Step, logits: torch.Tensor, lines: Lines, hidden: torch.Tensor) -> None:
-        """Launch the sampling of the step's lines [n] from logits [n, vocab], and fetch the
-        results. `hidden` [n, hidden]: of the lines' last tokens. Log-probabilities are those of the
-        unmasked logits."""
-        host_rows = step.lines.rows
+    def parts_of_lines(
+        self, step: Step, changes_logits: Callable[[Step, int], bool]
+    ) -> list[LinePart]:
+        """Return the step's lines in parts that are computed and sampled together: those of
+        deterministic rows apart from all others. `changes_logits`: True for a row of the step whose
+        logits features change.
+
+        A deterministic line is in a part of `fixed_lines` lines, whose work a graph could record:
+        its operations have shapes that don't follow from the other lines. Or it is alone."""
+        others = np.flatnonzero(~step.apart)
+        parts = [LinePart(others, len(others))] if len(others) else []
+        together: dict[Capture, list[int]] = {}
+        captures: dict[int, Capture | None] = {}
+        for line in np.flatnonzero(step.apart).tolist():
+            row = int(step.lines.rows[line])
+            if row not in captures:
+                captures[row] = None if changes_logits(step, row) else self._fixed_for(row)
+            capture = captures[row]
+            if capture is None or (step.masked is not None and step.masked[line] >= 0):
+                parts.append(LinePart(np.array([line]), 1))
+            else:
+                together.setdefault(capture, []).append(line)
+        size = self.rows.fixed_lines
+        for capture, lines in together.items():
+            parts += [
+                LinePart(np.array(lines[start : start + size]), size, capture)
+                for start in range(0, len(lines), size)
+            ]
+        return parts
+
+    def _fixed_for(self, row: int) -> Capture | None:
+        """Return the capture with which lines of a row are sampled with others; None: alone. It
+        doesn't depend on other rows, nor on what the step asks of processors."""
+        support = self.sampler.capabilities.cuda_graph
+        if self.rows.fixed_lines == 1 or self.processors.names or not support:
+            return None
+        capture = self.sampler.capture_for(np.array([row]))
+        return None if capture is Capture.FULL and not self._captures_all else capture
+
+    @cached_property
+    def _captures_all(self) -> bool:
+        """True if the sampler takes `Capture.FULL` on this device."""
+        if self.sampler.capabilities.cuda_graph is not GraphSupport.ALL:
+            return False
+        row = torch.tensor([self.rows.max_rows], device=self.rows.device)  # padding
+        lines = Lines(rows=row, ahead=torch.zeros_like(row, dtype=torch.int32))
+        logits = torch.zeros(1, self.vocab_size, device=self.rows.device)
+        try:
+            self.sampler.sample(SampleInputs(logits=logits, lines=lines, capture=Capture.FULL))
+        except UnsupportedError:
+            return False
+        return True
+
+    def draw(
+        self,
+        step: Step,
+        parts: Sequence[LinePart],
+        logits_of: Callable[[LinePart], torch.Tensor],
+        lines: Lines,
+        hidden: torch.Tensor,
+    ) -> None:
+        """Launch the sampling of the step's lines [n], part by part, and fetch the results.
+        `logits_of`: returns those of a part, [part.size, vocab]. `hidden` [n, hidden]: of the
+        lines' last tokens. Log-probabilities are those of the unmasked logits."""
         asks = step.asks
-        masked = None
+        masked = None if step.masked is None else to_device(step.masked, self.rows.device)
         process = None
-        raw = logits
-        if step.masked is not None:
-            masked = to_device(step.masked, self.rows.device)
-            raw = logits.clone() if (self.rows.logprobs[host_rows] >= 0).any() else logits
         failures: dict[int, str] = {}
         if asks is not None:
             process = self.processors.process(lines, asks, masked, self.masks.words, failures)
-        parts = step.parts_of_lines()
-        tokens, logprobs = self._sample(
-            logits, lines, None, hidden, masked, process, host_rows, parts=parts
-        )
+        drawn = [
+            self._draw_part(step, part, logits_of(part), lines, masked, process) for part in parts
+        ]
         if asks is not None:
             for index, reason in failures.items():
-                step.refused |= dict.fromkeys(host_rows[asks[:, index]].tolist(), reason)
-        if masked is not None and logprobs is not None:
-            k = logprobs.token_ids.shape[1] - 1
-            of_parts = [tokens[0, part] for part in parts]
-            logprobs = _joined(
-                [
-                    top_logprobs(raw[part], ids, k)
-                    for part, ids in zip(parts, of_parts, strict=True)
-                ],
-                of_parts,
-            )
-        self.fetch(Sampled(tokens), step)
-        if logprobs is not None:
+                rows = step.lines.rows[asks[:, index]]
+                step.refused |= dict.fromkeys(rows.tolist(), reason)
+        order = np.argsort(np.concatenate([part.lines for part in parts]))
+        sampled = _joined(drawn, to_device(order, self.rows.device))
+        positions = last_tokens(self.rows, lines)[1]
+        self.fetch(Sampled(self._grow(lines, positions, sampled.token_ids, hidden, process)), step)
+        if sampled.logprobs is not None:
             step.logprobs = LogprobsCopy()
-            step.logprobs.add(logprobs)
+            step.logprobs.add(sampled.logprobs)
+
+    def _draw_part(
+        self,
+        step: Step,
+        part: LinePart,
+        logits: torch.Tensor,
+        lines: Lines,
+        masked: torch.Tensor | None,
+        process: Process | None,
+    ) -> SampledTokens:
+        """Sample a part of the step's lines [n]. `masked` [n] and `process` are those of all
+        lines."""
+        host_rows = step.lines.rows[part.lines]
+        count = len(host_rows)
+        raw = logits
+        if not part.is_whole(len(step.lines.rows)):
+            index = to_device(part.padded, self.rows.device)
+            lines = lines.take(index)
+            masked = None if masked is None else masked[index]
+            process = None if process is None else _of_lines(process, part.lines)
+        if masked is not None and (self.rows.logprobs[host_rows] >= 0).any():
+            raw = logits.clone()
+        inputs = SampleInputs(
+            logits=logits,
+            lines=lines,
+            host_rows=host_rows if part.capture is None else None,
+            process=process,
+            capture=part.capture,
+        )
+        sampled = self._sample(inputs, masked)
+        top = sampled.logprobs
+        if top is not None and masked is not None:
+            top = top_logprobs(raw, sampled.token_ids, top.token_ids.shape[1] - 1)
+        if part.is_whole(len(step.lines.rows)):
+            return SampledTokens(sampled.token_ids, top)
+        if top is not None:
+            numbers = top.token_ids, top.logprobs, top.ranks
+            top = TopLogprobs(*(each[:count].clone() for each in numbers))
+        # the next part is sampled before these are read
+        return SampledTokens(sampled.token_ids[:count].clone(), top)
 
     def record(
         self,
@@ -192,53 +303,33 @@ class Sampling:
         process = None
         if processed:
             process = self.processors.process_captured(lines, masked, self.masks.words)
-        tokens, logprobs = self._sample(
-            logits, lines, positions, hidden, masked, process, capture=capture
-        )
-        return Sampled(tokens) if logprobs is None else Sampled.pack(tokens, logprobs)
+        inputs = SampleInputs(logits=logits, lines=lines, process=process, capture=capture)
+        sampled = self._sample(inputs, masked)
+        tokens = self._grow(lines, positions, sampled.token_ids, hidden, process)
+        top = sampled.logprobs
+        return Sampled(tokens) if top is None else Sampled.pack(tokens, top)
 
-    def _sample(
-        self,
-        logits: torch.Tensor,
-        lines: Lines,
-        positions: torch.Tensor | None,
-        hidden: torch.Tensor,
-        masked: torch.Tensor | None,
-        process: Process | None,
-        host_rows: Int64 | None = None,
-        capture: Capture | None = None,
-        parts: Sequence[slice] = (slice(None),),
-    ) -> tuple[torch.Tensor, TopLogprobs | None]:
-        """Mask the logits, sample the lines, and extend their rows. `parts`: lines that are sampled
-        together.
-
-        Samplers don't know about masks: a forbidden token looks like one that the model finds
-        impossible. Returns the tokens as `append` does, and the log-probabilities of the masked
-        logits.
-        """
+    def _sample(self, inputs: SampleInputs, masked: torch.Tensor | None) -> SampledTokens:
+        """Mask the logits, and sample the lines. Samplers don't know about masks: a forbidden token
+        looks like one that the model finds impossible. Log-probabilities are of the masked
+        logits."""
         if masked is not None:
-            mask_tokens(logits, masked, self.masks.words)
-        sampled = [
-            self.sampler.sample(
-                SampleInputs(
-                    logits=settled(logits if len(parts) == 1 else logits[part].clone()),
-                    lines=lines if len(parts) == 1 else lines.take(part),
-                    host_rows=host_rows if host_rows is None else host_rows[part],
-                    process=_from(process, part.start or 0),
-                    capture=capture,
-                )
-            )
-            for part in parts
-        ]
-        of_parts = [part.token_ids for part in sampled]
-        token_ids = of_parts[0] if len(parts) == 1 else torch.cat(of_parts)
-        logprobs = _joined([part.logprobs for part in sampled], of_parts)
-        if positions is None:
-            positions = last_tokens(self.rows, lines)[1]
+            mask_tokens(inputs.logits, masked, self.masks.words)
+        return self.sampler.sample(replace(inputs, logits=settled(inputs.logits)))
+
+    def _grow(
+        self,
+        lines: Lines,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        process: Process | None,
+    ) -> torch.Tensor:
+        """Extend the lines' rows. Returns the tokens as `append` does."""
         tokens = append(self.rows, lines, positions, token_ids, hidden)
         if process is not None:
             self.processors.add_wrong(tokens)
-        return tokens, logprobs
+        return tokens
 
     def draft(
         self,
@@ -255,34 +346,42 @@ class Sampling:
         return settled(sampled.token_ids)
 
 
-def _from(process: Process | None, first: int) -> Process | None:
-    """Return `process` for the lines from number `first` on."""
-    if process is None or not first:
-        return process
-    whole = process
-    return lambda logits, start: whole(logits, first + start)
+def _of_lines(process: Process, lines: Int64) -> Process:
+    """Return `process` for the lines with these ascending indices."""
+
+    def of_lines(logits: torch.Tensor, start: int) -> None:
+        own = lines[start : start + len(logits)]
+        edges = np.flatnonzero(np.diff(own) > 1) + 1
+        for first, end in pairwise([0, *edges.tolist(), len(own)]):
+            process(logits[first:end], int(own[first]))
+
+    return of_lines
 
 
-def _joined(
-    parts: Sequence[TopLogprobs | None], token_ids: Sequence[torch.Tensor]
-) -> TopLogprobs | None:
-    """Return log-probabilities of lines in parts as one. `token_ids`: [n] of each part. Parts may
-    lack columns that others have, which none of their rows asked for: these are 0."""
-    columns = max((part.token_ids.shape[1] for part in parts if part is not None), default=0)
-    if len(parts) == 1 or not columns:
+def _joined(parts: Sequence[SampledTokens], order: torch.Tensor) -> SampledTokens:
+    """Return what was sampled in parts as one, in this order. Parts may lack columns of
+    log-probabilities that others have, which none of their rows asked for: these are 0."""
+    if len(parts) == 1:
         return parts[0]
-    ids = token_ids[0].new_zeros(sum(map(len, token_ids)), columns)
-    joined = TopLogprobs(ids, torch.zeros_like(ids, dtype=torch.float32), ids[:, 0].clone())
-    start = 0
-    for part, own in zip(parts, token_ids, strict=True):
-        end = start + len(own)
-        if part is not None:
-            width = part.token_ids.shape[1]
-            joined.token_ids[start:end, :width] = part.token_ids
-            joined.logprobs[start:end, :width] = part.logprobs
-            joined.ranks[start:end] = part.ranks
+    ids = torch.cat([part.token_ids for part in parts])[order]
+    tops = [part.logprobs for part in parts]
+    columns = max((top.token_ids.shape[1] for top in tops if top is not None), default=0)
+    if not columns:
+        return SampledTokens(ids)
+    token_ids = ids.new_zeros(len(ids), columns)
+    joined = TopLogprobs(token_ids, torch.zeros_like(token_ids, dtype=torch.float32), ids.clone())
+    end = 0
+    for part, top in zip(parts, tops, strict=True):
         start = end
-    return joined
+        end += len(part.token_ids)
+        if top is not None:
+            width = top.token_ids.shape[1]
+            joined.token_ids[start:end, :width] = top.token_ids
+            joined.logprobs[start:end, :width] = top.logprobs
+            joined.ranks[start:end] = top.ranks
+    return SampledTokens(
+        ids, TopLogprobs(joined.token_ids[order], joined.logprobs[order], joined.ranks[order])
+    )
 
 
 def _with_defaults(row: int) -> SampledRow:

@@ -1,96 +1,123 @@
 """Tokens whose results must not depend on what else a step computes (`RowSampling.deterministic`).
 
 Kernels and matrix products choose the order of their additions by the shapes of their inputs, so a
-token's bits depend on its company. Here a forward always computes one row's `SLAB` consecutive
-positions from a multiple of `SLAB` on. Those that the step doesn't ask for are filled up:
+token's bits depend on its company. Here a forward always computes the same number of *slabs*, each
+of one row's `SLAB` consecutive positions from a multiple of `SLAB` on. Positions that the step
+doesn't ask for are filled up, and slabs that it doesn't need are padding:
 
-      a step computes tokens 40 to 69 of a row:    slab 32..63            slab 64..95
-                                                   [fill 8 | 40 .. 63]    [64 .. 69 | fill 26]
+      a step computes tokens 40 to 69 of a row:    slab 32..63            slab 64..95            padding
+                                                   [fill 8 | 40 .. 63]    [64 .. 69 | fill 26]   [32] …
 
-Every operation then has shapes that depend on the position alone, and a token is always in the same
-place of its slab. Its bits depend on itself, and on K and V of the tokens before it, which were
-computed likewise. Nothing is required of kernels but that they compute each token by itself, and in
-an order that follows from the shapes. The fill costs time: a decode computes `SLAB` tokens.
+Every operation then has shapes that nothing in the step changes. Attention computes each slab by
+itself (`AttentionBatch.fixed_shapes`). A token's bits depend on itself, and on K and V of the
+tokens before it, which were computed likewise. Required of kernels is that they compute each token
+by itself, in an order that follows from the shapes; and, where a forward has several slabs, that
+this order is the same in each place. `SlabSteps` tries that before it relies on it.
 
-The normal step runs before, for all rows; slabs overwrite K, V and the final states of those that
-are deterministic.
+This file says which tokens a slab has; `slab_steps` computes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dovetail_executors.runtime.row_state import RowState
+from dovetail_executors.runtime.row_state import RowState, ranges
 from dovetail_executors.runtime.step_inputs import HostInputs, Int64
 
 SLAB = 32  # tokens
+# Slabs of a forward by type of device; 1 on others. A GPU takes about as long for 256 tokens as for
+# 32: it reads all weights in both. A CPU takes some 8 times as long.
+PLACES = {"cuda": 8}
+# Lines whose logits are computed together, likewise
+LINES = {"cuda": 32}
 
 
 @dataclass(frozen=True, slots=True)
-class Slab:
-    """Tokens [start, end) of a row, which a step computes, in the slab [first, upto)."""
+class Slabs:
+    """Tokens [starts, ends) of rows, which a step computes, in slabs [firsts, firsts + SLAB); [s]
+    each. Their order is one in which they can be computed, one after the other or together: rows
+    come after those whose prefixes they share, which were granted before them."""
 
-    row: int
-    first: int
-    upto: int  # less than first + SLAB at the end of the longest sequence
-    start: int
-    end: int
-    index: int  # of token `start`, among the step's tokens
+    rows: Int64
+    firsts: Int64
+    starts: Int64
+    ends: Int64
+    indices: Int64  # of tokens `starts`, among the step's tokens
 
-    @property
-    def fill_before(self) -> int:
-        """Tokens of the slab before `start`."""
-        return self.start - self.first
+    @classmethod
+    def of(cls, host: HostInputs, chosen: NDArray[np.bool_]) -> Slabs:
+        """Return the slabs of the chosen rows [b] of a step."""
+        ends = host.kv_lens[chosen].astype(np.int64)
+        indices = host.query_starts[:-1][chosen].astype(np.int64)
+        starts = ends - np.diff(host.query_starts)[chosen]
+        counts = -(-ends // SLAB) - starts // SLAB
+        firsts = ranges(starts // SLAB, counts) * SLAB
+        own_starts = np.maximum(firsts, starts.repeat(counts))
+        return cls(
+            host.rows[chosen].repeat(counts),
+            firsts,
+            own_starts,
+            np.minimum(firsts + SLAB, ends.repeat(counts)),
+            indices.repeat(counts) + own_starts - starts.repeat(counts),
+        )
 
-    def inputs(self, state: RowState) -> HostInputs:
-        """Return the inputs of the slab's forward. K and V of its fill go to the waste page, or
-        where later tokens of the row will be written, since attention reads that place, too."""
-        slab = np.arange(self.first, self.upto)
-        positions = np.clip(slab, self.start, self.end - 1)
-        tables = state.tables_to_read(self.row, self.start, self.end, self.upto)
-        blocks, offsets = np.divmod(slab, state.block_tokens[:, None])
-        own = (slab >= self.start) & (blocks <= (self.end - 1) // state.block_tokens[:, None])
-        pages = np.take_along_axis(tables[:, 0].astype(np.int64), blocks, axis=1)
-        slots = pages * state.block_tokens[:, None] + offsets
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, index: slice | Int64) -> Slabs:
+        """Return the slabs at `index`."""
+        return Slabs(
+            self.rows[index],
+            self.firsts[index],
+            self.starts[index],
+            self.ends[index],
+            self.indices[index],
+        )
+
+    def inputs(self, state: RowState, unstored: int = 0) -> HostInputs:
+        """Return the inputs of these slabs in one forward. K and V of their fill, and of the first
+        `unstored` slabs, go to the waste page; or K and V of fill to where later tokens of its row
+        will be written, since attention reads that place, too."""
+        rows = self.rows[:, None]
+        starts, ends = self.starts[:, None], self.ends[:, None]
+        tokens = self.firsts[:, None] + np.arange(SLAB)  # [s, SLAB]
+        positions = np.clip(tokens, starts, ends - 1)
+        tables = state.tables_to_read(self.rows, self.starts, self.ends, self.firsts + SLAB)
+        sizes = state.block_tokens[:, None, None]
+        blocks, offsets = np.divmod(tokens, sizes)  # [tables, s, SLAB]
+        own = (tokens >= starts) & (blocks <= (ends - 1) // sizes)
+        own[:, :unstored] = False
+        slots = np.take_along_axis(tables.astype(np.int64), blocks, axis=2) * sizes + offsets
         return HostInputs(
-            token_indices=self.row * state.row_width + positions,
-            positions=positions,
-            slots=np.where(own, slots, state.waste_slots[:, None]),
-            rows=np.array([self.row]),
-            query_starts=np.array([0, len(slab)], np.int32),
-            kv_lens=np.array([self.upto], np.int32),
+            token_indices=(rows * state.row_width + positions).ravel(),
+            positions=positions.ravel(),
+            slots=np.where(own, slots, state.waste_slots[:, None, None]).reshape(len(slots), -1),
+            rows=self.rows,
+            query_starts=np.arange(0, tokens.size + 1, SLAB, dtype=np.int32),
+            kv_lens=(self.firsts + SLAB).astype(np.int32),
             line_ends=np.zeros(0, np.int64),
             max_blocks=tables.shape[2],
             tables=tables,
         )
 
-
-def slabs_of(host: HostInputs, state: RowState) -> Iterator[Slab]:
-    """Yield the slabs of a step's deterministic rows, in an order in which they can be computed: a
-    row follows those whose prefixes it shares, which were granted before it."""
-    for index in np.flatnonzero(state.are_deterministic(host.rows)).tolist():
-        row = int(host.rows[index])
-        end = int(host.kv_lens[index])
-        at = int(host.query_starts[index])
-        start = end - (int(host.query_starts[index + 1]) - at)
-        for first in range(start - start % SLAB, end, SLAB):
-            upto = min(first + SLAB, state.max_len)
-            own = Slab(row, first, upto, max(start, first), min(end, upto), at)
-            at += own.end - own.start
-            yield own
+    def find(self, tokens: Int64) -> tuple[Int64, Int64]:
+        """Return the slab of each of `tokens` [n], of the step, or -1, and its place in there."""
+        slabs = np.searchsorted(self.indices, tokens, side="right") - 1
+        into = tokens - self.indices[slabs]
+        found = (slabs >= 0) & (into < (self.ends - self.starts)[slabs])
+        return np.where(found, slabs, -1), into + (self.starts - self.firsts)[slabs]
 
 
-def wanted_in(slab: Slab, tokens: Int64) -> tuple[Int64, Int64]:
-    """Return which of `tokens` [n], of a step, are in a slab: their indices in `tokens`, and their
-    places in the slab."""
-    indices = np.flatnonzero((tokens >= slab.index) & (tokens < slab.index + slab.end - slab.start))
-    return indices, tokens[indices] - slab.index + slab.fill_before
+def rounded_up(tokens: int) -> int:
+    """Return `tokens` up to the end of their last slab."""
+    return -(-tokens // SLAB) * SLAB
 
 
 def why_not(
+    device: str,
     ranks: int,
     max_tokens: int,
     attention: str,
@@ -100,14 +127,15 @@ def why_not(
     calibrates: bool,
 ) -> str:
     """Return why rows of an engine can't be deterministic: see `Capacity.not_deterministic`.
-    `max_tokens`: of a step. `fixed_shapes`: the capability of the attention backend. `calibrates`:
-    the first step's prompts determine the scales of K and V."""
+    `device`: its type. `max_tokens`: of a step. `fixed_shapes`: the capability of the attention
+    backend. `calibrates`: the first step's prompts determine the scales of K and V."""
     if recurrent:
         return "recurrent layers add up a chunk of tokens in another order than single ones"
     if ranks > 2:
         return f"it runs on {ranks} ranks, whose sums have no fixed order; at most 2 are supported"
-    if max_tokens < SLAB:
-        return f"max_num_batched_tokens is {max_tokens}, and must be at least {SLAB}"
+    least = SLAB * PLACES.get(device, 1)
+    if max_tokens < least:
+        return f"max_num_batched_tokens is {max_tokens}, and must be at least {least}"
     if calibrates:
         return "kv_cache_scales: calibrate fits the scales of K and V to the first prompts"
     if not fixed_shapes:

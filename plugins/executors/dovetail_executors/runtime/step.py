@@ -152,8 +152,9 @@ class Step:
     # Every row computes a token for each line, and has one, and no feature reads final states: so a
     # recording of a whole step can replay it
     is_plain_decode: bool = False
-    # [n] lines of deterministic rows: each has its logits, and is sampled, by itself
-    alone: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    # [b] rows whose results must not depend on the others; [n] lines of these
+    in_slabs: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    apart: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     told: bool = False  # the sampler knows the rows that came and went
     # New rows that the sampler or a logits processor rejected, and others that one failed
     refused: dict[int, str] = field(default_factory=dict)
@@ -189,14 +190,6 @@ class Step:
     def graph_axes(self) -> frozenset[str]:
         """Axes of the recording that replays its model."""
         return self.axes | SHARED if self.shared_blocks else self.axes
-
-    def parts_of_lines(self) -> list[slice]:
-        """Return the lines in parts: each that is alone, and those between such lines."""
-        edges = self.alone.copy()
-        edges[1:] |= self.alone[:-1]
-        edges[:1] = True
-        starts = np.flatnonzero(edges).tolist()
-        return [slice(*ends) for ends in zip(starts, [*starts[1:], len(edges)], strict=True)]
 
     def works_of_row(self, row: int) -> list[DeviceWork]:
         """Return the device work of features that this row asks for."""

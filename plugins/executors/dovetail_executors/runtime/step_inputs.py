@@ -185,6 +185,26 @@ class HostInputs:
             both_ways=both_ways[starts],
         )
 
+    def of_rows(self, chosen: NDArray[np.bool_]) -> tuple[HostInputs, Int64]:
+        """Return the step of the chosen rows [b] only, without lines, and the indices of its
+        tokens in this one."""
+        counts = np.diff(self.query_starts)
+        kept = np.flatnonzero(chosen.repeat(counts))
+        starts = np.zeros(np.count_nonzero(chosen) + 1, np.int32)
+        starts[1:] = counts[chosen].cumsum()
+        of_rows = HostInputs(
+            self.token_indices[kept],
+            self.positions[kept],
+            self.slots[:, kept],
+            self.rows[chosen],
+            starts,
+            self.kv_lens[chosen],
+            self.line_ends[:0],
+            self.max_blocks,
+            None if self.tables is None else self.tables[:, chosen],
+        )
+        return of_rows, kept
+
     def to_device(self, state: RowState) -> DeviceInputs:
         tables = [] if self.tables is None else [self.tables]
         arrays: list[NDArray[Any]] = [
@@ -208,15 +228,15 @@ class _Slots:
     """Slots of up to `size` tokens of a recorded step, at fixed addresses: sent with its other
     inputs, or computed on the device from these."""
 
-    def __init__(self, size: int, state: RowState) -> None:
+    def __init__(self, size: int, state: RowState, *, on_device: bool) -> None:
         self._state = state
         every = state.waste_slots[:, None]
         self._all = (
             torch.zeros((state.num_tables, size), dtype=torch.int64, device=state.device)
-            if state.slots_on_device
+            if on_device
             else None
         )
-        self.padding = every[:0] if state.slots_on_device else every  # [tables sent, 1]
+        self.padding = every[:0] if on_device else every  # [tables sent, 1]
         self.sent: Int64 = self.padding.repeat(size, 1)  # [tables sent, size] of a step of padding
 
     def on_device(self, sent: torch.Tensor) -> torch.Tensor:
@@ -237,13 +257,25 @@ class MixedInputs:
     all have them.
     """
 
-    def __init__(self, size: int, state: RowState, most_wanted: int) -> None:
+    def __init__(
+        self,
+        size: int,
+        state: RowState,
+        most_wanted: int,
+        *,
+        max_rows: int | None = None,
+        table_entries: int | None = None,
+    ) -> None:
+        """`max_rows`: None: all. `table_entries`: steps come with tables of up to so many, and with
+        slots. None: they do so as `HostInputs.of` makes them."""
+        max_rows = max_rows or state.max_rows
         tokens = np.zeros(size, np.int64)
-        rows = np.zeros(state.max_rows, np.int64)
-        short = np.zeros(state.max_rows + 1, np.int32)
+        rows = np.zeros(max_rows, np.int64)
+        short = np.zeros(max_rows + 1, np.int32)
         wanted = np.zeros(most_wanted, np.int64)
-        table = np.zeros(TABLE_ENTRIES, np.int32)
-        self._slots = _Slots(size, state)
+        table = np.zeros(table_entries or TABLE_ENTRIES, np.int32)
+        on_device = state.slots_on_device and table_entries is None
+        self._slots = _Slots(size, state, on_device=on_device)
         self._mirror = Mirror(
             [tokens, tokens, self._slots.sent, rows, short, short[:-1], wanted, table], state.device
         )

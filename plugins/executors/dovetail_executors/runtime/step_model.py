@@ -26,6 +26,11 @@ class StepModel:
         self.axes = tuple(dict.fromkeys(work.axis for work in works if work.axis is not None))
         self._taps = next((work.taps for work in works if work.taps), ())
 
+    @property
+    def has_taps(self) -> bool:
+        """True if some work reads states within the model, of all of a step's tokens."""
+        return bool(self._taps)
+
     def run(self, tokens: StepTokens, key: GraphKey) -> ModelOutputs:
         """Run the model on a step's tokens. `key`: of the step, which says what work runs."""
         if not self.works:

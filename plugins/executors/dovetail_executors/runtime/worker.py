@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend, LayerSpec
 from dovetail.api.executor import Batch, Capacity, ExecutorContext, Masks, Result
+from dovetail.api.graphs import GraphSupport
 from dovetail.api.kv_cache import KVLayout
 from dovetail.api.kv_transfers import WORD
 from dovetail.api.model import ParallelGroup, VerifiesItself
@@ -30,7 +31,7 @@ from dovetail_executors.runtime.attention_choice import ChosenAttention, choose_
 from dovetail_executors.runtime.device_choice import describe_device
 from dovetail_executors.runtime.feature_plans import feature_plans
 from dovetail_executors.runtime.features import FeaturePlan, Loaded, Proposer
-from dovetail_executors.runtime.graphs import Graphs
+from dovetail_executors.runtime.graphs import Builder, Graphs
 from dovetail_executors.runtime.kv_pool import KVPool, kv_layout, pool_pages
 from dovetail_executors.runtime.kv_scales import CacheScales
 from dovetail_executors.runtime.line_costs import draft_costs, line_costs
@@ -48,7 +49,8 @@ from dovetail_executors.runtime.recording import LayerSplitter
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.runner import Runner
 from dovetail_executors.runtime.sampling import Sampling
-from dovetail_executors.runtime.slabs import why_not
+from dovetail_executors.runtime.slab_steps import RecordedSlabs
+from dovetail_executors.runtime.slabs import PLACES, rounded_up, why_not
 from dovetail_executors.runtime.step import Step
 from dovetail_executors.runtime.transfers import PageCopies, device_bytes, name_of_bytes
 from dovetail_executors.runtime.trial import TrialRun
@@ -235,6 +237,7 @@ class Worker:
             max_lines=loaded.rows.max_lines if loaded.config.max_drafts else 0,
             prompt_rate=prompt_rate if device.type == "cpu" else None,
             not_deterministic=why_not(
+                device.type,
                 self.group.size,
                 self.context.config.max_num_batched_tokens,
                 attention,
@@ -459,7 +462,10 @@ class Worker:
         runner.pool.allocate(num_pages)
         runner.rows.pool_allocated(num_pages)
         max_rows = runner.rows.max_lines + sum(each.more_rows for each in runner.features)
-        runner.backend.prepare(max_rows, config.max_num_batched_tokens, runner.rows.max_len)
+        places = PLACES.get(runner.device.type, 1)  # slabs are rows that end at the end of a slab
+        runner.backend.prepare(
+            max(max_rows, places), config.max_num_batched_tokens, rounded_up(runner.rows.max_len)
+        )
 
     def _records(self, backend: AttentionBackend, pool: KVPool, device: torch.device) -> bool:
         """Return True if steps are recorded as CUDA graphs."""
@@ -479,10 +485,19 @@ class Worker:
             loaded.config.max_num_batched_tokens,
             parameters_of_a_token(loaded.model),
             [feature.recordings for feature in runner.features],
+            self._slab_builders(loaded),
         )
         with phase("compiling kernels"):
             graphs.compile_ahead(lambda: self._make_pool(1), self.context.progress)
         return graphs
+
+    def _slab_builders(self, loaded: Loaded) -> list[Builder]:
+        """Return those of deterministic rows, if they can be recorded while others are served:
+        several ranks record before that, together."""
+        can = loaded.backend.capabilities
+        all_recorded = can.cuda_graph is GraphSupport.ALL and can.fixed_shapes
+        alone = self.group.size == 1 and not loaded.rows.states
+        return [RecordedSlabs(self._running().parts)] if all_recorded and alone else []
 
     def _pool_pages(
         self, layout: KVLayout, max_model_len: int, asked: int | None, device: torch.device

@@ -1,0 +1,121 @@
+"""Deterministic rows are computed once, in forwards of the same number of slabs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.api.model import ModelInputs
+from dovetail.api.sampler import RowSampling
+from dovetail_executors.runtime.slab_steps import RecordedSlabs
+from dovetail_executors.runtime.slabs import LINES, PLACES, SLAB
+from tests.runtime.fakes import VOCAB, Bench, TinyModel
+from tests.runtime.recorded import give_graphs, play_graphs_on_the_cpu
+
+MARKED = RowSampling(temperature=0.0, logprobs=2, deterministic=True)
+USUAL = RowSampling(temperature=0.0, logprobs=2)
+LENGTHS = (40, 33, 1)
+
+
+def prompt(row: int, length: int) -> list[int]:
+    return [(7 * row + 3 * place) % (VOCAB - 1) for place in range(length)]
+
+
+def bits_of(bench: Bench, lengths: dict[int, int], marked: Sequence[int]) -> list[list[Any]]:
+    """Prefill rows of these lengths, then decode twice. Returns each row's ids and
+    log-probabilities."""
+    added = [
+        bench.new(row, prompt(row, length), MARKED if row in marked else USUAL)
+        for row, length in lengths.items()
+    ]
+    found: list[list[Any]] = [[] for _ in lengths]
+    for counts in (lengths, dict.fromkeys(lengths, 1), dict.fromkeys(lengths, 1)):
+        result = bench.run(counts, added)
+        added = []
+        assert result.logprobs is not None
+        for line, of_row in enumerate(found):
+            values = result.logprobs.logprobs[line, :3].tobytes()
+            of_row.append((int(result.token_ids[line]), values))
+    return found
+
+
+def forwards(bench: Bench) -> list[tuple[list[int], int, bool]]:
+    """Return the queries of rows, the padded number of tokens, and whether shapes are fixed, of
+    each forward."""
+    return [
+        (batch.host_query_lens.tolist(), batch.slots[0].shape[1], batch.fixed_shapes)
+        for batch in bench.backend.planned
+    ]
+
+
+def test_each_token_is_computed_once() -> None:
+    bench = Bench(max_len=96)
+    added = [bench.new(0, prompt(0, 40), MARKED), bench.new(1, prompt(1, 9), USUAL)]
+    bench.run({0: 40, 1: 9}, added)
+    slab = ([SLAB], SLAB, True)
+    assert forwards(bench) == [([9], 9, False), slab, slab]
+    bench.backend.planned.clear()
+    bench.run({0: 1})
+    assert forwards(bench) == [slab]
+
+
+def test_slabs_are_computed_together_in_forwards_of_one_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(PLACES, "cpu", 4)
+    lengths = dict(enumerate(LENGTHS))
+    bench = Bench(max_len=96)
+    together = bits_of(bench, lengths, marked=(0, 1, 2))
+    tried = [([SLAB] * place, 4 * SLAB, True) for place in (1, 2, 3, 4)]
+    prefill = [([SLAB] * 4, 4 * SLAB, True), ([SLAB], 4 * SLAB, True)]
+    decode = ([SLAB] * 3, 4 * SLAB, True)
+    assert forwards(bench) == [*tried, *prefill, decode, decode]
+    for row, length in lengths.items():
+        for company in ({}, {3: 20}):
+            alone = bits_of(Bench(max_len=96), {row: length, **company}, marked=(row,))
+            assert alone[0] == together[row]
+
+
+def test_slabs_are_computed_one_by_one_where_places_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Uneven(TinyModel):
+        def forward(self, inputs: ModelInputs) -> torch.Tensor:
+            states = super().forward(inputs)
+            states[2 * SLAB :] = torch.nextafter(states[2 * SLAB :], torch.tensor(torch.inf))
+            return states
+
+    monkeypatch.setitem(PLACES, "cpu", 4)
+    found = []
+    for lengths in ({2: 70}, {0: 40, 1: 33, 2: 70}):
+        bench = Bench(max_len=96)
+        bench.model.__class__ = Uneven
+        found.append(bits_of(bench, lengths, marked=tuple(lengths))[-1])
+        assert ([SLAB], SLAB, True) in forwards(bench)
+    assert found[0] == found[1]
+
+
+def test_recorded_slabs_have_the_bits_of_launched_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLACES, "cpu", 4)
+    monkeypatch.setitem(LINES, "cpu", 8)
+    play_graphs_on_the_cpu(monkeypatch)
+    lengths = dict(enumerate(LENGTHS))
+    launched = bits_of(Bench(max_len=96), lengths, marked=(0, 2))
+    bench = Bench(max_len=96)
+    graphs = give_graphs(bench, [RecordedSlabs(bench.runner.parts)])
+    assert not graphs.record_next()
+    recorded = bits_of(bench, lengths, marked=(0, 2))
+    assert set(graphs.replayed) == {("slabs", 4 * SLAB)}
+    assert (recorded[0], recorded[2]) == (launched[0], launched[2])
+
+
+def test_a_draft_head_follows_deterministic_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLACES, "cpu", 4)
+    lengths = dict(enumerate(LENGTHS))
+    plain = bits_of(Bench(max_len=96), lengths, marked=(0, 1))
+    bench = Bench(max_len=96, head=True, max_lines=12)
+    followed = bits_of(bench, lengths, marked=(0, 1))
+    assert followed[:2] == plain[:2]
+    last = bench.backend.planned[-1]
+    assert last.host_query_lens.tolist() == [1, 1, 1]  # whose K and V the head has stored
