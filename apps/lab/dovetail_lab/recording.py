@@ -33,9 +33,8 @@ class Recorder:
         self._of_trace = {request.id: request for request in trace}
         self._token_times: dict[str, list[float]] = {request.id: [] for request in trace}
         self._records: dict[str, RequestRecord] = {}
-        self._steps: list[tuple[float, ...]] = []
+        self._steps: list[tuple[float, ...]] = []  # counts since the start
         self._simulated = core.executor if isinstance(core.executor, SimulatedExecutor) else None
-        self._counted: tuple[float, ...] = (0,) * 11  # counts at the end of the last step
         self._num_steps = 0
 
     def take(self, delivery: Delivery) -> None:
@@ -79,43 +78,32 @@ class Recorder:
 
     @property
     def timeline(self) -> Timeline:
-        return Timeline.of_rows(self._steps)
+        return Timeline.of_totals(self._steps)
 
     def _note_step(self, time_s: float) -> None:
-        """Record the changes of the engine's counters since the previous step."""
+        """Record the engine's counters after a step."""
         stats = self._core.update_stats()
-        before = self._counted
         self._num_steps = stats.steps
-        self._counted = (
-            stats.prefill_tokens,
-            stats.decode_tokens,
-            stats.generated_tokens,
-            stats.cached_tokens,
-            stats.recomputed_tokens,
-            stats.preemptions,
-            stats.device_s,
-            0.0 if self._simulated is None else self._simulated.masks_s,
-            stats.draft_rows,
-            stats.draft_tokens,
-            sum(stats.accepted_drafts),
-        )
-        *counts, device_s, masks_s, rows, drafts, accepted = [
-            after - then for after, then in zip(self._counted, before, strict=True)
-        ]
         pages = stats.pages
-        state = pages.empty, pages.held, pages.cached
         self._steps.append(
             (
                 time_s,
-                device_s,
+                stats.device_s,
                 stats.waiting,
                 stats.running,
-                *counts,
-                *state,
-                masks_s,
-                rows,
-                drafts,
-                accepted,
+                stats.prefill_tokens,
+                stats.decode_tokens,
+                stats.generated_tokens,
+                stats.cached_tokens,
+                stats.recomputed_tokens,
+                stats.preemptions,
+                pages.empty,
+                pages.held,
+                pages.cached,
+                0.0 if self._simulated is None else self._simulated.masks_s,
+                stats.draft_rows,
+                stats.draft_tokens,
+                sum(stats.accepted_drafts),
             )
         )
 

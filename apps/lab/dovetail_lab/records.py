@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -130,6 +130,19 @@ class Timeline:
         ]
         return cls(
             *(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True))
+        )
+
+    @classmethod
+    def of_totals(cls, rows: Sequence[tuple[float, ...]]) -> Timeline:
+        """Create a timeline from rows whose counts and durations are totals since the start."""
+        totals = cls.of_rows(rows)
+        return replace(
+            totals,
+            **{
+                column.name: np.diff(getattr(totals, column.name), prepend=0)
+                for column in fields(cls)
+                if column.name not in ("time_s", *_AFTER)
+            },
         )
 
     @classmethod
