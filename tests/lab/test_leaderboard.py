@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,10 @@ def test_a_lead_is_apart_or_within_some_points_or_open() -> None:
     assert not open_.apart
     assert not open_.within(0.03)
     assert anytime_half(0.05, int(open_.seeds)) <= 0.01 < anytime_half(0.05, int(0.9 * open_.seeds))
+    within = open_.seeds_within(0.04)
+    assert anytime_half(0.05, int(within)) <= 0.03 < anytime_half(0.05, int(0.9 * within))
+    assert within < open_.seeds, "a small lead is shown to be small before it is shown at all"
+    assert open_.seeds_within(0.005) == math.inf
     assert leads({one: noisy(0.1, 10)}) == []
     [same] = leads({one: noisy(0.1, 10), other: noisy(0.1, 10)})
     assert (same.same, same.apart, open_.same) == (True, False, False)

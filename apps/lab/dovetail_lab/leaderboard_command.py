@@ -128,10 +128,19 @@ def print_leads(leads: Sequence[Lead], points: float | None) -> None:
             typer.echo(f"{said}: apart")
         elif points is not None and lead.within(points / 100):
             typer.echo(f"{said}: within {points:g} points")
-        elif math.isfinite(lead.seeds):
-            typer.echo(f"{said}: open; apart after {lead.seeds:,} seeds, if the lead stays")
         else:
-            typer.echo(f"{said}: open")
+            typer.echo(f"{said}: open{_decided_after(lead, points)}")
+
+
+def _decided_after(lead: Lead, points: float | None) -> str:
+    """Return after how many seeds the lead is decided, one way or the other; empty for very
+    many."""
+    within = math.inf if points is None else lead.seeds_within(points / 100)
+    seeds = min(lead.seeds, within)
+    if math.isinf(seeds):
+        return ""
+    outcome = f"within {points:g} points" if within < lead.seeds else "apart"
+    return f"; {outcome} after {seeds:,} seeds, if the lead stays"
 
 
 @dataclass(slots=True)

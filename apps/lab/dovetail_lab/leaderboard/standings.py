@@ -101,7 +101,18 @@ class Lead:
     next: str
     mean: float
     half: float
-    seeds: float  # with which the two are apart if the lead stays as it is; infinite for very many
+    deviation: float  # of a seed's difference
+    count: int  # seeds
+
+    @property
+    def seeds(self) -> float:
+        """Number of seeds with which the two are apart if the lead stays as it is; infinite for very
+        many."""
+        return anytime_count(self.deviation, self.mean, self.count, CONFIDENCE)
+
+    def seeds_within(self, share: float) -> float:
+        """Return the number of seeds with which they are shown to be within `share`, likewise."""
+        return anytime_count(self.deviation, share - self.mean, self.count, CONFIDENCE)
 
     @property
     def same(self) -> bool:
@@ -138,7 +149,8 @@ def _lead(name: str, next_: str, differences: Floats) -> Lead:
         next_,
         mean,
         anytime_half(deviation, len(differences), CONFIDENCE),
-        anytime_count(deviation, mean, len(differences), CONFIDENCE),
+        deviation,
+        len(differences),
     )
 
 
