@@ -76,6 +76,7 @@ def play_graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "current_stream": lambda device: stream,
         "stream": lambda stream: nullcontext(),
         "synchronize": lambda device: None,
+        "current_blas_handle": lambda: 0,
         "empty_cache": lambda: None,
     }
     for name, fake in fakes.items():

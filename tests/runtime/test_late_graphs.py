@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import pytest
 import torch
@@ -13,9 +16,9 @@ from hypothesis import strategies as st
 from dovetail_executors.runtime import graphs as graphs_module
 from dovetail_executors.runtime.graphs import Graphs, decode_builders, mixed_builders
 from dovetail_executors.runtime.model_io import DECODE, MIXED, MODEL
-from dovetail_executors.runtime.recording import LayerSplitter
+from dovetail_executors.runtime.recording import ALONE, LayerSplitter
 from tests.runtime.fakes import Bench, generate
-from tests.runtime.recorded import WatchedGraphs, play_graphs_on_the_cpu
+from tests.runtime.recorded import GraphOnCpu, WatchedGraphs, play_graphs_on_the_cpu
 from tests.runtime.test_decode_graphs import PROMPTS, CapturableGreedy, begin
 from tests.support import examples
 
@@ -168,3 +171,58 @@ def test_a_late_size_is_run_first_only_if_it_can_not_be_recorded_at_once(
     assert graphs.find(DECODE, 2) is not None
     assert graphs.find(DECODE, 4) is not None
     assert warm_ups == [0, 0, 1]
+
+
+def test_a_capture_that_cannot_end_leaves_its_pool_to_no_other(on_cpu: pytest.MonkeyPatch) -> None:
+    """torch refuses the pool from then on."""
+    _, graphs = late()
+    pools: list[object] = []
+    handles = count()
+
+    class Refusing(GraphOnCpu):
+        def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+            if pool in pools:
+                raise RuntimeError("already recording to mempool_id")
+            super().capture_begin(pool, capture_error_mode)
+            self.of = pool
+
+        def capture_end(self) -> None:
+            super().capture_end()
+            if not pools:
+                pools.append(self.of)
+                raise RuntimeError("the capture was ended by another thread")
+
+    on_cpu.setattr(torch.cuda, "CUDAGraph", Refusing)
+    on_cpu.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    assert graphs.find(DECODE, 2) is not None
+    assert graphs.find(DECODE, 4) is not None
+    assert len(pools) == 1
+
+
+def test_nothing_is_recorded_late_while_another_engine_starts(on_cpu: pytest.MonkeyPatch) -> None:
+    bench, graphs = late()
+    tokens = begin(bench, PROMPTS[:2])
+    before = dict(graphs.recorded)
+    on_cpu.setattr(graphs_module, "IDLE_S", 0.0)
+    starting, ended = threading.Event(), threading.Event()
+
+    def start() -> None:
+        with ALONE:
+            starting.set()
+            ended.wait()
+
+    with ThreadPoolExecutor(1) as other:
+        other.submit(start)
+        starting.wait()
+        try:
+            told = bench.run({0: 1, 1: 1})
+            assert graphs.record_next()
+            assert dict(graphs.recorded) == before
+        finally:
+            ended.set()
+    for row, token in enumerate(told.token_ids.tolist()):
+        tokens[row].append(token)
+    assert tokens == [generate(prompt, 2) for prompt in PROMPTS[:2]]
+    while graphs.record_next():
+        pass
+    assert dict(graphs.recorded) == dict(graphs.keys)

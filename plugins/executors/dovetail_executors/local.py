@@ -26,6 +26,7 @@ from dovetail.nn.parallel import SINGLE
 from dovetail_executors.options import LocalOptions
 from dovetail_executors.runtime.device_choice import choose_device
 from dovetail_executors.runtime.loading import forecast
+from dovetail_executors.runtime.recording import ALONE
 from dovetail_executors.runtime.step import Step
 from dovetail_executors.runtime.transfers import LocalTransfers
 from dovetail_executors.runtime.worker import Worker
@@ -58,8 +59,9 @@ class LocalExecutor(Executor):
             torch.set_num_threads(options.threads)
         with phase("device"):
             device = choose_device(options.device, "executor.device")
-        capacity = self.worker.load(device, options.num_pages)
-        self.worker.allocate(capacity.num_pages)
+        with ALONE:
+            capacity = self.worker.load(device, options.num_pages)
+            self.worker.allocate(capacity.num_pages)
         return replace(
             capacity,
             max_in_flight=options.max_in_flight or capacity.max_in_flight,

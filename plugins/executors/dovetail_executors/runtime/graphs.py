@@ -51,7 +51,7 @@ from dovetail_executors.runtime.model_io import (
     PartOfStep,
     StepTokens,
 )
-from dovetail_executors.runtime.recording import LayerSplitter, Recording, record
+from dovetail_executors.runtime.recording import ALONE, LayerSplitter, Pool, Recording, record
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.sampling import Sampling, last_tokens, settled
 from dovetail_executors.runtime.state_plan import StatePlan
@@ -76,6 +76,7 @@ OUTPUTS = (
     "outputs"  # pool of recordings whose outputs must outlive the replay that samples from them
 )
 NO_LINES = HostLines(np.zeros(0, np.int64), np.zeros(0, np.int32))
+IDLE_S = 0.1  # an idle engine waits for another one that starts
 MOST_THREADS = 16  # for compilation; more don't help, since its Python part is serialized
 
 
@@ -387,7 +388,7 @@ class Graphs:
         self._parts = parts
         self._replayed: list[GraphKey] = []
         self._table: dict[GraphKey, Recorded] = {}  # without keys that can't be recorded
-        self._pools: dict[str, Any] = {}
+        self._pools: dict[str, Pool] = {}
         self._stream: torch.cuda.Stream | None = None
 
     @classmethod
@@ -460,7 +461,7 @@ class Graphs:
         `first_sizes`; `find` and `record_next` record the others.
         """
         names = {builder.pool for builder in self._builders}
-        self._pools = {name: torch.cuda.graph_pool_handle() for name in names}
+        self._pools = {name: Pool() for name in names}
         self._stream = torch.cuda.Stream(self._parts.rows.device)  # type: ignore[no-untyped-call]
         sizes = {
             builder.key: builder.sizes if all_sizes else first_sizes(builder)
@@ -493,7 +494,7 @@ class Graphs:
         missing = ((each, size) for each in self._table.values() for size in each.missing)
         found = next(missing, None)
         if found is not None:
-            self._record_late(*found)
+            self._record_late(*found, IDLE_S)
         return next(missing, None) is not None
 
     def find(self, key: GraphKey, size: int) -> Graph | None:
@@ -507,17 +508,20 @@ class Graphs:
             if recorded is not None and index < len(sizes):
                 if sizes[index] not in recorded.graphs:
                     self._record_late(recorded, sizes[index])
-                return recorded.graphs[sizes[index]]
+                return recorded.graphs.get(sizes[index])
             if not key.axes.intersection(self._parts.model.axes):
                 return None  # steps without such work don't pay for it
         return None
 
-    def _record_late(self, recorded: Recorded, size: int) -> None:
-        """Record a size while serving; if that fails, its steps are launched kernel by kernel."""
+    def _record_late(self, recorded: Recorded, size: int, wait_s: float = 0.0) -> None:
+        """Record a size while serving, unless another engine starts for longer than `wait_s`; if
+        that fails, its steps are launched kernel by kernel."""
+        if not ALONE.acquire(timeout=wait_s):
+            return
         builder = recorded.builder
         recorded.graphs[size] = None
         try:
-            graph = self._record_at_once(builder, size)
+            recorded.graphs[size] = self._record_at_once(builder, size)
         except Exception as error:  # of memory, mostly; one of the device will show in the step
             log.warning(
                 "steps of kind %s and size %d aren't recorded: %s: %s",
@@ -526,8 +530,8 @@ class Graphs:
                 type(error).__name__,
                 error,
             )
-        else:
-            recorded.graphs[size] = graph
+        finally:
+            ALONE.release()
 
     def _record_at_once(self, builder: Builder, size: int) -> Graph:
         """Record a size without running it first, as the key's largest has run; after running it if

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -24,8 +24,22 @@ from dovetail.api.attention import AttentionLayer, FusedCache, LayerCache, Layer
 
 T = TypeVar("T")
 
-# held during captures: torch allows one at a time in a process, which may have several engines
-_CAPTURING = threading.Lock()
+# Held during captures and starts of engines, of which a process may have several: torch allows one
+# capture at a time, and what a start does on the device can end a capture of another thread.
+ALONE = threading.RLock()
+
+
+class Pool:
+    """Memory that recordings share."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self._failed: list[torch.cuda.CUDAGraph] = []  # torch may still ask those that failed
+
+    def replace(self, failed: torch.cuda.CUDAGraph) -> None:
+        """Use other memory from now on, since torch refuses that of a failed capture."""
+        self._failed.append(failed)
+        self.handle = torch.cuda.graph_pool_handle()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +73,7 @@ class Recording(Generic[T]):
 class Recorder:
     """Captures work on the current stream, as one graph or as pieces that share a memory `pool`."""
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Pool) -> None:
         self.pieces: list[Piece] = []
         self._pool = pool
 
@@ -68,9 +82,9 @@ class Recorder:
         self._graph = torch.cuda.CUDAGraph()
         try:
             # another thread may pin memory for transfers meanwhile
-            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            self._graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
         except RuntimeError:
-            self._release()
+            self._pool.replace(self._graph)
             raise
 
     def end(
@@ -83,16 +97,9 @@ class Recorder:
         try:
             self._graph.capture_end()
         except RuntimeError:
-            self._release()
+            self._pool.replace(self._graph)
             raise
         self.pieces.append(Piece(self._graph, layer, q, out))
-
-    def _release(self) -> None:
-        """Let others use the pool, which torch keeps for a capture that can't begin or end."""
-        device = torch.cuda.current_device()
-        pool = self._pool or self._graph.pool()
-        with suppress(RuntimeError):  # it hasn't been kept
-            torch._C._cuda_endAllocateToPool(device, pool)  # noqa: SLF001 (nothing public does it)
 
 
 class LayerSplitter:
@@ -155,13 +162,13 @@ class SplitLayer(AttentionLayer):
 
 def synchronize(device: torch.device) -> None:
     """Wait for all work on a device, while no other thread captures some, which would fail."""
-    with _CAPTURING:
+    with ALONE:
         torch.cuda.synchronize(device)
 
 
 def record(
     run: Callable[[], T],
-    pool: Any = None,
+    pool: Pool | None = None,
     stream: torch.cuda.Stream | None = None,
     warm_ups: int = 1,
     splitter: LayerSplitter | None = None,
@@ -184,12 +191,12 @@ def record(
     with torch.cuda.stream(beside):
         for _ in range(warm_ups):
             run()
-    with _CAPTURING:
+    with ALONE:
         # each thread has a handle of its own, made when first used
         torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(stream.device)
         with torch.cuda.stream(stream):
-            return _capture(run, Recorder(pool), splitter)
+            return _capture(run, Recorder(pool or Pool()), splitter)
 
 
 def _capture(
