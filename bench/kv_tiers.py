@@ -10,8 +10,9 @@ them; and agents' turns with and without KV beyond the device.
 another engine loads it from the disk. Medians of `--runs` runs with fresh prompts each. `agents`:
 users take turns, and each turn adds tokens to a user's prompt; the device's cache holds a part of
 the prompts only. `itl`: the inter-token latency of running requests while prompts of others are
-saved, stored, loaded and restored, beside an engine without tiers, in alternate rounds. Random
-weights in the model's true shape.
+saved, stored, loaded and restored, beside an engine without tiers, in alternate rounds; a second
+one of these shows how much the machine itself varies. CPU times of the engine's thread vary less
+on a busy machine. Random weights in the model's true shape.
 """
 
 from __future__ import annotations
@@ -127,26 +128,27 @@ def agents(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]
     return results
 
 
-def gaps_s(engine: LLMEngine, name: str, prompts: list[list[int]]) -> list[float]:
+def gaps_s(engine: LLMEngine, name: str, prompts: list[list[int]]) -> list[tuple[float, float]]:
     """Return the times between the tokens of two running requests while `prompts` are answered one
-    after the other. The device then forgets all."""
+    after the other, and the engine thread's CPU times between them. The device then forgets all."""
     params = SamplingParams(max_tokens=100_000, ignore_eos=True, temperature=0.0, detokenize=False)
     short = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0, detokenize=False)
     running = [f"{name} running {number}" for number in (1, 2)]
     for number, one in enumerate(running):
         engine.add_request(one, [7 + number, 8, 9], params)
-    latest: dict[str, float] = {}
-    gaps: list[float] = []
+    latest: dict[str, tuple[float, float]] = {}
+    gaps: list[tuple[float, float]] = []
     for number, prompt in enumerate(prompts):
         engine.add_request(f"{name} {number}", prompt, short)
         ended = False
         while not ended:
             outputs = engine.step()
-            now = time.perf_counter()
+            now = time.perf_counter(), time.thread_time()
             for output in outputs:
                 if output.request_id in running:
                     if output.request_id in latest:
-                        gaps.append(now - latest[output.request_id])
+                        before = latest[output.request_id]
+                        gaps.append((now[0] - before[0], now[1] - before[1]))
                     latest[output.request_id] = now
                 ended = ended or (output.finished and output.request_id not in running)
     for one in running:
@@ -161,29 +163,34 @@ def itl(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     """Measure gaps between tokens: of prompts that were answered before, and of new ones."""
     chance = random.Random(args.seed)
     prompts = [fresh(chance, args.tokens) for _ in range(args.users)]
-    gaps: dict[str, list[float]] = {"without": [], "with": []}
+    gaps: dict[str, list[tuple[float, float]]] = {"without": [], "without_again": [], "with": []}
     with (
         tempfile.TemporaryDirectory(dir=args.disk) as folder,
         LLMEngine.from_config(settings) as plain,
+        LLMEngine.from_config(settings) as again,
         LLMEngine.from_config(settings | tiers_of(args, str(Path(folder, "frames")))) as tiered,
     ):
+        engines = [("without", plain), ("without_again", again), ("with", tiered)]
         for turn in range(args.turns + 1):
             some = [*prompts, *(fresh(chance, args.tokens) for _ in prompts)]
-            for name, engine in (("without", plain), ("with", tiered)):
+            for name, engine in engines:
                 found = gaps_s(engine, str(turn), some)
                 if turn:
                     gaps[name] += found
+            engines = [*engines[1:], engines[0]]
         stats = tiered.core.stats.tiers
     assert stats is not None
     result: dict[str, Any] = {"restored_tokens": stats.restored_tokens}
     result |= {"stored_frames": dict(stats.stored_frames), "missed": dict(stats.missed)}
     for name, each in gaps.items():
-        each.sort()
-        result[name] = {
-            "gaps": len(each),
-            "p50_ms": round(1e3 * each[len(each) // 2], 3),
-            "p99_ms": round(1e3 * each[int(0.99 * len(each))], 3),
-        }
+        result[name] = {"gaps": len(each)}
+        for what, values in zip(("wall", "cpu"), zip(*each, strict=True), strict=True):
+            ordered = sorted(values)
+            result[name][f"{what}_p50_ms"] = round(1e3 * ordered[len(each) // 2], 3)
+            result[name][f"{what}_p99_ms"] = round(1e3 * ordered[int(0.99 * len(each))], 3)
+    for name in ("without_again", "with"):
+        for what in ("wall_p99_ms", "cpu_p99_ms"):
+            result[f"{name}_{what}_ratio"] = round(result[name][what] / result["without"][what], 3)
     return result
 
 
