@@ -15,8 +15,9 @@ from prometheus_client import Metric
 
 from dovetail.serving import TierStats
 from dovetail_server.engine import ServedEngine
-from dovetail_server.metrics import ServerMetrics, tier_metrics
+from dovetail_server.metrics import ServerMetrics
 from dovetail_server.settings import ServerSettings
+from dovetail_server.tier_metrics import tier_metrics
 from tests.docs.pages import ROOT
 from tests.server.test_metrics import IdleEngine, output
 

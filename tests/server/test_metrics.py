@@ -27,18 +27,11 @@ from dovetail.request.outputs import CompletionOutput, RequestMetrics, RequestOu
 from dovetail.serving import TierStats
 from dovetail_server.engine import EngineInfo, Load, ServedEngine
 from dovetail_server.frames import StepFrame, decode_to_front_end, encode
-from dovetail_server.metrics import (
-    MAX_CLIENT_CHARS,
-    MAX_CLIENTS,
-    OTHER,
-    Histogram,
-    ServerMetrics,
-    tier_figures,
-    tier_metrics,
-    token_bounds,
-)
+from dovetail_server.metric_parts import Histogram, token_bounds
+from dovetail_server.metrics import MAX_CLIENT_CHARS, MAX_CLIENTS, OTHER, ServerMetrics
 from dovetail_server.protocol.openai_common import TokenCounts
 from dovetail_server.scrapes import Scrapes, metrics_route
+from dovetail_server.tier_metrics import tier_figures, tier_metrics
 
 
 @dataclass

@@ -1,5 +1,4 @@
-"""`Exchange`: one HTTP request and its answer; `OutputListener`: one of its requests to the engine;
-`Endpoint`: a route.
+"""`Exchange`: one HTTP request and its answer; `Endpoint`: a route.
 
 However an exchange ends (answered, rejected, client gone, task cancelled), it leaves nothing in the
 engine.
@@ -28,15 +27,12 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
-import numpy as np
 import orjson
-from numpy.typing import NDArray
 from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import DovetailError
-from dovetail.request.outputs import RequestMetrics, RequestOutput
-from dovetail.request.pooling import PoolingParams, PoolingRequestOutput
+from dovetail.request.pooling import PoolingParams
 from dovetail.request.sampling_params import SamplingParams
 from dovetail.request.structured import Structured
 from dovetail.serving import (
@@ -65,17 +61,16 @@ from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import (
     ErrorShape,
     HttpError,
-    error_of_end,
     http_error,
     openai_shape,
 )
 from dovetail_server.json_parts import parts_of
-from dovetail_server.metrics import RequestMeter
+from dovetail_server.listeners import OutputListener
 from dovetail_server.models import Model, Models
 from dovetail_server.preparing import SIZES, Preparing
 from dovetail_server.protocol.advisory import HEADER, Advisory, ignored_fields
 from dovetail_server.protocol.decoding import decode, unsupported
-from dovetail_server.protocol.openai_common import GenerationFields, TokenCounts
+from dovetail_server.protocol.openai_common import GenerationFields
 from dovetail_server.settings import ServerSettings
 from dovetail_server.streams import (
     ClientGone,
@@ -119,114 +114,6 @@ class Server:
         """Raise `DovetailError` if all engines or a part of this front end are dead or hang."""
         self.models.check_health()
         self.outbox.check_health()
-
-
-class OutputListener:
-    """`Listener` to one of an exchange's requests to the engine. Subclasses implement `take`."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-        self.ticket: Ticket | None = None
-        self.meter: RequestMeter | None = None
-        self.begun = self.ended = False
-        self.times: RequestMetrics | None = None  # updated as the request proceeds
-        self.finish_reasons: list[str] = []
-        self.is_plain = False
-        self._around = b"", b""  # what surrounds a token's text, if `is_plain`
-        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
-
-    @property
-    def reasoning_tokens(self) -> int | None:
-        """None: unknown."""
-        return None
-
-    @property
-    def counts(self) -> TokenCounts:
-        return TokenCounts(
-            self.prompt_tokens,
-            self.completion_tokens,
-            self.cached_tokens,
-            self.reasoning_tokens,
-            0 if self.times is None else self.times.restored_tokens,
-        )
-
-    def take(self, output: RequestOutput) -> None:
-        """Process new output. An error fails the exchange and aborts its requests."""
-        raise NotImplementedError
-
-    def on_output(self, output: Any) -> None:
-        if self.meter is not None:
-            self.meter.saw(output)
-        if not self.begun:
-            self._begin(output)
-        self.ended = output.finished
-        for sample in output.outputs:
-            self.completion_tokens += len(sample.token_ids)
-            if sample.finish_reason is not None:
-                self.finish_reasons.append(sample.finish_reason)
-                if (error := error_of_end(sample)) is not None:
-                    self.exchange.fail(error)
-                    return
-        try:
-            self.take(output)
-        except Exception as error:  # must not affect other requests
-            self.exchange.fail(http_error(error))
-            return
-        if output.finished:
-            self.exchange.listener_ended()
-
-    def tell_plainly(self, before: bytes, after: bytes) -> None:
-        """From now on, write the JSON text of each plain token between these bytes.
-
-        For streams of one sample.
-        """
-        self._around = before, after
-        self.is_plain = True
-
-    def on_text(self, text: str, tokens: int) -> None:
-        self.completion_tokens += tokens
-        if self.meter is not None:
-            self.meter.saw_tokens(tokens)
-        if text and (stream := self.exchange.stream) is not None:
-            before, after = self._around
-            stream.write(b"%b%b%b" % (before, orjson.dumps(text), after))
-
-    def on_error(self, error: DovetailError) -> None:
-        self.ended = True
-        if self.meter is not None:
-            self.meter.ended("error")
-        self.exchange.fail(error)
-
-    def _begin(self, output: RequestOutput | PoolingRequestOutput[Any]) -> None:
-        self.begun = True
-        self.times = output.metrics
-        self.prompt_tokens = len(output.prompt_token_ids)
-        self.cached_tokens = output.num_cached_tokens
-        if self.exchange.record.first_output is None:
-            self.exchange.record.first_output = time.monotonic()
-        if self.ticket is not None:
-            self.ticket.leave(begun=True)
-
-
-class PooledListener(OutputListener):
-    """Listener to a request that pools."""
-
-    # Once it has ended; as `PoolingOutput` has them.
-    data: NDArray[np.float32]
-    token_ids: NDArray[np.int32] | None
-
-    def on_output(self, output: Any) -> None:
-        if self.meter is not None:
-            self.meter.saw_pooled(output)
-        self._begin(output)
-        self.ended = True
-        self.finish_reasons.append(output.finish_reason or "stop")
-        if (error := error_of_end(output)) is not None:
-            self.exchange.fail(error)
-            return
-        self.data = output.outputs.data
-        self.token_ids = output.outputs.token_ids
-        self.exchange.listener_ended()
 
 
 class Exchange:

@@ -1,5 +1,5 @@
-"""The server's metrics: `ServerMetrics` aggregates, `RequestMeter` measures one request, `/metrics`
-exports to Prometheus.
+"""The server's metrics: `ServerMetrics` aggregates what a `RequestMeter` measures of each request,
+and `/metrics` exports it to Prometheus.
 
 Names are vLLM's where the meaning is the same, so that gateways and dashboards work;
 docs/serving/metrics.md lists them. A token costs a bisection and an addition: prometheus_client
@@ -9,10 +9,8 @@ only runs on a scrape.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -24,120 +22,23 @@ from prometheus_client.registry import Collector
 
 from dovetail.end_reason import FinishReason
 from dovetail.request.lora import LoRARequest
-from dovetail.request.outputs import RequestMetrics, RequestOutput
-from dovetail.request.pooling import PoolingRequestOutput
-from dovetail.serving import TierStats
+from dovetail.request.outputs import RequestMetrics
 from dovetail_server.engine import ServedEngine
+from dovetail_server.metric_parts import (
+    FIRST_TOKEN_S,
+    REQUEST_S,
+    TOKEN_S,
+    Histogram,
+    family,
+    token_bounds,
+)
+from dovetail_server.request_meter import Finish, RequestMeter
+from dovetail_server.tier_metrics import tier_figures, tier_metrics
 
 MAX_CLIENTS = 100  # clients with separate figures; later ones are counted together
 MAX_ADAPTERS = 1_000  # likewise
 MAX_CLIENT_CHARS = 64  # clients with longer names are counted together, too
 OTHER = "other"
-
-# vLLM's bounds; those of inter-token latency begin below its 10 ms, since small models on fast
-# devices are faster.
-FIRST_TOKEN_S = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-    2560,
-)
-TOKEN_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-)
-REQUEST_S = (
-    0.3,
-    0.5,
-    0.8,
-    1,
-    1.5,
-    2,
-    2.5,
-    5,
-    10,
-    15,
-    20,
-    30,
-    40,
-    50,
-    60,
-    120,
-    240,
-    480,
-    960,
-    1920,
-    7680,
-)
-
-
-def token_bounds(largest: int) -> tuple[float, ...]:
-    """Return 1, 2, 5, 10, 20, 50 … up to `largest`."""
-    return tuple(
-        digit * 10**power
-        for power in range(len(str(largest)))
-        for digit in (1, 2, 5)
-        if digit * 10**power <= largest
-    )
-
-
-class Histogram:
-    """Histogram: `counts[i]` counts values of at most `bounds[i]` and above the previous bound; the
-    last element counts the rest."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0  # the sum of the values
-
-    def add(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    def cumulated(self) -> list[tuple[str, float]]:
-        """Return cumulative Prometheus buckets."""
-        names = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]
-        return list(zip(names, accumulate(self.counts), strict=True))
 
 
 class ClientCounts:
@@ -147,20 +48,6 @@ class ClientCounts:
 
     def __init__(self) -> None:
         self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
-
-
-class Finish(NamedTuple):
-    """Figures of a finished request. Times are in seconds; None: it never got that far."""
-
-    reason: FinishReason
-    client: str | None
-    prompt_tokens: int
-    generated_tokens: int
-    latency_s: float  # from arrival at the server to the end
-    per_token_s: float | None  # mean inter-token latency; None with fewer than two tokens
-    # on the engine's clock; without an end if the engine didn't finish it
-    engine: RequestMetrics | None
-    adapter: str | None = None
 
 
 class ServerMetrics(Collector):
@@ -538,184 +425,3 @@ class ServerMetrics(Collector):
         ):
             by_name = {adapter: counts[place] for adapter, counts in adapters}
             yield family(CounterMetricFamily, name, documentation, self._labels, by_name, "adapter")
-
-
-class RequestMeter:
-    """Figures of a running request. Its listener calls `saw` with each output, and `ended` or
-    `refused` if there is no last output."""
-
-    __slots__ = (
-        "_adapter",
-        "_arrived",
-        "_client",
-        "_clock",
-        "_ended",
-        "_first",
-        "_last",
-        "_metrics",
-        "_prompt_tokens",
-        "_samples",
-        "_times",
-        "_tokens",
-    )
-
-    def __init__(
-        self,
-        metrics: ServerMetrics,
-        client: str | None,
-        samples: int,
-        clock: Callable[[], float],
-        arrived: float,
-        adapter: LoRARequest | None = None,
-    ) -> None:
-        self._metrics = metrics
-        self._client = client
-        self._samples = samples
-        self._clock = clock
-        self._arrived = arrived
-        self._adapter = None if adapter is None else adapter.lora_name
-        self._first = self._last = 0.0  # times of its first and latest tokens
-        self._tokens = self._prompt_tokens = 0
-        self._times: RequestMetrics | None = None
-        self._ended = False
-
-    def saw(self, output: RequestOutput) -> None:
-        """Count an output, which holds deltas."""
-        tokens = samples = 0
-        for sample in output.outputs:
-            if new := len(sample.token_ids):
-                tokens += new
-                samples += 1
-        if tokens:
-            now = self._clock()
-            if self._tokens:
-                self._metrics.gap.add(now - self._last, samples)
-            else:
-                self._first = now
-                self._prompt_tokens = len(output.prompt_token_ids)
-                self._metrics.request_began(
-                    now - self._arrived, self._prompt_tokens, output.num_cached_tokens, self._client
-                )
-            self._last = now
-            self._tokens += tokens
-            self._metrics.generated_tokens += tokens
-        self._times = output.metrics
-        if output.finished:
-            self._prompt_tokens = len(output.prompt_token_ids)
-            self.ended(
-                next(
-                    (sample.finish_reason for sample in output.outputs if sample.finish_reason),
-                    "stop",
-                )
-            )
-
-    def saw_pooled(self, output: PoolingRequestOutput[Any]) -> None:
-        """Count the one output of a request that pools: it ends with its prompt, and has no
-        tokens."""
-        self._prompt_tokens = len(output.prompt_token_ids)
-        self._times = output.metrics
-        if output.outputs is not None:
-            self._metrics.request_began(
-                self._clock() - self._arrived,
-                self._prompt_tokens,
-                output.num_cached_tokens,
-                self._client,
-            )
-        self.ended(output.finish_reason or "stop")
-
-    def saw_tokens(self, tokens: int) -> None:
-        """Count an output of one sample that isn't the first: the fast path of `saw`."""
-        metrics = self._metrics
-        now = self._clock()
-        gap = now - self._last
-        gaps = metrics.gap
-        gaps.counts[bisect_left(gaps.bounds, gap)] += 1
-        gaps.total += gap
-        self._last = now
-        self._tokens += tokens
-        metrics.generated_tokens += tokens
-
-    def refused(self) -> None:
-        """Stop counting: the engine rejected the request."""
-        self._ended = True
-
-    def ended(self, reason: FinishReason) -> None:
-        """Count the request's end. Idempotent."""
-        if self._ended:
-            return
-        self._ended = True
-        gaps = self._tokens / self._samples - 1  # per sample of mean length
-        per_token = (self._last - self._first) / gaps if gaps > 0 else None
-        latency = self._clock() - self._arrived
-        self._metrics.request_finished(
-            Finish(
-                reason,
-                self._client,
-                self._prompt_tokens,
-                self._tokens,
-                latency,
-                per_token,
-                self._times,
-                self._adapter,
-            )
-        )
-
-
-def tier_figures(stats: TierStats) -> dict[str, Any]:
-    """Return the figures of K and V beyond the device for the page at `/`."""
-    names = sorted({*stats.stored_bytes, *stats.loaded_bytes, *stats.off})
-    return {
-        "host": {"limit": stats.host_limit, "used": stats.host_bytes},
-        "restored_tokens": stats.restored_tokens,
-        "missed": stats.missed,
-        "damaged": sum(stats.damaged_frames.values()),
-        "dropped": sum(stats.dropped_frames.values()),
-        "tiers": {
-            name: {
-                "stored": stats.stored_bytes.get(name, 0),
-                "loaded": stats.loaded_bytes.get(name, 0),
-                "off": stats.off.get(name, 0),
-            }
-            for name in names
-        },
-    }
-
-
-def tier_metrics(stats: TierStats, labels: Mapping[str, str]) -> Iterator[Metric]:
-    """Yield the figures of K and V beyond the device, which all front ends have in common."""
-    held = {"limit": stats.host_limit, "used": stats.host_bytes}
-    of_what = "dovetail_kv_host_bytes", "Bytes of the host pool of K and V"
-    yield family(GaugeMetricFamily, *of_what, labels, held, "what")
-    for name, documentation, value, by in (
-        ("saved_frames", "Frames copied to the host pool", stats.saved_frames, None),
-        ("saved_bytes", "Bytes of these", stats.saved_bytes, None),
-        ("restored_frames", "Frames restored to the device", stats.restored_frames, None),
-        ("restored_bytes", "Bytes of these", stats.restored_bytes, None),
-        ("restored_tokens", "Prompt tokens restored and used", stats.restored_tokens, None),
-        ("restore_seconds", "Seconds that restorations took", stats.restore_s, None),
-        ("missed_restores", "Prefixes not restored, or in part", stats.missed, "reason"),
-        ("dropped_frames", "Frames not saved or not stored", stats.dropped_frames, "reason"),
-        ("damaged_frames", "Frames with other bytes than saved", stats.damaged_frames, "source"),
-        ("tier_stored_frames", "Frames that a tier stored", stats.stored_frames, "tier"),
-        ("tier_stored_bytes", "Bytes of these", stats.stored_bytes, "tier"),
-        ("tier_loaded_frames", "Frames that a tier loaded", stats.loaded_frames, "tier"),
-        ("tier_loaded_bytes", "Bytes of these", stats.loaded_bytes, "tier"),
-        ("tier_load_seconds", "Seconds of loads, by tier", stats.load_s, "tier"),
-        ("tier_off", "Times that a failing tier was switched off", stats.off, "tier"),
-    ):
-        yield family(CounterMetricFamily, f"dovetail_kv_{name}", documentation, labels, value, by)
-
-
-def family(
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    name: str,
-    documentation: str,
-    labels: Mapping[str, str],
-    value: float | Mapping[Any, float],
-    by: str | None = None,
-) -> Metric:
-    """Return a metric of one value, or of several by a further label, `by`."""
-    metric = kind(name, documentation, labels=list(labels) if by is None else [*labels, by])
-    for key, one in value.items() if isinstance(value, Mapping) else [(None, value)]:
-        metric.add_metric([*labels.values(), *([] if key is None else [key])], one)
-    return metric

@@ -24,7 +24,8 @@ from dovetail.serving import (
     speller,
 )
 from dovetail_server.errors import ErrorShape
-from dovetail_server.exchange import Exchange, OutputListener
+from dovetail_server.exchange import Exchange
+from dovetail_server.listeners import OutputListener
 from dovetail_server.parsers.reader import AnswerParser, AnswerReader
 from dovetail_server.parsers.registry import (
     call_rule,

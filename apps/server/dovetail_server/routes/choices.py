@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import orjson
 
 from dovetail.request.outputs import CompletionOutput, RequestOutput
-from dovetail_server.exchange import Exchange, OutputListener
+from dovetail_server.exchange import Exchange
+from dovetail_server.listeners import OutputListener
 from dovetail_server.protocol.openai_common import OpenAIFields, StreamOptions, TokenCounts
 from dovetail_server.streams import DONE, event
 

@@ -16,8 +16,9 @@ from starlette.routing import Route
 from dovetail.request.pooling import PoolingParams
 from dovetail.serving import Prompt, ScorePlan, at_most
 from dovetail_server.errors import HttpError
-from dovetail_server.exchange import Endpoint, Exchange, PooledListener, new_id
+from dovetail_server.exchange import Endpoint, Exchange, new_id
 from dovetail_server.json_parts import Fields, Items, Numbers
+from dovetail_server.listeners import PooledListener
 from dovetail_server.protocol import pooling as protocol
 from dovetail_server.protocol.advisory import ignored_fields
 from dovetail_server.protocol.decoding import refuse_unsupported
