@@ -7,6 +7,42 @@ from collections.abc import Mapping
 
 # of a file: of a test
 QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "bench/test_serve.py": {
+        "test_a_good_answer_is_completed_however_it_is_cut": (
+            "well-True",
+            "split-False",
+            "bundle-False",
+        ),
+    },
+    "cli/test_config_command.py": {
+        "test_show_and_check_tell_what_is_wrong": (
+            "scheduler: {name: fcfs",
+            "executor",
+            "sched:",
+            "model",
+        ),
+        "test_what_a_misspelt_group_hides_is_looked_for_by_the_doctor": ("dovetail_pl",),
+    },
+    "cli/test_plugins_new.py": {
+        "test_its_config_names_it_and_an_engine_runs_with_it": (
+            "scheduler",
+            "kv_cache",
+            "model",
+            "executor",
+            "observer",
+            "parser",
+            "sampler",
+        ),
+    },
+    "cli/test_streams.py": {
+        "test_a_full_disk_is_one_message_and_exit_code_1": ("1]",),
+    },
+    "conformance/test_extensions.py": {
+        "test_a_right_one_passes": ("command",),
+    },
+    "conformance/test_verdict.py": {
+        "test_deselecting_a_check_fails_the_session": ("-k",),
+    },
     "e2e/test_async_engine.py": {
         "test_a_reader_who_comes_late_gets_all_of_it_as_one_output": ("delta",),
         "test_an_invalid_id_is_rejected_in_the_caller_without_affecting_others": (
@@ -174,8 +210,35 @@ QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "model-False",
         ),
     },
+    "examples/test_samplers_extra.py": {
+        "test_processors_pass_their_suite": (
+            "xtc",
+            "dry-logits_processor.ex",
+            "dry-logits_processor.ba",
+            "dry-logits_processor.row",
+            "dry-logits_processor.re",
+            "dry-hygiene.o",
+            "top_n_sigma-logits_processor.ex",
+            "top_n_sigma-logits_processor.ba",
+            "top_n_sigma-hygiene.options",
+        ),
+    },
+    "examples/test_xgrammar.py": {
+        "test_answers_by_chance_follow_their_schema": (
+            "true",
+            '{"type": "array"',
+            '{"type": "string"',
+            '{"type": "integer", "min',
+            '{"anyOf',
+            '{"properties',
+        ),
+    },
     "executors/test_same_tokens_over_ranks.py": {
         "test_ranks_agree_on_how_many_drafts_are_right_without_being_told": ("2",),
+    },
+    "features/steering/test_tokens.py": {
+        "test_tokens_are_those_of_a_hook": ("two slots", "chunks"),
+        "test_tokens_over_two_ranks_are_those_of_a_hook": ("plain",),
     },
     "front/media/test_processors.py": {
         "test_tokens_and_tensors_are_those_of_the_whole_processor": (
@@ -205,6 +268,57 @@ QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "{'max_new",
             "{'eos_token_id': 'third'}",
             "{'bad_words",
+        ),
+    },
+    "hostile/test_work_per_byte.py": {
+        "test_endpoints_take_little_time_per_byte": (
+            "/v1/completions",
+            "/v1/responses",
+            "/v1/embeddings",
+            "/v1/score",
+            "/score",
+            "/v1/rerank",
+            "/rerank",
+            "/v2",
+            "/classify",
+            "/v1/classify",
+            "/pooling",
+            "/v1/messages/count",
+            "/v1/batches",
+            "/tokenize",
+            "/detok",
+            "/v1/load",
+            "/v1/unload",
+        ),
+        "test_readers_take_little_memory_per_byte": (
+            "a model",
+            "a line",
+            "a batch",
+            "an upl",
+            "an adapter",
+            "a schema",
+            "a regular",
+            "a compiled",
+            "the variables",
+            "a text",
+            "a pair",
+            "tokenizer",
+        ),
+        "test_readers_take_little_time_per_byte": (
+            "a line",
+            "a batch",
+            "an uploaded",
+            "an adapter's config",
+            "an adapter's header",
+            "a schema",
+            "a regular",
+            "a compiled grammar",
+            "a compiled schema",
+            "the variables",
+            "a text",
+            "a pair",
+            "tokenizer",
+            "answers in the format llama3_json",
         ),
     },
     "lab/test_cache_of_a_trace.py": {
@@ -379,6 +493,15 @@ QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "awq",
         ),
         "test_tokens_are_those_of_the_native_model": ("keys1",),
+    },
+    "nn/test_experts.py": {
+        "test_experts_in_a_format_compute_what_their_dequantized_weights_do": (
+            "1-Float8(scales='computed'",
+            "3-Float8(scales='block', block=(32",
+            "1-PackedInt4(group=32",
+            "3-PackedInt4(group=64",
+            "1-Mxfp4",
+        ),
     },
     "server/test_adapters.py": {
         "test_an_adapter_that_was_damaged_since_fails_its_own_requests": ("thread",),
@@ -588,7 +711,17 @@ QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "test_responses_say_that_a_call_was_cut_off": ("True",),
         "test_the_rule_begins_behind_thoughts_where_the_model_has_some": ("template1", "template4"),
     },
+    "structured/test_answers.py": {
+        "test_answers_that_end_follow_their_schemas": ("byte-level",),
+    },
     "structured/test_same_tokens.py": {
         "test_tokens_under_a_rule_are_the_same_whatever_is_around_them": ("overlap",),
+    },
+    "structured/test_together.py": {
+        "test_tokens_are_those_of_each_answer_by_itself": (
+            "0-overlap-records",
+            "0-preemption-no",
+            "0-drafts-records",
+        ),
     },
 }

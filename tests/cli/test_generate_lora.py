@@ -21,6 +21,7 @@ def generate(*args: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow("makes an engine with an adapter")
 def test_the_adapter_changes_the_answer(tmp_path: Path) -> None:
     folder = write_adapter(
         tmp_path / "a", config_of(target_modules=["q_proj"], r=32), weights_of(MODULES, rank=32)

@@ -10,6 +10,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,6 +54,7 @@ def run(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow("starts a process")
 def test_core_and_built_in_declarations_need_no_torch() -> None:
     done = run(BLOCKED)
     assert done.returncode == 0, done.stderr

@@ -162,6 +162,7 @@ def test_its_config_names_it_and_an_engine_runs_with_it(
     assert len(outputs[-1].outputs[0].token_ids) == 3
 
 
+@pytest.mark.slow("runs ruff over many packages")
 def test_they_are_formatted_and_linted_whatever_their_names(tmp_path: Path) -> None:
     for kind in NEW:
         for name in ("x", LONGEST):

@@ -111,6 +111,7 @@ def test_a_job_begun_here_is_finished_there_and_files_are_the_same(
     assert files(tmp_path) == alone
 
 
+@pytest.mark.slow("answers a batch many times")
 def test_no_row_is_lost_or_doubled_when_workers_die(tmp_path: Path, place: Place) -> None:
     write_rows(tmp_path / "rows.jsonl", toy_rows(400))
     engine = {

@@ -63,6 +63,7 @@ def fake_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", ray)
 
 
+@pytest.mark.slow("makes two engines")
 @fake_only
 @pytest.mark.usefixtures("fake_serve")
 def test_a_replica_streams_the_text_of_generate() -> None:

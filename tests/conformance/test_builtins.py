@@ -33,6 +33,7 @@ BUILT_INS = [
 ]
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 NEEDS_A_GPU = {"triton"}  # without one, tests/attention runs its suite in Triton's interpreter
+FEWER_MIXES = 6  # of rows, in a step of attention: there are tests of each backend besides
 COMPILES_S = 600.0  # of a check on a GPU, where each kernel is compiled first
 NEEDS_GPUS = {"tensor"}  # or none: then its ranks are on the CPU
 NEEDS_TIME = {
@@ -108,6 +109,8 @@ def suite_of(component: ResolvedComponent, options: Mapping[str, Any]) -> type[S
         "__module__": __name__,
         **SETTINGS.get(spec.target, {}),
     }
+    if spec.kind == "attention" and not FULL:
+        body["examples"] = FEWER_MIXES
     if spec.name in NEEDS_A_GPU:
         body["time_limit_s"] = COMPILES_S
     return type("".join(c if c.isalnum() else "_" for c in name), (suite_for(spec.kind),), body)

@@ -198,6 +198,7 @@ def run_checks(suite: type[Suite], **settings: Any) -> None:
                 getattr(made, check.attribute)()
 
 
+@pytest.mark.slow("runs a suite")
 def test_a_drafter_of_one_tokenizer_conforms_with_it() -> None:
     run_checks(DrafterSuite, component=OfOneTokenizer, context=ITS_TOKENIZER)
 

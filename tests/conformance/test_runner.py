@@ -224,6 +224,7 @@ def test_a_badge_that_cannot_be_written_is_refused_before_the_suite_runs(badge: 
     assert "--badge: expected a file in a folder that exists" in done.stderr
 
 
+@pytest.mark.slow("starts a process")
 def test_a_component_that_cannot_be_imported_has_a_verdict(site: Site) -> None:  # noqa: F811
     site.install(
         "dovetail-gone",

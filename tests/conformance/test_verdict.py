@@ -241,5 +241,6 @@ def test_where_a_check_hung_is_reported(printed: str) -> None:
     ), printed
 
 
+@pytest.mark.slow("starts a process of pytest")
 def test_only_collecting_gives_no_verdict(tmp_path: Path) -> None:
     assert run_pytest(tmp_path, source("TestGood"), "--collect-only") == (0, {})

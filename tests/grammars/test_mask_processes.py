@@ -89,6 +89,7 @@ def tokens_of(words: Any) -> list[int]:
     return [int(token) for token in np.flatnonzero(bits)]
 
 
+@pytest.mark.slow("starts processes")
 @pytest.mark.parametrize(
     "together",
     [

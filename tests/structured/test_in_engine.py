@@ -61,6 +61,7 @@ def test_every_sample_follows_the_schema(llm: LLM) -> None:
             assert 13 <= value["age"] <= 17
 
 
+@pytest.mark.slow("makes an engine of its own")
 def test_the_rule_begins_behind_what_it_is_told_to_come_after(llm: LLM) -> None:
     params = SamplingParams(
         max_tokens=80, temperature=0, structured=Structured(choice=["yes", "no"], after="\n")

@@ -142,6 +142,7 @@ def test_a_prefix_is_shared_by_requests_with_the_same_vector_only(
     assert made.stats().cached_tokens == 3 * 16
 
 
+@pytest.mark.slow("makes several engines")
 def test_rules_are_obeyed_beside_vectors_with_drafts_as_without(
     engine: Engine, trusted_rules: None, expected: list[list[int]]
 ) -> None:
@@ -169,6 +170,7 @@ def test_samples_of_one_prompt_take_slots_one_after_the_other(
     assert [list(sample.token_ids) for sample in samples] == [expected[4]] * 3
 
 
+@pytest.mark.slow("makes several engines")
 def test_an_adapter_and_a_vector_of_one_request_apply_together(
     engine: Engine, oracle: Oracle, tmp_path: Path
 ) -> None:
