@@ -4,6 +4,7 @@ and results don't depend on the machine; and slow tests only on request."""
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import socket
 import ssl
@@ -28,7 +29,8 @@ from tests.slow_checks import reason_for, without_a_quick_case
 from tests.support import FULL, PROFILE, examples
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-settings.register_profile("dovetail", deadline=None)  # a loaded machine is no fault
+# a loaded machine is no fault; as many as `examples(quick=100, full=100)` has
+settings.register_profile("dovetail", deadline=None, max_examples=100 if FULL else 25)
 settings.load_profile("dovetail")
 
 
@@ -153,11 +155,20 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
+def let_loggers_propagate() -> None:
+    """pytest adds its handlers to each logger that doesn't propagate, three times a test. torch
+    makes more than fifty below its own, which took half of the time of a test that does little."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Between classes and files, freeze what tests have imported late."""
     if nextitem is not None and nextitem.parent is not item.parent:
         freeze_what_lasts()
+        let_loggers_propagate()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -181,6 +192,7 @@ def an_engine_has_run(nothing_is_kept_for_the_next_run: None) -> None:
             "R", SamplingParams(max_tokens=2, structured=Structured(regex="[a-z]+")), use_tqdm=False
         )
     freeze_what_lasts()
+    let_loggers_propagate()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -107,7 +107,8 @@ DEAR_OF_BUILTINS: Mapping[str, Sequence[Dear]] = {
             ),
             frozenset(("qwen3", "bert")),  # a decoder and an encoder
         ),
-        Dear(MANY_CASES, frozenset(("test_dtype", "test_weight_use")), frozenset(("bert",))),
+        Dear(MANY_CASES, frozenset(("test_dtype",)), frozenset(("bert",))),
+        Dear(MANY_CASES, frozenset(("test_weight_use",))),
         Dear(
             MANY_CASES,
             frozenset(("test_transformers", "test_weight_names")),
@@ -244,6 +245,7 @@ SLOW_CHECKS = {
     f"{OF_BUILTINS}sampler_default::test_large_vocabulary": MANY_CASES,
     f"{OF_BUILTINS}sampler_default::test_rules_before_filters": MANY_CASES,
     f"{OF_BUILTINS}sampler_default::test_top_k": MANY_CASES,
+    f"{OF_BUILTINS}sampler_default::test_forgets": MANY_CASES,
     f"{OF_BUILTINS}sampler_default::test_first_use": PROCESS,
     f"{OF_BUILTINS}grammar_llguidance::test_it_accepts_just_what_the_mask_allows": MANY_CASES,
     f"{OF_BUILTINS}grammar_llguidance::test_regular_expressions_are_those_of_python": MANY_CASES,

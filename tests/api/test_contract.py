@@ -76,6 +76,7 @@ def of(source: str, version: str = "1.0") -> Contract:
     )
 
 
+@pytest.mark.slow("reads all of the public interface")
 def test_the_file_is_what_the_code_says() -> None:
     present = tool.current(shipped())
     differences = "\n".join(str(change) for change in changes_between(shipped(), present))

@@ -103,6 +103,7 @@ def texts(directory: Path) -> list[str]:
     return [one["outputs"][0]["text"] for one in answers(directory)]
 
 
+@pytest.mark.slow("makes two engines")
 @pytest.mark.usefixtures("toy")
 def test_answers_of_the_demo_model_are_those_of_generate(tmp_path: Path) -> None:
     """Texts and token ids, one sample and two. With processes, docs/batch.md runs a job."""
@@ -507,6 +508,7 @@ def test_a_job_runs_where_the_program_gives_all_sockets_a_time_limit(tmp_path: P
     assert len(answers(tmp_path)) == 2
 
 
+@pytest.mark.slow("starts a process")
 def test_an_engine_that_cannot_start_is_reported(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", toy_rows(2))
     assert "engine: " in run_job(write_job(tmp_path, engine=str(tmp_path / "no-model")), code=2)

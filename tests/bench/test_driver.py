@@ -40,6 +40,7 @@ def test_every_token_is_stamped_in_order_and_none_before_its_request_arrives() -
     assert [len(timeline.stamps) for timeline in driver.of("other")] == [1]
 
 
+@pytest.mark.slow("runs a benchmark twice")
 def test_a_run_that_ends_early_continues_later() -> None:
     with LLMEngine.from_config("demo", max_model_len=128) as engine:
         driver = Driver(engine)

@@ -60,6 +60,7 @@ def test_core_and_built_in_declarations_need_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow("starts processes")
 def test_help_and_list_import_nothing_heavy() -> None:
     for args in (["--help"], ["plugins", "list"]):
         done = run(QUICK.format(args=args))

@@ -378,6 +378,7 @@ def test_a_finding_says_what_and_what_to_do(diagnosis: Diagnosis, distribution: 
     assert any(what in finding.what and remedy in finding.remedy for finding in findings), findings
 
 
+@pytest.mark.slow("starts processes")
 def test_one_distribution_is_looked_at_and_collisions_with_others_are_seen(site: Site) -> None:
     site.install_scheduler("dovetail-fair", "fcfs")
     site.install("dovetail-broken", modules={"broken": "1/0"})

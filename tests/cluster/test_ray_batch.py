@@ -55,6 +55,7 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (directory / "answers").glob("part-*")}
 
 
+@pytest.mark.slow("makes two engines")
 def test_answers_of_the_demo_model_are_those_of_generate(tmp_path: Path, place: Place) -> None:
     prompts: list[Any] = ["ROMEO:", "JULIET:\nO", [5, 6, 7], "The king", [199], "Enter"]
     params = [

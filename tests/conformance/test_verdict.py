@@ -211,12 +211,14 @@ def test_workers_of_xdist_come_to_the_same_verdicts(
     assert lines == verdicts
 
 
+@pytest.mark.slow("runs pytest in a process")
 def test_a_session_of_conformant_suites_passes(tmp_path: Path) -> None:
     names = [name for name, (_, _, verdict) in CLASSES.items() if not verdict.startswith("NOT")]
     code, lines = run_pytest(tmp_path, source(*names), "test_suites.py")
     assert (code, list(lines)) == (0, names)
 
 
+@pytest.mark.slow("runs pytest in a process")
 @pytest.mark.parametrize(
     "args",
     [

@@ -655,6 +655,7 @@ def test_times_are_in_order(llm: LLM) -> None:
 # Settings
 
 
+@pytest.mark.slow("makes several engines")
 @pytest.mark.parametrize(
     ("setting", "meant"),
     [("auto", {"temperature": 0.8, "top_p": 0.95}), ("none", {"temperature": 1.0, "top_p": 1.0})],

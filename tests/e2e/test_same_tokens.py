@@ -96,7 +96,7 @@ def circumstances(draw: st.DrawFn, policies: Sequence[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("policies", [POLICIES[:2], POLICIES[2:4], POLICIES[4:]], ids=" or ".join)
-@examples(quick=8, full=167)
+@examples(quick=4, full=167)
 @given(data=st.data(), order=st.permutations(range(len(PROMPTS))))
 def test_tokens_are_the_same_whatever_is_around_them(
     alone: list[list[int]], policies: Sequence[str], data: st.DataObject, order: list[int]

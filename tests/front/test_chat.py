@@ -651,6 +651,7 @@ def test_a_conversation_that_fits_the_model_is_never_too_long(content: Any) -> N
     front.close()
 
 
+@pytest.mark.slow("renders in many threads")
 def test_several_threads_make_the_prompts_that_one_makes() -> None:
     front = ChatFrontEnd(Tokenizer.load(DEMO), Limits())
     conversations = [[{"role": "user", "content": f"{i}" * (i + 1)}] for i in range(40)]

@@ -229,6 +229,7 @@ def test_a_leaderboard_resumes(tmp_path: Path, made_up: list[BoardRun]) -> None:
     ]
 
 
+@pytest.mark.slow("simulates a leaderboard twice")
 def test_a_failing_policy_is_named_and_tried_again(tmp_path: Path, made_up: list[BoardRun]) -> None:
     common = (
         "leaderboard",

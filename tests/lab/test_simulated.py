@@ -233,6 +233,7 @@ def test_steps_with_drafts_take_what_as_many_lines_were_measured_to_take() -> No
     )
 
 
+@pytest.mark.slow("simulates many drafts")
 @examples(quick=3, full=100)
 @given(odds=st.lists(st.floats(0, 1), min_size=1, max_size=4), seed=st.integers(0, 2**32))
 def test_a_draft_is_accepted_with_the_probability_of_its_place(

@@ -107,7 +107,7 @@ def test_differences_of_mere_luck_are_found_about_as_often_as_stated(
 ) -> None:
     """95 % intervals leave out zero in 5 % of cases; those of one short run with a long memory, in
     some 9 %."""
-    rng, trials = np.random.default_rng(seeds), 2_000 if FULL else 200
+    rng, trials = np.random.default_rng(seeds), 2_000 if FULL else 100
     found = [
         change([busy_run(rng, memory=memory) for _ in range(seeds)], MEAN).measurable
         for _ in range(trials)

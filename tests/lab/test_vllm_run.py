@@ -138,6 +138,7 @@ def test_replicas_of_a_mixture_share_its_experts_and_nothing_else(tmp_path: Path
     assert experts_chosen(two)["expert_share"] == pytest.approx(1 - (1 - 8 / 128) ** 2)
 
 
+@pytest.mark.slow("simulates several traces")
 def test_replicas_are_simulated(tmp_path: Path) -> None:
     step_time = LinearStepTime(
         base_s=0.01, per_token_s=4e-5, per_context_s=6e-8, per_row_s=4e-5

@@ -33,7 +33,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @given(config=configs(), length=st.integers(1, MAX_LEN), seed=st.integers(0, 99))
-@examples(quick=60, full=1000)
+@examples(quick=32, full=1000)
 def test_hidden_states_and_logits_equal_transformers(config: Any, length: int, seed: int) -> None:
     theirs, ours = a_pair(config, seed)
     tokens = some_tokens(config, length, seed)

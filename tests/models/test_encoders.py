@@ -127,6 +127,7 @@ def test_a_tagger_labels_tokens_as_transformers_does(family: str, tmp_path: Path
         agree(pooled(bench, RowPooling("token_classify")), lambda ids: logits(ids).softmax(-1))
 
 
+@pytest.mark.slow("makes two engines")
 @pytest.mark.parametrize(
     ("family", "head"),
     [("Bert", "Model"), ("XLMRoberta", "ForSequenceClassification"), ("ModernBert", "Model")],

@@ -216,6 +216,7 @@ def test_a_seeded_fault_is_found(kind: Kind, right: str, wrong: str, says: str) 
     assert any(says in str(fault) for fault in faults(kind, source)), faults(kind, source)
 
 
+@pytest.mark.slow("examines all components")
 def test_the_bundled_components_have_no_faults() -> None:
     modules = Modules(shipped())
     found = [
@@ -298,6 +299,7 @@ def wrong(site: Site) -> Site:
     return site
 
 
+@pytest.mark.slow("starts processes")
 def test_the_doctor_reports_faults_of_a_component_that_it_cannot_import(wrong: Site) -> None:
     (broken,) = examine("dovetail-wrong").findings
     assert broken.problem == "contract-broken"
@@ -315,6 +317,7 @@ def test_a_package_checks_its_contract_in_its_own_test(wrong: Site, site: Site) 
     assert "wrong_policy" not in sys.modules
 
 
+@pytest.mark.slow("starts a process")
 def test_comparing_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; from dovetail.testing import check_contract; "

@@ -77,6 +77,7 @@ def test_the_rule_begins_behind_what_it_is_told_to_come_after(llm: LLM) -> None:
     assert free.startswith(f"{thought}\n"), "what comes before is as if there were no rule"
 
 
+@pytest.mark.slow("makes an engine of its own")
 def test_what_must_come_is_forced_after_its_most_tokens(llm: LLM) -> None:
     bound = Structured(after="</think>", after_tokens=5)
     [output] = llm.generate(
