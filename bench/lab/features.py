@@ -1,28 +1,34 @@
 """Does what an engine does besides plain decoding change the ranking of policies? One study for
 each feature: the same traffic with and without it, under the same policies.
 
-    python -m bench.lab.features                    # all: a minute or two on an idle core
+    python -m bench.lab.features                    # all: ten minutes of an idle core
     python -m bench.lab.features --only adapters
 
-Two policies count as equal if their means differ by less than 3 %: one seed can't tell more.
+Neighbours in a ranking have the 95 % interval of their difference over the seeds, and `~` stands
+between two that the seeds can't tell apart.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
 
-from dovetail_lab.metrics import e2e_s, ttft_s
-from dovetail_lab.simulate import replay
-from dovetail_lab.workloads import load_workload
+from dovetail import EngineConfig
+from dovetail_lab.compare import compare
+from dovetail_lab.metrics import measure
+from dovetail_lab.planned_runs import PlannedRun, Workers, unchanged
+from dovetail_lab.records import RunResult
+from dovetail_lab.verdict import LATENCIES, change_rows
+from dovetail_lab.workload_options import WorkloadOptions
 
 Config = Mapping[str, Any]
-EQUAL = 0.03
+Runs = Mapping[str, Sequence[RunResult]]  # of a policy, by seed
+SEEDS = 5
 POLICIES: Mapping[str, Any] = {
     "fcfs": "fcfs",
     "srpt": "srpt",
@@ -82,8 +88,8 @@ class Case:
     executor: Config
     settings: Config = field(default_factory=dict)
 
-    def run(self, policy: str) -> tuple[float, float]:
-        """Return mean TTFT and E2E in seconds."""
+    def planned(self, policy: str, seed: int) -> PlannedRun:
+        """Return the run of a policy."""
         config = {
             "max_num_seqs": 64,
             "max_num_batched_tokens": 2048,
@@ -92,22 +98,26 @@ class Case:
             "executor": {"name": "simulated", **self.executor},
             **self.settings,
         }
-        result = replay(config, load_workload(self.workload))
-        done = [record for record in result if record.completed]
-        if len(done) < len(result):
-            raise SystemExit(f"{self.name}, {policy}: {len(result) - len(done)} requests failed")
-        return tuple(  # type: ignore[return-value]
-            float(np.mean([of_record(record) for record in done])) for of_record in (ttft_s, e2e_s)
-        )
+        return PlannedRun(EngineConfig.load(config), self.workload, WorkloadOptions(seed=seed))
+
+    def run(self, policies: Sequence[str], seeds: int, workers: Workers) -> Runs:
+        """Return the runs of all policies. Exits if a request failed."""
+        planned = [self.planned(policy, seed) for policy in policies for seed in range(seeds)]
+        made = workers.run_all(planned, unchanged, self.name)
+        runs = {policy: list(islice(made, seeds)) for policy in policies}
+        for policy, own in runs.items():
+            if failed := sum(not record.completed for result in own for record in result):
+                raise SystemExit(f"{self.name}, {policy}: {failed} requests failed")
+        return runs
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """Cases that differ in one feature. `by_ttft`: policies are ranked by mean TTFT, not by E2E."""
+    """Cases that differ in one feature. Policies are ranked by the mean of `latency`."""
 
     policies: tuple[str, ...]
     cases: tuple[Case, ...]
-    by_ttft: bool = False
+    latency: str = "e2e"
 
 
 def roofline(model: Config, **options: Any) -> Config:
@@ -153,7 +163,7 @@ STUDIES: Mapping[str, Study] = {
             Case("none", CHATS, roofline(SIZES, num_pages=2400)),
             Case("512 tokens, 5 of 6 layers", CHATS, roofline(WINDOWED, num_pages=6 * 2400)),
         ),
-        by_ttft=True,
+        latency="ttft",
     ),
     "recurrent layers": Study(
         ("fcfs", "lpm", "srpt"),
@@ -223,13 +233,22 @@ STUDIES: Mapping[str, Study] = {
 }
 
 
-def ranking(values: Mapping[str, float]) -> str:
-    """Return the policies, best first; `=` between two that can't be told apart."""
-    best = sorted(values, key=values.__getitem__)
-    signs = ("=" if values[b] < (1 + EQUAL) * values[a] else "<" for a, b in pairwise(best))
-    return " ".join(
-        [best[0], *(f"{sign} {name}" for sign, name in zip(signs, best[1:], strict=True))]
-    )
+def ranking(runs: Runs, latency: str) -> str:
+    """Return the policies with their means over all seeds, best first, and between each two
+    neighbours by how much the second is worse."""
+    means = {
+        policy: float(np.mean([measure(run).latencies[latency].mean for run in own]))
+        for policy, own in runs.items()
+    }
+    best = sorted(means, key=means.__getitem__)
+    said = [f"{best[0]} {means[best[0]]:.3f} s"]
+    for first, second in pairwise(best):
+        found = compare({name: runs[name] for name in (first, second)})
+        line = found.versus[0].line(latency, "mean")
+        [(_, (*_, change, interval))] = change_rows([line])
+        sign = "<" if line.measurable else "~"
+        said.append(f"{sign} {second} {means[second]:.3f} s, {change} {interval}")
+    return " ".join(said)
 
 
 def main() -> None:
@@ -237,18 +256,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=STUDIES, help="one feature")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="runs, with traffic of their own")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args()
-    for name, study in STUDIES.items():
-        if args.only not in (None, name):
-            continue
-        print(f"{name}: mean {'TTFT' if study.by_ttft else 'E2E'}")
-        for case in study.cases:
-            means = {policy: case.run(policy) for policy in study.policies}
-            values = {
-                policy: ttft if study.by_ttft else e2e for policy, (ttft, e2e) in means.items()
-            }
-            figures = ", ".join(f"{policy} {value:.3f} s" for policy, value in values.items())
-            print(f"  {case.name:34}{figures}\n  {'':34}{ranking(values)}", flush=True)
+    with Workers(args.jobs) as workers:
+        for name, study in STUDIES.items():
+            if args.only not in (None, name):
+                continue
+            print(f"{name}: mean {LATENCIES[study.latency]}, {args.seeds} seeds")
+            for case in study.cases:
+                runs = case.run(study.policies, args.seeds, workers)
+                print(f"  {case.name:34}{ranking(runs, study.latency)}", flush=True)
 
 
 if __name__ == "__main__":
