@@ -7,6 +7,23 @@ from collections.abc import Mapping
 
 # of a file: of a test
 QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "attention/test_flash_backend.py": {
+        "test_any_mix_of_prefills_chunks_and_decodes_is_attended_as_defined_while_unused_slots_are_nan": (
+            "flash_attn_interface",
+        ),
+    },
+    "attention/test_other_gpus.py": {
+        "test_every_kernel_is_launched_for_every_sort_of_architecture": ("86",),
+    },
+    "attention/test_triton_tuning.py": {
+        "test_tilings_follow_the_shared_memory_of_the_gpu": (
+            "Shape(group=2, head_size=64, itemsize=2",
+            "Shape(group=2, head_size=16, itemsize=4",
+            "Shape(group=2, head_size=512",
+            "Shape(group=1,",
+            "Shape(group=32",
+        ),
+    },
     "batch/test_run.py": {
         "test_a_job_that_is_interrupted_anywhere_resumes": ("1]",),
     },
@@ -395,6 +412,44 @@ QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "options11",
         ),
     },
+    "media/test_bytes.py": {
+        "test_bytes_stand_for_the_numbers_of_the_image_processor": (
+            "mistral3",
+            "llava]",
+            "qwen2_vl",
+            "gemma3]",
+            "internvl",
+            "smolvlm",
+        ),
+    },
+    "media/test_oracle.py": {
+        "test_logits_are_those_of_the_whole_model_and_of_spans_alone": (
+            "mistral3",
+            "llava]",
+            "qwen2_vl",
+            "gemma3]",
+            "internvl",
+            "qwen3_5]",
+        ),
+    },
+    "media/test_towers.py": {
+        "test_each_vision_tensor_is_loaded_and_missing_and_unknown_ones_are_named": (
+            "mistral3",
+            "llava]",
+            "qwen2_vl",
+            "gemma3]",
+            "internvl",
+            "glm4v]",
+            "pixtral",
+        ),
+        "test_random_weights_need_no_file_and_follow_the_seed": (
+            "mistral3",
+            "llava]",
+            "qwen2_vl",
+            "gemma3]",
+            "internvl",
+        ),
+    },
     "models/test_draft_heads.py": {
         "test_mtp_heads_equal_transformers": ("glm4_moe]", "deepseek_v3]", "qwen3_5]"),
     },
@@ -529,6 +584,36 @@ QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "3-PackedInt4(group=64",
             "1-Mxfp4",
         ),
+    },
+    "runtime/test_draft_head.py": {
+        "test_drafts_are_those_of_the_head_alone": ("False",),
+    },
+    "runtime/test_draft_model.py": {
+        "test_drafts_are_those_of_the_draft_model_alone": ("False",),
+    },
+    "runtime/test_drafts.py": {
+        "test_masks_are_of_lines": ("False",),
+        "test_rows_with_drafts_share_a_step_with_prompts_and_their_chunks": ("False",),
+    },
+    "runtime/test_logits.py": {
+        "test_steps_in_which_nobody_asks_replay_what_they_do_without_processors": ("True",),
+        "test_tokens_in_graphs_are_those_without": ("0-",),
+    },
+    "runtime/test_mixed_graphs.py": {
+        "test_rows_pool_from_recordings_what_they_pool_without": ("last-Rec", "mean-Mixed"),
+    },
+    "schedulers/test_every_policy.py": {
+        "test_requests_that_fit_to_their_end_once_windows_release_pages_all_run_to_it": (
+            "fcfs",
+            "vtc",
+            "mlfq",
+            "lpm",
+            "sarathi",
+            "andes",
+        ),
+    },
+    "schedulers/test_forgetting.py": {
+        "test_turns_are_the_same_whether_the_idle_are_forgotten_or_not": ("False",),
     },
     "server/test_adapters.py": {
         "test_an_adapter_that_was_damaged_since_fails_its_own_requests": ("thread",),
@@ -750,5 +835,8 @@ QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "0-preemption-no",
             "0-drafts-records",
         ),
+    },
+    "tiers/test_random_worlds.py": {
+        "test_no_traffic_reads_what_was_not_restored": ("4",),
     },
 }

@@ -31,7 +31,7 @@ VALUES = st.recursive(
 )
 
 
-@examples(quick=200, full=5_000)
+@examples(quick=100, full=5_000)
 @given(VALUES)
 def test_a_value_is_shown_by_the_beginning_of_its_repr(value: Any) -> None:
     text = repr(value)

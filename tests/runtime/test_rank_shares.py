@@ -179,16 +179,19 @@ def printed(request: pytest.FixtureRequest) -> list[list[str]]:
         return told
 
 
+@pytest.mark.slow("starts ranks")
 def test_every_sum_is_that_of_all_ranks_one_by_one_and_in_a_graph(printed: list[list[str]]) -> None:
     assert all("sums" in names for names in printed)
 
 
+@pytest.mark.slow("starts ranks")
 def test_what_is_exchanged_is_summed_or_gathered_in_the_order_of_ranks(
     printed: list[list[str]],
 ) -> None:
     assert all("exchanges" in names for names in printed)
 
 
+@pytest.mark.slow("starts ranks")
 def test_a_rank_that_waits_for_one_that_is_gone_is_released(printed: list[list[str]]) -> None:
     """Every kernel that is enqueued by then, or later, returns."""
     assert all("released" in names for names in printed)

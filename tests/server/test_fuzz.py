@@ -120,7 +120,7 @@ def test_no_request_makes_the_server_fail(
 
 
 @given(data=st.data())
-@examples(quick=40, full=10_000)
+@examples(quick=20, full=10_000)
 def test_a_malformed_body_is_always_refused(
     url: str, session: requests.Session, lines: Lines, data: st.DataObject
 ) -> None:
@@ -145,7 +145,7 @@ _JSON = st.recursive(
     | st.text().map(str.encode)
     | _JSON.map(lambda value: json.dumps(value).encode()),
 )
-@examples(quick=40, full=10_000)
+@examples(quick=20, full=10_000)
 def test_bytes_that_are_no_request_are_always_refused(
     url: str, client: httpx.Client, lines: Lines, path: str, body: bytes
 ) -> None:

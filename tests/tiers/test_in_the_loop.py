@@ -370,6 +370,7 @@ def test_a_tier_that_fails_three_times_is_off_for_a_while() -> None:
     assert tier.counts["find"] > asked
 
 
+@pytest.mark.slow("waits for a tier that hangs")
 def test_frames_of_a_tier_that_hangs_are_lent_until_it_reports_them() -> None:
     tiered = with_tier(HangingLoads)
     tier = tier_of(tiered)
