@@ -110,12 +110,16 @@ def test_recorded_slabs_have_the_bits_of_launched_ones(monkeypatch: pytest.Monke
     assert (recorded[0], recorded[2]) == (launched[0], launched[2])
 
 
-def test_a_draft_head_follows_deterministic_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafter", [{"head": True}, {"draft_error": 0.0}])
+def test_what_drafts_follows_deterministic_rows(
+    monkeypatch: pytest.MonkeyPatch, drafter: dict[str, Any]
+) -> None:
     monkeypatch.setitem(PLACES, "cpu", 4)
     lengths = dict(enumerate(LENGTHS))
     plain = bits_of(Bench(max_len=96), lengths, marked=(0, 1))
-    bench = Bench(max_len=96, head=True, max_lines=12)
+    bench = Bench(max_len=96, max_lines=12, **drafter)
     followed = bits_of(bench, lengths, marked=(0, 1))
     assert followed[:2] == plain[:2]
-    last = bench.backend.planned[-1]
-    assert last.host_query_lens.tolist() == [1, 1, 1]  # whose K and V the head has stored
+    assert forwards(bench)[0] == ([*LENGTHS], sum(LENGTHS), False)
+    # of whose tokens a head stores K and V once they are sampled
+    assert forwards(bench)[-1] == ([1, 1, 1], 3, False)

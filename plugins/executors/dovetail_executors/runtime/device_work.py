@@ -13,6 +13,8 @@ class DeviceWork:
 
     parts: frozenset[PartOfStep] = MODEL_PARTS  # in which it runs
     axis: str | None = None  # as the feature's
+    # it follows all rows of a step: the model runs over deterministic ones as usual, too
+    every_row = False
     taps: Sequence[int] = ()  # layers after which it reads states: `CausalLM.forward_tapped`
 
     def around(self, tokens: StepTokens) -> AbstractContextManager[None] | None:

@@ -141,6 +141,8 @@ class HeadPlan(FeaturePlan):
 class HeadWork(DeviceWork):
     """Lets the head follow a step once its tokens are sampled."""
 
+    every_row = True
+
     def __init__(self, head: RunningHead) -> None:
         self.taps = head.taps
         self._head = head

@@ -138,6 +138,7 @@ class DraftWork(DeviceWork):
     model, placeholders of images are text."""
 
     parts = frozenset({"mixed"})
+    every_row = True
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -278,10 +278,10 @@ class Runner:
 
     def _run_in_slabs(self, step: Step, host: HostInputs, wanted: WantedStates) -> ModelOutputs:
         """Run the model for a step with deterministic rows. The other rows run first, as usual;
-        all rows do where features add inputs to the step or read states within the model.
+        all rows do where features add inputs to the step, or work follows all of them.
 
         Returns the states of `wanted.tokens`, in their order."""
-        whole = self.parts.model.has_taps or wanted.needs_whole_step
+        whole = self.parts.model.every_row or wanted.needs_whole_step
         usual = ~step.in_slabs | whole
         outputs = ModelOutputs(torch.empty(0, device=self.device))
         found: list[tuple[Int64, torch.Tensor]] = []

@@ -27,9 +27,9 @@ class StepModel:
         self._taps = next((work.taps for work in works if work.taps), ())
 
     @property
-    def has_taps(self) -> bool:
-        """True if some work reads states within the model, of all of a step's tokens."""
-        return bool(self._taps)
+    def every_row(self) -> bool:
+        """True if some work follows all rows of a step."""
+        return any(work.every_row for work in self.works)
 
     def run(self, tokens: StepTokens, key: GraphKey) -> ModelOutputs:
         """Run the model on a step's tokens. `key`: of the step, which says what work runs."""
