@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from dovetail import LLMEngine, SamplingParams
+from dovetail.engine.flight import InFlightStep
+from dovetail.engine.live_request import LiveRequest
+from dovetail.engine.windows import Windows
 from dovetail.errors import DovetailError, RequestError
 from dovetail.front.determinism import Asked, Bits, serve
 from dovetail_executors.runtime.slabs import LINES, PLACES, SLAB
@@ -30,6 +35,7 @@ FAMILIES = (
     *("qwen3_moe", "gpt_oss", "llama4_text", "olmoe", "deepseek_v3", "deepseek_v32"),
 )
 
+PROVISIONAL_TOKENS = InFlightStep.provisional_tokens
 World_of = Callable[[str, str], "World"]
 
 
@@ -43,7 +49,8 @@ class World:
         if model_type == "mistral":
             config.sliding_window = 24
         random_model(config, seed=3).save_pretrained(folder)
-        self.alone = self.start()
+        with patch("dovetail.engine.core.Windows", lambda size: Windows(0)):
+            self.alone = self.start()  # computes each token canonically
         self._known: dict[tuple[Any, ...], Bits] = {}
 
     def start(self, **config: Any) -> LLMEngine:
@@ -77,7 +84,8 @@ def random_request(chance: random.Random) -> Asked:
         ]
     )
     params = SamplingParams(
-        max_tokens=chance.randint(1, 24),
+        max_tokens=chance.choice([chance.randint(1, 24), chance.randint(25, 60)]),
+        stop_token_ids=chance.choice([None, [chance.randrange(VOCAB) for _ in range(4)]]),
         logprobs=chance.choice([0, 3]),
         ignore_eos=True,
         detokenize=False,
@@ -104,6 +112,14 @@ def random_config(chance: random.Random, least_tokens: int = 32) -> dict[str, An
     return config
 
 
+def some_wrong(
+    flight: InFlightStep, chance: random.Random, share: float
+) -> Iterator[tuple[LiveRequest, int]]:
+    """Yield the provisional tokens of a step, of which this share is wrong."""
+    for request, token in PROVISIONAL_TOKENS(flight):
+        yield request, (token + (chance.random() < share)) % VOCAB
+
+
 def require_equal_bits(world: World, seed: int, least_tokens: int = 32) -> None:
     """Serve requests in a random engine, first some of them without the promise, then all, which
     find prefixes."""
@@ -112,11 +128,15 @@ def require_equal_bits(world: World, seed: int, least_tokens: int = 32) -> None:
     asked = [random_request(chance) for _ in range(chance.randint(3, 7))]
     company = [one if chance.random() < 0.7 else one.unmarked() for one in asked]
     pages = -(-LENGTH // config["block_size"]) * chance.choice([4, 12])
-    with world.start(**config, executor={"name": "local", "num_pages": pages}) as engine:
+    wrong = chance.choice([0.0, 0.05, 0.7])
+    with (
+        world.start(**config, executor={"name": "local", "num_pages": pages}) as engine,
+        patch.object(InFlightStep, "provisional_tokens", partialmethod(some_wrong, chance, wrong)),
+    ):
         found = serve(engine, company, chance)
         again = serve(engine, asked, chance)
         engine.core.kv.check_integrity()
-    told = f"seed {seed}: {config}, {pages} pages"
+    told = f"seed {seed}: {config}, {pages} pages, {wrong} wrong"
     for one, first, second, served in zip(asked, found, again, company, strict=True):
         assert second == world.bits(one), f"{told}: {one}"
         if served.params.deterministic:

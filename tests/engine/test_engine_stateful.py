@@ -58,6 +58,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         seconds_per_token=draw(st.sampled_from([0.0, 0.0, 0.001])),
         adapters=draw(st.sampled_from([0, 0, 1, 2, 4])),
         slot_wait_s=draw(st.sampled_from([0.02, 1.0])),
+        deterministic_window=0 if state_pages else draw(st.sampled_from([0, 0, 1, 2, 5, 8])),
     )
 
 
@@ -92,6 +93,7 @@ def specs(draw: st.DrawFn, shape: Shape, id: str) -> Spec:
         rule_length=draw(st.sampled_from([0, 0, 1, 4])),
         max_drafts=draw(st.sampled_from([None, None, None, 0, 2])),
         adapter=draw(st.sampled_from([None, "x", "y", "z"])) if shape.adapters else None,
+        deterministic=shape.deterministic_window > 0 and draw(st.booleans()),
     )
 
 

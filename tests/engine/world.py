@@ -73,6 +73,7 @@ class Shape:
     slot_wait_s: float = 1.0
     prompt_rate: float | None = None
     strict: bool = False
+    deterministic_window: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class Spec:
     adapter: str | None = None  # its digest
     indivisible: bool = False
     items: tuple[MediaItem, ...] = ()
+    deterministic: bool = False
 
 
 class FakeAdapter:
@@ -266,6 +268,7 @@ class World:
             seconds_per_step=shape.seconds_per_step,
             seconds_per_token=shape.seconds_per_token,
             max_lines=shape.max_lines if shape.drafter or drafter else 0,
+            deterministic_window=shape.deterministic_window,
         )
         limits = shape.max_num_seqs, shape.token_budget
         config = ExecutorConfig(
@@ -377,9 +380,9 @@ class World:
                 deadline=spec.deadline,
                 predicted_tokens=spec.predicted_tokens,
                 parent=spec.id if spec.n > 1 else None,
-                cache_keys=spec.cache_keys,
+                cache_keys=(*spec.cache_keys, *(("deterministic",) * spec.deterministic)),
                 indivisible=spec.indivisible,
-                sampling=RowSampling(seed=index),
+                sampling=RowSampling(seed=index, deterministic=spec.deterministic),
                 stop_ids=spec.stop_ids,
                 constraint=None
                 if spec.rule is None
@@ -498,6 +501,9 @@ class World:
             for index, request in enumerate(flight.requests)
             if flight.batch.yields_token[index]
         )
+        for request in live:
+            if request.window is not None and request.window.is_open:
+                in_flight[request] += len(request.window.tokens)
         for request in self.requests.values():
             assert request.granted == 0
             assert (request in books.waiting.as_tuple()) == (request.status is Status.WAITING), (

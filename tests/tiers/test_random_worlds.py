@@ -20,7 +20,8 @@ from tests.tiers.test_in_the_loop import WRONG
 from tests.tiers.tiered import FRAME, InOrder, Tiered, ToyTier
 
 WORLDS = int(os.environ.get("DOVETAIL_TIER_WORLDS", "0"))  # besides those in which most happens
-EVENTFUL = (0, 4, 12)  # seeds: tiers that damage frames, restored prefixes, a reset meanwhile
+# seeds: tiers that damage frames, restored prefixes, a reset meanwhile, provisional K and V
+EVENTFUL = (0, 4, 12, 21)
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {},
     {"window": 6},
@@ -48,6 +49,7 @@ def random_world(chance: random.Random) -> Tiered:
         max_num_seqs=chance.choice([1, 3, 8]),
         drafter=chance.choice([None, None, "alternating", "model"]),
         adapters=chance.choice([0, 2]),
+        deterministic_window=0 if "state_pages" in layout else 5,
         **layout,
     )
     world = World(chance.choice([FCFS, Chaos, Regrets, RoundRobin]), shape, executor=InOrder)
@@ -66,6 +68,7 @@ def tried(seed: int) -> Counter[str]:
     chance = random.Random(seed)
     tiered = random_world(chance)
     world = tiered.world
+    marks = random.Random(-seed)
     beginnings = [tuple(chance.randrange(97) for _ in range(chance.randint(8, 60))) for _ in "abc"]
     number = 0
     for _ in range(chance.randint(60, 200)):
@@ -84,6 +87,7 @@ def tried(seed: int) -> Counter[str]:
                     adapter=chance.choice([None, "lora"]) if world.shape.adapters else None,
                     prompt_logprobs=chance.choice([None] * 9 + [1]),
                     delay=chance.choice([0.0, 0.0, 0.05]),
+                    deterministic=world.shape.deterministic_window > 0 and marks.random() < 0.4,
                 )
             )
         elif act < 0.28 and world.requests:

@@ -262,6 +262,11 @@ class Capacity:
     # prefix that another such row computed, or again after a preemption; with right or wrong
     # drafts. They need not be those of a row that isn't deterministic.
     not_deterministic: str = "its executor doesn't offer it"
+    # Tokens: a step may check drafts of a deterministic row whatever `max_lines` is, up to the next
+    # multiple of this number, and these take about as long as one token. The core then lets such
+    # requests decode by rows that aren't deterministic, and checks their tokens from time to time:
+    # see `dovetail.engine.windows`. 0: each of their tokens is computed by a deterministic row
+    deterministic_window: int = 0
 
     def part(self, kind: type[Part]) -> Part | None:
         """Return the part of that type; None if there is none."""

@@ -75,7 +75,8 @@ class Ran:
     `generated`: tokens delivered to the client; 0 for a chunk that doesn't end a prefill.
     `drafted`: draft tokens that the step checked (`dovetail.api.drafter`). `accepted`: how many of
     these were sampled, too; `generated` is one more, unless the answer ended before. Discarded
-    results don't count."""
+    results don't count, nor do tokens of a deterministic request before they are delivered, as
+    checked drafts."""
 
     request: Request
     computed: int

@@ -130,20 +130,21 @@ class Books:
         self.open_gates()
 
     def commit(self, request: LiveRequest) -> None:
-        """Commit the full blocks of its known, planned tokens; if it is preempted, only note the
-        number of its known tokens."""
+        """Commit the full blocks of its known, planned tokens, except provisional K and V; if it is
+        preempted, only note the number of its known tokens."""
         if not request.capacity:
             request.prefill_end = request.num_tokens
             return
-        upto = min(request.num_computed, request.prompt_tokens + len(request.output))
+        upto = min(request.num_settled, request.prompt_tokens + len(request.output))
         if upto >= request.next_commit:
             self.kv.commit(request, upto)
             request.next_commit = (upto // self.block_size + 1) * self.block_size
 
     def _trim(self, request: LiveRequest) -> None:
         """Release the blocks that have left their group's window, unless a sample of the same
-        prompt will need them. Later batches may use them."""
-        computed = request.num_computed
+        prompt will need them, or what is provisional is computed again. Later batches may use
+        them."""
+        computed = request.num_settled
         request.next_trim = self.layout.next_release(computed)
         if request.siblings and computed >= request.prompt_tokens:
             if has_fresh(request.siblings) and not request.trimmed:

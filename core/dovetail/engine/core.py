@@ -49,6 +49,7 @@ from dovetail.engine.stand_in import plan_by_arrival
 from dovetail.engine.stats import EngineStats, ObserverHub, StormWatch
 from dovetail.engine.step import PlannedStep
 from dovetail.engine.step_times import PlanTiming, StepTimeFit, WaitUntil
+from dovetail.engine.windows import Windows
 from dovetail.errors import (
     DovetailError,
     EngineDeadError,
@@ -98,10 +99,11 @@ class EngineCore:
         self.clock = clock
         self.settings = settings
         self.observers = observers or ObserverHub([])
-        self.features = features
+        self.windows = Windows(capacity.deterministic_window)
+        self.features: Sequence[EngineFeature] = [*features, self.windows]
         name = settings.scheduler_name
         self.books = Books(
-            kv, capacity.layout, capacity.num_pages, settings.max_num_seqs, name, features
+            kv, capacity.layout, capacity.num_pages, settings.max_num_seqs, name, self.features
         )
         self.max_in_flight = capacity.max_in_flight if settings.overlap else 1
         self.plan_timing = timing(clock, self.books.fit, capacity, self.max_in_flight)
@@ -281,6 +283,7 @@ class EngineCore:
         return not self._flights or (
             len(self._flights) < self.max_in_flight
             and (not self._flights[-1].unsampled or self._masks is not None)
+            and not self.windows.awaits_results
             and self.plan_timing.may_overlap(self._flights)
         )
 
@@ -289,15 +292,17 @@ class EngineCore:
         flights = self._flights
         now = self.clock.now()
         self._admit_arrivals(now)
+        budget = self.settings.max_num_batched_tokens
         step = PlannedStep(
             self.books,
             self._index,
             now,
-            self.settings.max_num_batched_tokens,
+            budget,
             self.settings.max_num_seqs,
             prompt_tokens=partial(self.plan_timing.prompt_tokens, self.prefill_limit),
             flights_end=partial(self.plan_timing.flights_end, flights) if flights else None,
             log=self.observers.wants_decisions,
+            reserved=0 if flights else self.windows.settle(self.books.rows, budget),
         )
         self._index += 1
         if step.has_requests:
@@ -305,9 +310,11 @@ class EngineCore:
         step.close()
         self._apply(step)
         if step.granted:
-            drafts = {} if flights else self.plan_timing.drafts(step)
+            checked = {} if flights else self.windows.drafts(step, self.books.rows)
+            drafts = checked if flights or checked else self.plan_timing.drafts(step)
             flight = self._batches.build(step, drafts, constrained=self._constrained > 0)
             self.books.submitted(flight.requests)
+            self.windows.submitted_step(flight)
             flight.core_s = time.perf_counter() - begun
             self._finish_masks()
             flight.handle = self.executor.submit(flight.batch)
@@ -414,6 +421,8 @@ class EngineCore:
 
     def _idle(self, planned: PlannedStep, wait_until: WaitUntil) -> None:
         """Sleep until something changes, as nothing is in flight and nothing was granted."""
+        if self.windows.give_way():
+            return
         wake = min(planned.wake_time, self._arrivals.next_time, self.books.next_look(planned.now))
         if self._preparing:
             wake = min(wake, self.clock.now() + PREPARING_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, islice
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,8 @@ class InFlightStep:
     # of constrained ones: the tokens that it may yield, and why no more
     cuts: dict[LiveRequest, tuple[int, Finish]] = field(default_factory=dict)
     features: Sequence[Any] = ()  # `EngineFeature`s that its requests may ask for
+    # requests whose tokens of this step aren't delivered: see `windows`
+    provisional: Collection[LiveRequest] = ()
     core_s: float = 0.0
     handle: Any = None  # the executor's
     result: Result = field(init=False)
@@ -116,13 +118,15 @@ class InFlightStep:
         """Return the tokens to deliver in order, each with its request and its number in the step.
 
         Rows of requests that ended before are dropped, as are tokens of those in `finished`: the
-        caller adds to it between tokens. Rows that fail are added here.
+        caller adds to it between tokens. Rows that fail are added here. Provisional tokens are left
+        out.
         """
         result = self.result
         ended = Status.FINISHED
         if (
             result.counts is not None
             or result.failed
+            or len(self.provisional) > 0
             or [True for request in self.requests if request.status is ended]
         ):
             return self._sound_tokens(finished)
@@ -143,7 +147,8 @@ class InFlightStep:
         for index, (request, count) in enumerate(zip(self.requests, counts.tolist(), strict=True)):
             row = list(islice(numbered, count))
             given = 0
-            if request.status is Status.FINISHED:  # its row counts nowhere
+            # Its row counts nowhere; a provisional token counts once it is delivered.
+            if request.status is Status.FINISHED or request in self.provisional:
                 if request in self.prefilled:
                     self.prefill_tokens -= self.num_tokens[index]
                     self.recomputed_tokens -= self.recomputed.get(request, 0)
@@ -163,6 +168,19 @@ class InFlightStep:
                 self.num_tokens[index] = max(1, given)
         self.decode_tokens = sum(self.num_tokens) - self.prefill_tokens
 
+    def provisional_tokens(self) -> Iterator[tuple[LiveRequest, int]]:
+        """Yield the provisional token of each request that has one in this step; -1 if its row
+        failed."""
+        if not self.provisional:
+            return
+        result = self.result
+        counts = result.counts
+        places = range(len(self.requests)) if counts is None else counts.cumsum() - counts
+        for index, (request, place) in enumerate(zip(self.requests, places, strict=True)):
+            if request in self.provisional:
+                failed = index in result.failed
+                yield request, -1 if failed else int(result.token_ids[place])
+
     def done(self, delivered: Iterable[LiveRequest]) -> StepDone:
         """Return the policy's account of the step, without requests that had ended before it."""
         given = Counter(delivered)
@@ -175,7 +193,7 @@ class InFlightStep:
                 accepted=self.accepted.get(request, 0),
             )
             for request, tokens in zip(self.requests, self.num_tokens, strict=True)
-            if request.status is not Status.FINISHED
+            if request.status is not Status.FINISHED and request not in self.provisional
         )
         return StepDone(self.index, self.result.started, self.result.ended, ran)
 

@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from dovetail.engine.adapter import Adapter
     from dovetail.engine.constraint import Constraint
     from dovetail.engine.finish import Finish, Gate, Preparation, TokenWatcher
+    from dovetail.engine.windows import Window
     from dovetail.request.media import MediaItem
 
 
 MAX_PAUSES = 100  # of a request, whose times are kept
+ALL_TOKENS = 1 << 62
 
 
 class Status(Enum):
@@ -78,11 +80,13 @@ class LiveRequest(Request):
         "restored_tokens",
         "row",
         "sampling",
+        "settled",
         "siblings",
         "status",
         "stop_ids",
         "trimmed",
         "watchers",
+        "window",
         "yields_token",
     )
 
@@ -132,6 +136,8 @@ class LiveRequest(Request):
         self.output: array[int] = array("q")
         self._output_token_ids = TokenIds(self.output)
         self.num_computed: int = 0  # tokens whose K and V are computed or planned
+        self.settled = ALL_TOKENS  # K and V of tokens after these are provisional: see `windows`
+        self.window: Window | None = None  # of a request that decodes in windows
         self.prefill_end = self.prompt_tokens  # it decodes once num_computed reaches this
         # computing this many samples the last allowed token
         self.last_computed = self.prompt_tokens + max_tokens - 1
@@ -176,6 +182,11 @@ class LiveRequest(Request):
     @property
     def num_tokens(self) -> int:
         return self.prompt_tokens + len(self.output)
+
+    @property
+    def num_settled(self) -> int:
+        """Number of leading tokens whose K and V are final, computed or planned."""
+        return min(self.num_computed, self.settled)
 
     @property
     def prefill_left(self) -> int:

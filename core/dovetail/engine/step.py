@@ -48,8 +48,10 @@ class PlannedStep:
         prompt_tokens: Callable[[Sequence[Request], int], float] | None = None,
         flights_end: Callable[[], float] | None = None,
         log: bool = False,
+        reserved: int = 0,
     ) -> None:
-        """Open a step. `log`: keep all decisions.
+        """Open a step. `log`: keep all decisions. `reserved`: tokens of the budget that the policy
+        doesn't get, since drafts will need them.
 
         `prompt_tokens`: returns how many prompt tokens the step may have beside the decodes of
         these requests, of this many that its budget allows; None: as many. `flights_end`: estimates
@@ -66,7 +68,9 @@ class PlannedStep:
         self._hides = bool(books.concerned) and books.open_step(now)
         # the waiting requests, and the shown and the hidden ones among them
         self._split: tuple[tuple[LiveRequest, ...], ...] | None = None
-        self._token_budget = self._tokens_left = token_budget
+        self._token_budget = token_budget
+        self._tokens_left = token_budget - reserved
+        self._reserved = reserved
         self._seqs_left = max_num_seqs
         self._flights_end = flights_end
         self._open = True
@@ -327,8 +331,8 @@ class PlannedStep:
 
     @property
     def spare_tokens(self) -> int:
-        """Tokens of the budget that the policy has left over."""
-        return self._tokens_left
+        """Tokens of the budget that the policy has left over, or that were reserved."""
+        return self._tokens_left + self._reserved
 
     def give_room(self, request: LiveRequest, drafts: int) -> int:
         """Give a decode granted in this step room for `drafts` tokens after its known ones, from

@@ -3,6 +3,9 @@ memory, which token prefix was written there, and fails if a request would ever 
 
 A request's next token is a function of all tokens before it and of its adapter's digest, so that
 any bookkeeping error changes the tokens, or is detected at once.
+
+With `deterministic_window`, a row without the mark of a request that had it computes provisionally:
+beside some numbers of other rows it samples a wrong token, and no other row may read what it wrote.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from dovetail.api.executor import (
 )
 from dovetail.api.kv_cache import CacheGroup, KVLayout
 from dovetail.errors import DovetailError
-from dovetail.testing.fake_pages import FakePages
+from dovetail.testing.fake_pages import FakePages, Written
 from dovetail.testing.timed_transfers import TimedTransfers
 
 ADAPTED = {
@@ -78,6 +81,11 @@ class FakeExecutorOptions(BaseModel):
     )
     pooling: PoolingCapacity | None = Field(
         default=None, description="How it pools; None: it only generates."
+    )
+    deterministic_window: int = Field(
+        default=0,
+        ge=0,
+        description="The window of deterministic rows; 0: it doesn't offer such rows.",
     )
 
 
@@ -158,6 +166,9 @@ def expected_pooled(
     return result if pooling.task.startswith("token_") else result[0]
 
 
+PROVISIONAL = 1 << 20  # in the place of what is written
+
+
 @dataclass
 class _Row:
     tokens: list[int]
@@ -167,6 +178,9 @@ class _Row:
     adapter: tuple[int, str] = 0, ""  # slot and digest
     drafts: list[int] = field(default_factory=list)  # of a step that isn't sampled yet
     pooling: RowPooling | None = None
+    deterministic: bool = False
+    provisional: bool = False  # its request has had a deterministic row
+    is_wrong: bool = False  # the step samples a wrong token for it
 
     def prefix_ids(self) -> list[int]:
         """Return the numbers of its tokens and drafts."""
@@ -209,6 +223,7 @@ class FakeExecutor(Executor):
         # results of each pending step with pooled rows
         self._pooled: dict[int, dict[int, NDArray[np.float32]]] = {}
         self._failed: dict[int, dict[int, str]] = {}  # of each pending step with NaN, its rows
+        self._marked: set[str] = set()  # requests that had a deterministic row
         self._broken: str | None = None  # the violated rule: its state may be inconsistent
         self._last_step = -1
         self._last_ended = 0.0
@@ -240,6 +255,8 @@ class FakeExecutor(Executor):
             line_costs=costs,
             pooling=options.pooling,
             adapters=adapters,
+            not_deterministic="" if options.deterministic_window else "the fake doesn't offer it",
+            deterministic_window=options.deterministic_window,
         )
 
     def submit(self, batch: Batch) -> int:
@@ -386,9 +403,13 @@ class FakeExecutor(Executor):
             )
             seed = 0 if new.sampling is None else new.sampling.seed
             adapter = slot, self._adapters[slot]
-            self._rows[new.row] = _Row(
+            row = self._rows[new.row] = _Row(
                 new.token_ids.tolist(), new.computed, tables, seed, adapter, pooling=pools
             )
+            if new.sampling is not None and new.sampling.deterministic:
+                self._marked.add(new.request_id)
+                row.deterministic = True
+            row.provisional = not row.deterministic and new.request_id in self._marked
         for group, row, page in batch.new_pages.tolist():
             self._rows[row].tables[group].append(page)
 
@@ -404,8 +425,14 @@ class FakeExecutor(Executor):
             len(counts) == len(rows) and sum(counts) == len(token_ids) > 0,
             "each row has a number of drafts, and as many ids",
         )
+        others = [
+            lines
+            for row, lines in zip(rows, batch.num_lines.tolist(), strict=True)
+            if not self._is_in_window(row, lines)
+        ]
         self._require(
-            int(batch.num_lines.sum()) <= self.options.max_lines, "more lines than max_lines"
+            max(others, default=0) < 2 or sum(others) <= self.options.max_lines,
+            "more lines than max_lines",
         )
         for row, yields, tokens, count in zip(
             rows, batch.yields_token.tolist(), batch.num_tokens.tolist(), counts, strict=True
@@ -439,6 +466,10 @@ class FakeExecutor(Executor):
             )
             row.drafts = ids
         self._counts[batch.step] = []
+
+    def _is_in_window(self, row: _Row, lines: int) -> bool:
+        size = self.options.deterministic_window
+        return row.deterministic and size > 0 and row.computed % size + lines <= size
 
     def _require_poolable(self, new: NewRow, pooling: RowPooling) -> None:
         can = self.options.pooling
@@ -508,13 +539,14 @@ class FakeExecutor(Executor):
                     len(pages) == group.pages_per_block,
                     f"token {position} of {len(tokens)} has no block in group {index}",
                 )
+                mark = PROVISIONAL if row.provisional else 0
                 for place, page in enumerate(pages):
                     self._require(
                         0 <= page < self.options.num_pages,
                         f"token {position} is written to page {page}, which isn't in the pool",
                     )
                     self._require_restored(page)
-                    self._memory[page, offset] = index, place, values[position]
+                    self._memory[page, offset] = index, place + mark, values[position]
         row.computed += count
 
     def _read(self, row: _Row, count: int) -> None:
@@ -525,6 +557,8 @@ class FakeExecutor(Executor):
             for position in range(first, row.computed):
                 pages, offset = self._block(row, index, position)
                 found = [self._memory[page, offset] for page in pages]
+                if row.provisional:
+                    found = [_unmarked(written) for written in found]
                 expected = [
                     (index, place, values[position]) for place in range(group.pages_per_block)
                 ]
@@ -642,6 +676,8 @@ class FakeExecutor(Executor):
                 else []
             )
             line += len(masks)
+            beside = len(rows) > 1 and (len(row.tokens) + len(rows)) % 5 == 0
+            row.is_wrong = row.provisional and beside
             found = self._check(row, masks)
             if counts is not None:
                 counts.append(len(found))
@@ -669,6 +705,7 @@ class FakeExecutor(Executor):
             row.computed == len(row.tokens), "a row samples before its last token is computed"
         )
         token = next_token(row.tokens, row.seed, self.options.vocab_size, row.adapter[1])
+        token = (token + row.is_wrong) % self.options.vocab_size
         if words is not None:
             token = next_allowed(token, words, self.options.vocab_size)
         row.tokens.append(token)
@@ -678,3 +715,7 @@ class FakeExecutor(Executor):
         if not condition:
             self._broken = rule
             raise DovetailError(f"fake executor: {rule}")
+
+
+def _unmarked(written: Written | None) -> Written | None:
+    return None if written is None else (written[0], written[1] % PROVISIONAL, written[2])

@@ -31,6 +31,7 @@ RECORD = np.dtype(
 NONE = np.array([(0, 0, -1, 0, 0, 0, 0, 1, 0, 0, -1)], RECORD)
 # changed logits of 4 bytes; further lines are processed afterwards, in the same memory
 AT_ONCE = 1 << 26
+FEW_LINES = 64  # so many at once, even of fewer rows
 
 
 class DeviceChanges:
@@ -47,7 +48,8 @@ class DeviceChanges:
         self._records = torch.from_numpy(_words(NONE.repeat(max_rows + 1))).to(device)
         self.asked_logprobs = self._records[:, RECORD.itemsize // 4 - 1]  # [max_rows + 1]
         # lines at once
-        self.most = max(1, min(max_rows * (1 + context.max_drafts), AT_ONCE // vocab_size))
+        most = min(max_rows * (1 + context.max_drafts), max(max_rows, FEW_LINES))
+        self.most = max(1, min(most, AT_ONCE // vocab_size))
         self._changed = torch.empty((self.most, vocab_size), dtype=torch.float32, device=device)
         self._kept = torch.empty_like(self._history.token_ids)
 

@@ -112,7 +112,7 @@ class Saves:
         for name in self._unproven.pop(request, ()):
             self._add_orphan(name)
         if progress is not None and progress.due < math.inf:
-            whole = request.num_computed // self._frames.tokens
+            whole = request.num_settled // self._frames.tokens
             left = sum(max(0, whole - index) for index in progress.next)
             if left:
                 self._stats.dropped_frames["busy"] += left
@@ -126,7 +126,7 @@ class Saves:
         planning = False
         for request in requests:
             progress = running.get(request)
-            if progress is not None and request.num_computed >= progress.due:
+            if progress is not None and request.num_settled >= progress.due:
                 if not planning:
                     planning = True
                     self._capacity = self._transfers.save_capacity()
@@ -135,7 +135,7 @@ class Saves:
             self._plan_states(batch, requests)
 
     def _plan(self, request: LiveRequest, progress: _Progress) -> None:
-        whole = request.num_computed // self._frames.tokens
+        whole = request.num_settled // self._frames.tokens
         known = min(whole, self._frames.named(request.num_tokens))
         hashes = progress.chain.extend(known)
         tables = self._kv.tables(request)
@@ -290,7 +290,7 @@ class Saves:
         chain = self._frames.chain(request) if progress is None else progress.chain
         whole = self._frames.named(request.num_tokens)
         if progress is not None:
-            whole = min(whole, request.num_computed // self._frames.tokens)
+            whole = min(whole, request.num_settled // self._frames.tokens)
         hashes = chain.extend(whole)[:whole]
         return [FrameName(group.number, name) for name in hashes for group in self._frames.groups]
 

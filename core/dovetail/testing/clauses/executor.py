@@ -132,6 +132,7 @@ CLAUSES: Marks = {
     "Capacity.parts": FEATURES,
     "Capacity.prompt_rate": PROMPT_RATE,
     "Capacity.not_deterministic": held("deterministic"),
+    "Capacity.deterministic_window": held("deterministic"),
     "Capacity": {
         "may be submitted": held("order", "capacity"),
         "it can use": held("shared_prefix"),

@@ -1,6 +1,7 @@
 """`ExecutorDeterministic`: checks of rows whose bits must not depend on their company."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suites.executor_bench import Bench
@@ -18,7 +19,9 @@ class ExecutorDeterministic(ExecutorSubject):
     def test_deterministic_rows_have_the_same_bits(self) -> None:
         """If `Capacity.not_deterministic` is empty, the token ids and log-probabilities of a row
         with `RowSampling.deterministic` have the same bits alone, beside other rows, in chunks, after
-        a prefix that another such row computed, and when it is computed again."""
+        a prefix that another such row computed, and when it is computed again; with
+        `Capacity.deterministic_window` also as drafts, after a row without the mark computed
+        them."""
         alone = self._bits_of([{MARK: LENGTH}, *[{MARK: 1}] * STEPS])
         beside = [{"b": LENGTHS["b"], MARK: LENGTH, "a": LENGTHS["a"]}]
         self._require_bits(
@@ -47,6 +50,42 @@ class ExecutorDeterministic(ExecutorSubject):
             bench.add(MARK, known, prompt_len=LENGTH, deterministic=True, logprobs=3)
             found = _run(bench, [{MARK: len(known)}, *[{MARK: 1}] * (STEPS - 3)])
         _compare("computed again", alone[3:], found)
+        if bench.capacity.deterministic_window:
+            self._require_windows(alone)
+
+    def _require_windows(self, alone: list[tuple[int, bytes]]) -> None:
+        with self._shared_bench() as bench:
+            self._add(bench, "a", "b")
+            first = bench.add(MARK, _marked(bench), deterministic=True, logprobs=3)
+            bench.prefill(MARK, "a", "b")
+            known = [*first.tokens]
+
+            def replace_row(**sampling: Any) -> None:
+                bench.remove(MARK)
+                bench.add(
+                    MARK,
+                    known,
+                    prompt_len=LENGTH,
+                    computed=LENGTH,
+                    blocks=first.blocks,
+                    **sampling,
+                )
+
+            replace_row()
+            bench.decode("a", MARK, "b", steps=3)
+            replace_row(deterministic=True, logprobs=3)
+            right = [token for token, _ in alone[1:3]]
+            wrong = (alone[3][0] + 1) % bench.capacity.vocab_size
+            before = len(bench.tokens[MARK])
+            result = bench.check({MARK: [*right, wrong], "a": []}, b=1)
+            if result.logprobs is None:
+                fail("a row asks for logprobs, and Result.logprobs is None")
+            numbers = result.logprobs.logprobs
+            found = [
+                (token, numbers[line, :4].tobytes())
+                for line, token in enumerate(bench.tokens[MARK][before:])
+            ]
+        _compare("checked as drafts", alone[1:4], found)
 
     def _require_bits(
         self, what: str, alone: list[tuple[int, bytes]], steps: Sequence[Mapping[str, int]]

@@ -41,10 +41,15 @@ class LogitsProcessors:
     """Processors in the order in which they are applied, with the rows that ask for them."""
 
     def __init__(
-        self, refs: Sequence[ComponentRef], vocab_size: int, rows: RowState, max_drafts: int
+        self,
+        refs: Sequence[ComponentRef],
+        vocab_size: int,
+        rows: RowState,
+        max_drafts: int,
+        max_tokens: int = 0,
     ) -> None:
-        """Create and prepare the processors, if there are any. Raises `PluginError` that names the
-        one that failed."""
+        """Create and prepare the processors, if there are any. `max_tokens`: of a step. Raises
+        `PluginError` that names the one that failed."""
         self.names = tuple(ref.name for ref in refs)
         context = LogitsProcessorContext(str(rows.device), vocab_size, rows.history, max_drafts)
         self._argument_context = ArgumentContext(encode=None, vocab_size=vocab_size)
@@ -56,7 +61,8 @@ class LogitsProcessors:
         # rows that ask for any
         self._asking = torch.zeros(rows.max_rows + 1, dtype=torch.bool, device=rows.device)
         # by line of a step: `WRONG` or 0
-        self._wrong = torch.zeros(rows.max_lines, dtype=torch.int64, device=rows.device)
+        most = max(rows.max_lines, max_tokens if refs else 0)
+        self._wrong = torch.zeros(most, dtype=torch.int64, device=rows.device)
         # processors that couldn't forget a row, which are no longer used -> reason
         self._lost: dict[int, str] = {}
         self._all_ask = False

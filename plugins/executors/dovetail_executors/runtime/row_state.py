@@ -323,10 +323,11 @@ class RowState:
                 f"step {batch.step}: a row with drafts computes these and its last known token, "
                 "and samples"
             )
-        if batch.num_lines.sum() > self.max_lines:
+        # lines of deterministic rows are sampled one by one
+        lines = batch.num_lines[~self.are_deterministic(batch.rows)].sum()
+        if lines > self.max_lines:
             raise DovetailError(
-                f"step {batch.step} samples {batch.num_lines.sum()} lines; there is memory for "
-                f"{self.max_lines}"
+                f"step {batch.step} samples {lines} lines; there is memory for {self.max_lines}"
             )
         return counts
 

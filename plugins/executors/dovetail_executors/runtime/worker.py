@@ -50,7 +50,7 @@ from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.runner import Runner
 from dovetail_executors.runtime.sampling import Sampling
 from dovetail_executors.runtime.slab_steps import RecordedSlabs
-from dovetail_executors.runtime.slabs import PLACES, rounded_up, why_not
+from dovetail_executors.runtime.slabs import PLACES, SLAB, rounded_up, why_not
 from dovetail_executors.runtime.step import Step
 from dovetail_executors.runtime.transfers import PageCopies, device_bytes, name_of_bytes
 from dovetail_executors.runtime.trial import TrialRun
@@ -227,6 +227,17 @@ class Worker:
         if layout.recurrent:
             details["states"] = _states_in_words(layout, pages)
         prompt_rate = SLOW_CPU_FLOPS / (2 * parameters_of_a_token(loaded.model))
+        not_deterministic = why_not(
+            device.type,
+            self.group.size,
+            self.context.config.max_num_batched_tokens,
+            attention,
+            recurrent=layout.recurrent,
+            fixed_shapes=loaded.backend.capabilities.fixed_shapes,
+            calibrates=self._scales is not None
+            and self.context.config.kv_cache_scales == "calibrate",
+        )
+        checks_drafts = loaded.sampling.sampler.capabilities.drafts
         capacity = Capacity(
             num_pages=pages,
             max_in_flight=2 if device.type == "cuda" else 1,
@@ -236,16 +247,8 @@ class Worker:
             shared_prefix=loaded.backend.capabilities.shared_prefix,
             max_lines=loaded.rows.max_lines if loaded.config.max_drafts else 0,
             prompt_rate=prompt_rate if device.type == "cpu" else None,
-            not_deterministic=why_not(
-                device.type,
-                self.group.size,
-                self.context.config.max_num_batched_tokens,
-                attention,
-                recurrent=layout.recurrent,
-                fixed_shapes=loaded.backend.capabilities.fixed_shapes,
-                calibrates=self._scales is not None
-                and self.context.config.kv_cache_scales == "calibrate",
-            ),
+            not_deterministic=not_deterministic,
+            deterministic_window=SLAB if checks_drafts and not not_deterministic else 0,
             details=details,
         )
         for feature in self._running().features:
@@ -439,8 +442,9 @@ class Worker:
             self._most_lines(),
             {name: values for each in plans for name, values in each.columns.items()},
         )
+        most_drafts = max(config.max_drafts, SLAB - 1)  # those of deterministic rows fill a slab
         sampler = self.context.sampler.make(
-            SamplerContext(str(device), plan.vocab_size, rows.history, config.max_drafts)
+            SamplerContext(str(device), plan.vocab_size, rows.history, most_drafts)
         )
         if config.max_drafts and not sampler.capabilities.drafts:
             raise UnsupportedError(
@@ -453,7 +457,9 @@ class Worker:
                 f"logits_processors: sampler {name} can't apply them "
                 "(SamplerCapabilities.processors)"
             )
-        processors = LogitsProcessors(refs, plan.vocab_size, rows, config.max_drafts)
+        processors = LogitsProcessors(
+            refs, plan.vocab_size, rows, most_drafts, config.max_num_batched_tokens
+        )
         return Sampling(sampler, rows, plan.vocab_size, processors)
 
     def _make_pool(self, num_pages: int) -> None:

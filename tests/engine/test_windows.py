@@ -1,0 +1,194 @@
+"""Windows of deterministic requests: clients get the canonical tokens, whatever is decoded
+provisionally, and nothing of what is provisional can be reused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dovetail.api.scheduler import Step
+from tests.engine.policies import RoundRobin, fcfs, scripted
+from tests.engine.world import Shape, Spec, World
+
+SIZE = 8
+WINDOWS = Shape(deterministic_window=SIZE, num_pages=200)
+PROMPT = tuple(range(1, SIZE + 1))  # the first window begins after it
+
+
+def marked(id: str, prompt: tuple[int, ...] = PROMPT, **fields: object) -> Spec:
+    return Spec(id, prompt, deterministic=True, **fields)  # type: ignore[arg-type]
+
+
+def drafts_of(world: World) -> list[int]:
+    """Return the number of drafts of each batch."""
+    return [
+        0 if batch.drafts is None else int(batch.drafts.counts.sum())
+        for batch in world.executor.sent
+    ]
+
+
+def bursts(world: World, id: str = "one") -> list[int]:
+    """Step until all requests have ended; return how many tokens of one each delivery has."""
+    counts = []
+    while world.core.has_unfinished():
+        counts.append(sum(request.id == id for request in world.step().requests))
+        world.check()
+    world.check_end()
+    return [count for count in counts if count]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_window_is_checked_by_one_step_and_delivered_at_once(overlap: bool) -> None:
+    world = World(shape=replace(WINDOWS, overlap=overlap))
+    world.add(marked("one", max_tokens=1 + 3 * SIZE))
+    assert bursts(world) == [1, SIZE, SIZE, SIZE]
+    assert [count for count in drafts_of(world) if count] == [SIZE - 1] * 3
+    assert len(world.executor.sent) == 1 + 3 * SIZE
+
+
+@pytest.mark.parametrize("prompt", [SIZE - 2, SIZE - 1, SIZE + 1])
+def test_windows_end_at_multiples_of_their_size(prompt: int) -> None:
+    world = World(shape=WINDOWS)
+    world.add(marked("one", tuple(range(1, prompt + 1)), max_tokens=30))
+    counts = bursts(world)
+    ends = np.cumsum(counts) + prompt - 1  # of what is computed canonically
+    assert (ends[1:-1] % SIZE == 0).all()
+    assert max(counts) == SIZE
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("window", [None, 6])
+def test_provisional_tokens_that_differ_are_decoded_again(
+    overlap: bool, window: int | None
+) -> None:
+    world = World(shape=replace(WINDOWS, overlap=overlap, window=window, max_in_flight=3))
+    world.add(marked("a", max_tokens=50))
+    world.add(marked("three", (3, 1), max_tokens=33, n=3))
+    world.add(Spec("b", PROMPT, max_tokens=50))
+    world.add(marked("late", PROMPT, max_tokens=20, delay=0.1))
+    world.drain(check=True)  # compares all tokens with the oracle
+    stats = world.core.update_stats()
+    assert sum(stats.accepted_drafts) < stats.draft_tokens, "the fake sampled wrong tokens"
+    assert sum(stats.accepted_drafts) > stats.draft_tokens / 3
+
+
+@pytest.mark.parametrize("place", range(1, SIZE + 2))
+def test_a_stop_token_ends_a_window_early(place: int) -> None:
+    world = World(shape=WINDOWS)
+    [request] = world.add(marked("one", max_tokens=60))
+    request.stop_ids = frozenset([world.expected("one")[0][place]])
+    world.drain(check=True)
+    assert world.finished["one"].reason == "stop"
+    # one step more may be in flight when the stop token comes, and the check follows
+    assert len(world.executor.sent) <= len(world.tokens["one"]) + 2
+
+
+@pytest.mark.parametrize("tokens", range(1, SIZE + 3))
+def test_the_last_allowed_token_ends_a_window(tokens: int) -> None:
+    world = World(shape=WINDOWS)
+    world.add(marked("one", max_tokens=tokens))
+    assert sum(bursts(world)) == tokens
+    assert len(world.executor.sent) == tokens, "each step computes a token that is needed"
+
+
+def test_an_aborted_window_leaves_nothing_to_reuse() -> None:
+    for steps in range(1, 2 * SIZE + 2):
+        world = World(shape=WINDOWS)
+        world.add(marked("aborted", max_tokens=60))
+        world.add(marked("beside", (9, 9, 9), max_tokens=60))
+        for _ in range(steps):
+            world.step()
+        [tokens] = [world.expected("aborted")[0]]
+        world.abort("aborted")
+        world.check()
+        # The fake fails if this one reads K and V of a provisional step.
+        [again] = world.add(marked("again", (*PROMPT, *tokens[: 2 * SIZE]), max_tokens=5))
+        world.drain(check=True)
+        assert again.cached_tokens <= len(PROMPT) + max(0, steps - SIZE + 1)
+
+
+def test_a_preempted_window_is_checked_when_it_is_back() -> None:
+    def preempt(step: Step) -> None:
+        step.preempt(step.running[0])
+
+    steps = 1 + SIZE // 2
+    world = World(scripted(*[fcfs] * steps, preempt), replace(WINDOWS, overlap=False))
+    world.add(marked("one", max_tokens=1 + 2 * SIZE))
+    world.drain(check=True)
+    first = next(count for count in drafts_of(world) if count)
+    # the prefill has sampled the first of them again
+    assert first == steps - 2
+    assert len(world.executor.sent) <= 1 + 2 * SIZE + 2
+
+
+def test_a_request_that_loses_its_row_keeps_its_window() -> None:
+    world = World(RoundRobin, replace(WINDOWS, max_num_seqs=2, token_budget=32))
+    for name in "abcde":
+        world.add(marked(name, (*PROMPT, ord(name) % 97), max_tokens=20))
+    world.drain(check=True)
+    assert max(drafts_of(world)) > 1
+
+
+def test_a_request_that_fits_alone_ends() -> None:
+    """A window holds back blocks that have left a sliding window; it closes if they are needed."""
+    shape = replace(WINDOWS, window=3, block_size=2, num_pages=4, token_budget=2, max_model_len=40)
+    for deterministic in (False, True):
+        world = World(shape=replace(shape, strict=True))
+        world.add(Spec("one", (1, 2), max_tokens=30, deterministic=deterministic))
+        world.drain(check=True)
+        assert len(world.tokens["one"]) == 30
+
+
+def test_checks_get_their_share_of_a_step_full_of_prompts() -> None:
+    world = World(shape=replace(WINDOWS, token_budget=2 * SIZE, max_model_len=128))
+    world.add(marked("one", (1,), max_tokens=3 * SIZE))
+    for number in range(6):
+        world.add(Spec(f"long{number}", (number + 2,) * 100, max_tokens=2))
+    assert max(bursts(world)) > SIZE // 2
+
+
+def test_a_drafter_proposes_nothing_for_a_window() -> None:
+    shape = replace(WINDOWS, drafter="oracle", seconds_per_token=0.0, max_lines=64)
+    world = World(shape=shape)
+    world.add(marked("marked", max_tokens=40))
+    world.add(Spec("plain", (4, 5), max_tokens=40))
+    world.drain(check=True)
+    rows = {new.request_id: new.row for batch in world.executor.sent for new in batch.added}
+    for batch in world.executor.sent:
+        if batch.drafts is not None:
+            places = np.flatnonzero(batch.rows == rows["marked"])
+            assert (batch.drafts.counts[places] <= SIZE - 1).all()
+    assert max(drafts_of(world)) > 0
+
+
+def test_steps_overlap_inside_a_window() -> None:
+    world = World(shape=WINDOWS)
+    world.add(marked("one", max_tokens=1 + 4 * SIZE))
+    overlapped = 0
+    while world.core.has_unfinished():
+        world.step()
+        overlapped += world.core.is_computing
+    assert overlapped >= 4 * (SIZE - 2)
+
+
+def test_an_executor_without_windows_computes_each_token_canonically() -> None:
+    world = World(shape=replace(WINDOWS, deterministic_window=0))
+    world.add(marked("one", max_tokens=30))
+    assert bursts(world) == [1] * 30
+    assert [len(batch.added) for batch in world.executor.sent] == [1] + [0] * 29
+
+
+def test_a_request_with_a_grammar_decodes_without_windows() -> None:
+    world = World(shape=WINDOWS)
+    world.add(marked("ruled", max_tokens=30, rule=5))
+    world.add(marked("other", max_tokens=30))
+    world.drain(check=True)
+    marks = {
+        new.sampling.deterministic
+        for batch in world.executor.sent
+        for new in batch.added
+        if new.request_id == "ruled" and new.sampling is not None
+    }
+    assert marks == {True}
