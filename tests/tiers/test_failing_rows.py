@@ -114,17 +114,17 @@ def test_no_prompt_fails_twice_once_the_device_is_sound(seed: int) -> None:
     world = tiered.world
     for round_ in range(4):
         for number in range(6):
-            name = f"{round_} {number}"
+            name = f"{round_}: {number}"
             world.add(Spec(name, chance.choice(PROMPTS), max_tokens=3, delay=0.02 * number))
         while world.core.has_unfinished():
             world.executor.writes_nan = chance.random() < 0.4
             world.step()
             if chance.random() < 0.1:
-                world.abort(f"{round_} {chance.randrange(6)}")
+                world.abort(f"{round_}: {chance.randrange(6)}")
         tiered.settle()
         if chance.random() < 0.5:
             tiered.forget_device()
         world.executor.writes_nan = False
         for number, prompt in enumerate(PROMPTS):
-            end(tiered, f"{round_} first {number}", prompt)
-            assert end(tiered, f"{round_} second {number}", prompt) != "error"
+            ends = [end(tiered, f"{round_} {number} {again}", prompt) for again in range(3)]
+            assert ends.count("error") <= 1

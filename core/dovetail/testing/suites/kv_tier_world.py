@@ -20,7 +20,6 @@ from dovetail.errors import describe
 from dovetail.testing.checks import fail, require
 
 SIZES = (72, 4_160, 65_600, 262_208)  # bytes of frames
-PERIOD = 4_093  # bytes after which the content of a frame repeats; a prime
 BEFORE = 8  # bytes in front of a frame: those in the host pool aren't aligned to a disk's blocks
 JOB_S = 10.0  # a job that takes longer counts as never reported
 POLL_S = 0.01
@@ -28,10 +27,10 @@ PATTERN = 0xA5  # memory after a report, and before a load
 
 
 def content(key: FrameKey, size: int) -> bytes:
-    """Return the bytes of the frame of a key: always the same, as in an engine."""
+    """Return the bytes of the frame of a key: always the same, as in an engine. They can't be
+    compressed, so that the limit of a tier that compresses is tried, too."""
     seed = hashlib.sha256(key.namespace + key.chain).digest()
-    piece = random.Random(seed).randbytes(PERIOD)
-    return (piece * (size // PERIOD + 1))[:size]
+    return random.Random(seed).randbytes(size)
 
 
 @dataclass(frozen=True, slots=True)
