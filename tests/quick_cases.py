@@ -566,7 +566,6 @@ QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "extra",
         ),
         "test_requests_below_the_switch_of_a_rope_are_exact_beside_each_other": ("smollm3",),
-        "test_the_table_of_types_is_true": ("internlm3",),
     },
     "models/test_transformers_layers.py": {
         "test_a_class_that_has_changed_since_is_noticed_at_load": ("Qwen3RMSNorm",),
@@ -614,9 +613,6 @@ QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "schedulers/test_forgetting.py": {
         "test_turns_are_the_same_whether_the_idle_are_forgotten_or_not": ("False",),
-    },
-    "server/test_adapters.py": {
-        "test_an_adapter_that_was_damaged_since_fails_its_own_requests": ("thread",),
     },
     "server/test_agents.py": {
         "test_a_template_that_knows_an_effort_gets_it": (

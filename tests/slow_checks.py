@@ -300,7 +300,6 @@ SLOW_CHECKS = {
     "tests/cli/test_plugins_doctor.py::test_what_is_wrong_is_found[dovetail-import-fails]": PROCESS,
     "tests/e2e/test_logits_processors.py::test_tokens_are_the_same_together_cut_preempted_or_drafted[two ranks]": RANKS,
     "tests/conformance/test_mutants.py::test_mutant_is_caught_by_its_check[kv_cache-CountsTheFirstGroupForAll]": MANY_CASES,
-    "tests/models/test_transformers.py::test_the_table_of_types_is_true[gemma3n_text]": MANY_CASES,
     "tests/grammars/test_bounded_strings.py::test_every_mask_of_an_answer_is_the_library_s_own[one-compact-byte-level]": MANY_CASES,
     "tests/e2e/test_same_tokens.py::test_tokens_are_the_same_whatever_is_around_them[vtc or mlfq]": MANY_CASES,
 }

@@ -29,9 +29,9 @@ COMMAND = (
 
 def use_fewer(change: Callable[[Any, str, Any], None]) -> None:
     """Try one hash seed, a twelfth of what the schedulers' suite does, a twelfth of the scripts for
-    KV-cache managers, a fifth of an observer's long run, a quarter of the draws that tell
-    temperatures and rules of samplers apart, and a sixth of the parsers' texts. `change` is
-    `setattr`, or that of pytest's `monkeypatch`."""
+    KV-cache managers and half of their long run, a fifth of an observer's, a quarter of the draws
+    that tell temperatures and rules of samplers apart, and a sixth of the parsers' texts. `change`
+    is `setattr`, or that of pytest's `monkeypatch`."""
 
     def for_some(among: Any, examples: int, *rest: Any) -> None:
         repeatable.for_all(among, max(2, examples // 12), *rest)
@@ -43,6 +43,8 @@ def use_fewer(change: Callable[[Any, str, Any], None]) -> None:
         change(suite, "HASH_SEEDS", HASH_SEEDS[:1])
     change(scheduler, "LONG_BATCHES", scheduler_loads.LONG_BATCHES // 3)
     change(observer, "LONG", observer.LONG // 5)
+    for name in ("LONG", "GROWTH"):
+        change(kv_cache, name, getattr(kv_cache, name) // 2)
     change(parser, "MIXED", parser.MIXED // 6)
     change(sampler, "MANY_DRAWS", sampler.MANY_DRAWS // 4)
     change(sampler_rules, "DRAWS", sampler_rules.DRAWS // 4)

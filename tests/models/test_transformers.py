@@ -36,6 +36,7 @@ MISLEADING = ("inkling_text", "lfm2")
 SOME = ("phimoe", "internlm3", "gemma4", "lfm3", "mamba", "bloom", "bart", "diffllama")
 
 
+@pytest.mark.slow("makes a model and serves it")
 @pytest.mark.parametrize("model_type", SOME)
 def test_the_table_of_types_is_true(model_type: str) -> None:
     assert verdict(model_type) == ROWS[model_type]

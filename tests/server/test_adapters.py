@@ -162,6 +162,7 @@ def test_a_module_is_a_name_and_a_path(wrong: str) -> None:
         ServerSettings(lora_modules=(wrong,))
 
 
+@pytest.mark.slow("makes an engine with an adapter")
 @pytest.mark.parametrize("link", ["thread", "zmq"])
 def test_an_adapter_that_was_damaged_since_fails_its_own_requests(
     link: Link, tmp_path: Path
