@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail_attention.sdpa import TorchAttention
 from dovetail_executors.runtime import graphs as graphs_module
 from dovetail_executors.runtime.graphs import Graphs, decode_builders, mixed_builders
 from dovetail_executors.runtime.model_io import DECODE, MIXED, MODEL
@@ -226,3 +228,16 @@ def test_nothing_is_recorded_late_while_another_engine_starts(on_cpu: pytest.Mon
     while graphs.record_next():
         pass
     assert dict(graphs.recorded) == dict(graphs.keys)
+
+
+def test_an_engine_of_one_row_records_what_it_needs(on_cpu: pytest.MonkeyPatch) -> None:
+    """A single row shares its prefix with no other."""
+    may = replace(TorchAttention.capabilities, shared_prefix=True)
+    on_cpu.setattr(TorchAttention, "capabilities", may)
+    _, graphs = late(max_rows=1)
+    assert {str(key): list(sizes) for key, sizes in graphs.recorded} == {
+        "mixed": [96],
+        "decode": [1],
+        "model": [1],
+        "sampling": [1],
+    }

@@ -310,7 +310,7 @@ def decode_builders(
         more.append(PROCESSED)
     model = DecodeSteps(MODEL, few, parts)
     builders: list[Builder] = [DecodeSteps(DECODE, sizes, parts)]
-    if parts.backend.capabilities.shared_prefix:
+    if parts.backend.capabilities.shared_prefix and sharing:
         builders.append(DecodeSteps(replace(DECODE, axes=SHARED), sharing, parts))
     builders.append(model)
     builders += [DecodeSteps(GraphKey("decode", Capture.FULL, axes), few, parts) for axes in more]
