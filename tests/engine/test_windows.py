@@ -93,20 +93,20 @@ def test_the_last_allowed_token_ends_a_window(tokens: int) -> None:
     assert len(world.executor.sent) == tokens, "each step computes a token that is needed"
 
 
-def test_an_aborted_window_leaves_nothing_to_reuse() -> None:
-    for steps in range(1, 2 * SIZE + 2):
-        world = World(shape=WINDOWS)
-        world.add(marked("aborted", max_tokens=60))
-        world.add(marked("beside", (9, 9, 9), max_tokens=60))
-        for _ in range(steps):
-            world.step()
-        [tokens] = [world.expected("aborted")[0]]
-        world.abort("aborted")
-        world.check()
-        # The fake fails if this one reads K and V of a provisional step.
-        [again] = world.add(marked("again", (*PROMPT, *tokens[: 2 * SIZE]), max_tokens=5))
-        world.drain(check=True)
-        assert again.cached_tokens <= len(PROMPT) + max(0, steps - SIZE + 1)
+@pytest.mark.parametrize("steps", range(1, 2 * SIZE + 2))
+def test_an_aborted_window_leaves_nothing_to_reuse(steps: int) -> None:
+    world = World(shape=WINDOWS)
+    world.add(marked("aborted", max_tokens=60))
+    world.add(marked("beside", (9, 9, 9), max_tokens=60))
+    for _ in range(steps):
+        world.step()
+    [tokens] = [world.expected("aborted")[0]]
+    world.abort("aborted")
+    world.check()
+    # The fake fails if this one reads K and V of a provisional step.
+    [again] = world.add(marked("again", (*PROMPT, *tokens[: 2 * SIZE]), max_tokens=5))
+    world.drain(check=True)
+    assert again.cached_tokens <= len(PROMPT) + max(0, steps - SIZE + 1)
 
 
 def test_a_preempted_window_is_checked_when_it_is_back() -> None:

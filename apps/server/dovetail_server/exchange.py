@@ -25,13 +25,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import DovetailError
+from dovetail.request.outputs import RequestMetrics
 from dovetail.request.pooling import PoolingParams
 from dovetail.request.sampling_params import SamplingParams
 from dovetail.request.structured import Structured
@@ -57,7 +58,7 @@ from dovetail_server.admission import (
 )
 from dovetail_server.answer_size import with_bounded_answer
 from dovetail_server.batches.store import BatchStore
-from dovetail_server.engine import ServedEngine
+from dovetail_server.engine import Listener, ServedEngine
 from dovetail_server.errors import (
     ErrorShape,
     HttpError,
@@ -65,12 +66,12 @@ from dovetail_server.errors import (
     openai_shape,
 )
 from dovetail_server.json_parts import parts_of
-from dovetail_server.listeners import OutputListener
 from dovetail_server.models import Model, Models
 from dovetail_server.preparing import SIZES, Preparing
 from dovetail_server.protocol.advisory import HEADER, Advisory, ignored_fields
 from dovetail_server.protocol.decoding import decode, unsupported
-from dovetail_server.protocol.openai_common import GenerationFields
+from dovetail_server.protocol.openai_common import GenerationFields, TokenCounts
+from dovetail_server.request_meter import RequestMeter
 from dovetail_server.settings import ServerSettings
 from dovetail_server.streams import (
     ClientGone,
@@ -116,6 +117,19 @@ class Server:
         self.outbox.check_health()
 
 
+class CountingListener(Listener, Protocol):
+    """What an exchange knows of its listeners: see `listeners.OutputListener`."""
+
+    ticket: Ticket | None
+    meter: RequestMeter | None
+    ended: bool
+    times: RequestMetrics | None  # updated as the request proceeds
+    finish_reasons: list[str]
+
+    @property
+    def counts(self) -> TokenCounts: ...
+
+
 class Exchange:
     """One HTTP request and its answer."""
 
@@ -139,7 +153,7 @@ class Exchange:
         self._body_bytes = 0
         self._image_bytes = 0  # of prepared images
         self._client: str | None = None  # from the body
-        self._listeners: dict[str, OutputListener] = {}  # by the engine's request id
+        self._listeners: dict[str, CountingListener] = {}  # by the engine's request id
         # called after the last output, to write final events
         self.on_finished: Callable[[], None] = lambda: None
         self.prompt_copies = 1  # in the answer, if it repeats the prompt
@@ -410,7 +424,7 @@ class Exchange:
         answer_id: str,
         params: SamplingParams | PoolingParams,
         fields: Mapping[str, Any],
-        requests: list[tuple[Prompt, OutputListener]],
+        requests: list[tuple[Prompt, CountingListener]],
     ) -> None:
         """Submit a request for each prompt, and wait for their end; send a stream to its end.
 
@@ -455,7 +469,7 @@ class Exchange:
 
     async def _submit_all(
         self,
-        requests: list[tuple[Prompt, OutputListener]],
+        requests: list[tuple[Prompt, CountingListener]],
         params: SamplingParams | PoolingParams,
         fields: Mapping[str, Any],
     ) -> None:
@@ -477,7 +491,7 @@ class Exchange:
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | PoolingParams,
-        listener: OutputListener,
+        listener: CountingListener,
         fields: Mapping[str, Any],
     ) -> None:
         try:

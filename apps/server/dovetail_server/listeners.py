@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import orjson
@@ -14,11 +14,9 @@ from dovetail.request.outputs import RequestMetrics, RequestOutput
 from dovetail.request.pooling import PoolingRequestOutput
 from dovetail_server.admission import Ticket
 from dovetail_server.errors import error_of_end, http_error
+from dovetail_server.exchange import Exchange
 from dovetail_server.protocol.openai_common import TokenCounts
 from dovetail_server.request_meter import RequestMeter
-
-if TYPE_CHECKING:
-    from dovetail_server.exchange import Exchange
 
 
 class OutputListener:
