@@ -502,8 +502,7 @@ class World:
             if flight.batch.yields_token[index]
         )
         for request in live:
-            if request.window is not None and request.window.is_open:
-                in_flight[request] += len(request.window.tokens)
+            in_flight[request] += self.core.windows.held_back(request)
         for request in self.requests.values():
             assert request.granted == 0
             assert (request in books.waiting.as_tuple()) == (request.status is Status.WAITING), (

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from dovetail.end_reason import FinishReason
 from dovetail.request.lora import LoRARequest
 from dovetail.request.outputs import RequestMetrics, RequestOutput
 from dovetail.request.pooling import PoolingRequestOutput
-
-if TYPE_CHECKING:
-    from dovetail_server.metrics import ServerMetrics
+from dovetail_server.metric_parts import Histogram
 
 
 class Finish(NamedTuple):
@@ -27,6 +25,19 @@ class Finish(NamedTuple):
     # on the engine's clock; without an end if the engine didn't finish it
     engine: RequestMetrics | None
     adapter: str | None = None
+
+
+class Totals(Protocol):
+    """What a meter adds to: see `metrics.ServerMetrics`."""
+
+    gap: Histogram
+    generated_tokens: int
+
+    def request_began(
+        self, first_token_s: float, prompt_tokens: int, cached_tokens: int, client: str | None
+    ) -> None: ...
+
+    def request_finished(self, finish: Finish) -> None: ...
 
 
 class RequestMeter:
@@ -50,7 +61,7 @@ class RequestMeter:
 
     def __init__(
         self,
-        metrics: ServerMetrics,
+        metrics: Totals,
         client: str | None,
         samples: int,
         clock: Callable[[], float],

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from dovetail.engine.adapter import Adapter
     from dovetail.engine.constraint import Constraint
     from dovetail.engine.finish import Finish, Gate, Preparation, TokenWatcher
-    from dovetail.engine.windows import Window
     from dovetail.request.media import MediaItem
 
 
@@ -60,6 +59,7 @@ class LiveRequest(Request):
         "first_token_time",
         "gates",
         "granted",
+        "has_window",
         "in_flight",
         "items",
         "keeps_row",
@@ -86,7 +86,6 @@ class LiveRequest(Request):
         "stop_ids",
         "trimmed",
         "watchers",
-        "window",
         "yields_token",
     )
 
@@ -137,7 +136,7 @@ class LiveRequest(Request):
         self._output_token_ids = TokenIds(self.output)
         self.num_computed: int = 0  # tokens whose K and V are computed or planned
         self.settled = ALL_TOKENS  # K and V of tokens after these are provisional: see `windows`
-        self.window: Window | None = None  # of a request that decodes in windows
+        self.has_window = False  # it decodes in windows: see `windows`
         self.prefill_end = self.prompt_tokens  # it decodes once num_computed reaches this
         # computing this many samples the last allowed token
         self.last_computed = self.prompt_tokens + max_tokens - 1

@@ -233,7 +233,7 @@ class Speculation(PlanTiming):
         return max(0, min(self._limit_of(request), request.output_left))
 
     def _limit_of(self, request: LiveRequest) -> int:
-        if request.window is not None:  # its drafts are those of its window
+        if request.has_window:  # its drafts are those of its window
             return 0
         asked = request.params.max_drafts
         return self._most if asked is None else min(self._most, asked)

@@ -103,7 +103,7 @@ class Windows(EngineFeature):
         """`size`: in tokens, `Capacity.deterministic_window`."""
         self._size = size
         self.asked_by = self._decodes_in_windows
-        self._asking = 0  # known requests with a window
+        self._of: dict[LiveRequest, Window] = {}  # of the known requests that decode in windows
         self._open: dict[LiveRequest, None] = {}
         # those that change their row, or check drafts, before they decode on
         self._due: dict[LiveRequest, None] = {}
@@ -117,6 +117,11 @@ class Windows(EngineFeature):
         """True if the next step must be planned while none is in flight."""
         return bool(self._due)
 
+    def held_back(self, request: LiveRequest) -> int:
+        """Return the number of tokens that the open window of `request` has, 0 without one."""
+        window = self._of.get(request)
+        return len(window.tokens) if window is not None and window.is_open else 0
+
     # Planning, with nothing in flight
 
     def settle(self, rows: RowAllocator, budget: int) -> int:
@@ -126,7 +131,7 @@ class Windows(EngineFeature):
         self._due = {}
         wanted = 0
         for request in due:
-            window = _window_of(request)
+            window = self._of[request]
             if window.is_open:
                 self._close(request)
                 rows.release(request)
@@ -136,10 +141,10 @@ class Windows(EngineFeature):
     def drafts(self, step: DraftRoom, rows: RowAllocator) -> dict[LiveRequest, Sequence[int]]:
         """Return the drafts that a planned step checks, and open the windows of other decodes."""
         chosen: dict[LiveRequest, Sequence[int]] = {}
-        if not self._asking:
+        if not self._of:
             return chosen
         for request in step.granted:
-            window = request.window
+            window = self._of.get(request)
             if window is None or window.is_open or request in step.prefilled:
                 continue
             start = request.num_computed - request.granted
@@ -165,11 +170,11 @@ class Windows(EngineFeature):
 
     def submitted_step(self, flight: InFlightStep) -> None:
         """Note which tokens of a submitted step are provisional, and which requests await it."""
-        if not self._asking:
+        if not self._of:
             return
         provisional = set[LiveRequest]()
         for request in flight.requests:
-            window = request.window
+            window = self._of.get(request)
             if window is None:
                 continue
             if window.is_open:
@@ -191,7 +196,7 @@ class Windows(EngineFeature):
         for request, token in flight.provisional_tokens():
             if request.status is Status.FINISHED:
                 continue
-            window = _window_of(request)
+            window = self._of[request]
             if not window.is_open:  # it was preempted meanwhile
                 request.in_flight -= 1
                 continue
@@ -202,28 +207,23 @@ class Windows(EngineFeature):
     # Requests
 
     def arrived(self, request: LiveRequest) -> None:
-        self._asking += 1
-        request.window = Window(request.sampling)
+        self._of[request] = Window(request.sampling)
+        request.has_window = True
 
     def left(self, request: LiveRequest) -> None:
         self._due.pop(request, None)
-        if _window_of(request).is_open:
+        if self._of[request].is_open:
             self._close(request)
 
     def removed(self, request: LiveRequest) -> None:
-        self._asking -= 1
+        del self._of[request]
 
     def _close(self, request: LiveRequest) -> None:
         del self._open[request]
-        _window_of(request).close(request)
+        self._of[request].close(request)
 
 
 def is_end(request: LiveRequest, token: int) -> bool:
     """Return True if no provisional token may follow this one: it would end the request, or its row
     failed (-1)."""
     return token < 0 or token in request.stop_ids
-
-
-def _window_of(request: LiveRequest) -> Window:
-    assert request.window is not None
-    return request.window
