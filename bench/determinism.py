@@ -71,7 +71,7 @@ def measure(name: str, llm: LLM, work: Workload, rounds: int) -> None:
 
 
 def end_after(seconds: float) -> None:
-    """End the process after so many seconds, whatever it does."""
+    """End the process after so many seconds, even in the middle of a measurement."""
 
     def end() -> None:
         print(f"ended after {seconds:.0f} s", flush=True)

@@ -211,8 +211,8 @@ def test_prompts_share_what_the_limit_allows_and_the_rest_is_told_why(
 
 
 def test_no_prompt_is_looked_up_once_the_limit_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefix-cache lookup takes time in proportion to the prompt, and a policy may
-    request a grant for every waiting request in each step."""
+    """A prefix-cache lookup takes time proportional to the length of the prompt, and a policy may
+    try to grant every waiting request in each step."""
     lookups: list[str] = []
     lookup = PrefixCache.lookup
 

@@ -1,6 +1,6 @@
 """NaN in K and V, which a row notices only once it yields a token: perhaps steps later, when others
-have read its pages, or the request is preempted or aborted. What is kept of it must not fail
-requests for ever.
+have read its pages, or the request is preempted or aborted. Frames and blocks that contain NaN must
+not be reused afterwards, or later requests would fail, too.
 
 The fake executor spreads NaN as a device does: by what rows read, through saves and restores.
 """

@@ -77,70 +77,50 @@ class SimulatedOptions(BaseModel):
         description="Additional core time per request in the step. Unset: the profile's.",
     )
     vocab_size: int = Field(32_000, ge=2, description="Size of the vocabulary.")
-    compile_s: float = Field(
-        2.5e-3, ge=0, allow_inf_nan=False, description="Median time to compile a grammar."
-    )
+    compile_s: Seconds = Field(2.5e-3, description="Median time to compile a grammar.")
     compile_sigma: float = Field(
         0.157,
         ge=0,
         le=10,
         description="Variation of compile_s: exp(compile_sigma z), z standard normal.",
     )
-    mask_row_s: float = Field(
+    mask_row_s: Seconds = Field(
         1e-4,
-        ge=0,
-        allow_inf_nan=False,
         description="Time of a CPU core to fill a row's mask, with all cores busy.",
     )
     mask_cores: int = Field(16, ge=1, description="CPU cores that fill masks.")
-    image_s: float | None = Field(
+    image_s: Seconds | None = Field(
         None,
-        ge=0,
-        allow_inf_nan=False,
         description="Time of a step for each image that it encodes. Unset: the profile's.",
     )
-    image_row_s: float | None = Field(
+    image_row_s: Seconds | None = Field(
         None,
-        ge=0,
-        allow_inf_nan=False,
         description="Additional time for each row of these images. Unset: the profile's.",
     )
-    adapter_read_s: float = Field(
+    adapter_read_s: Seconds = Field(
         0.1,
-        ge=0,
-        allow_inf_nan=False,
         description="Time to read an adapter to the host, when a request first names it.",
     )
-    adapter_load_s: float | None = Field(
+    adapter_load_s: Seconds | None = Field(
         None,
-        ge=0,
-        allow_inf_nan=False,
         description="Time of a step for each adapter that it loads to a slot. Unset: the "
         "profile's.",
     )
-    adapter_step_s: float | None = Field(
+    adapter_step_s: Seconds | None = Field(
         None,
-        ge=0,
-        allow_inf_nan=False,
         description="Additional time of a step in which a request has an adapter. Unset: the "
         "profile's.",
     )
-    adapter_token_s: float | None = Field(
+    adapter_token_s: Seconds | None = Field(
         None,
-        ge=0,
-        allow_inf_nan=False,
         description="Additional time for each token of such requests. Unset: the profile's.",
     )
-    pooled_s: float | None = Field(
+    pooled_s: Seconds | None = Field(
         None,
-        ge=0,
-        allow_inf_nan=False,
         description="Time of a step for each prompt that it pools, besides computing it. Unset: "
         "the profile's.",
     )
-    accept_s: float = Field(
-        2.2e-6, ge=0, allow_inf_nan=False, description="Time to pass a token to a row's grammar."
-    )
+    accept_s: Seconds = Field(2.2e-6, description="Time to pass a token to a row's grammar.")
     acceptance: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
         (0.8,),
         min_length=1,
@@ -155,10 +135,8 @@ class SimulatedOptions(BaseModel):
         "however long such steps take. If all seconds are "
         "equal, it checks as many as it may. Unset: as the step times have them.",
     )
-    draft_s: float | None = Field(
+    draft_s: Seconds | None = Field(
         None,
-        ge=0,
-        allow_inf_nan=False,
         description="Device time of the drafter `simulated` for each draft of the row with most. "
         "Unset: the profile's.",
     )
@@ -180,10 +158,8 @@ class SimulatedOptions(BaseModel):
         multiple_of=8,
         description="Bytes that a transfer copies for each page. Unset: as in the model's layout.",
     )
-    late_sampling_s: float = Field(
+    late_sampling_s: Seconds = Field(
         3.5e-4,
-        ge=0,
-        allow_inf_nan=False,
         description="Time to submit the sampling of a step with grammars.",
     )
 

@@ -16,8 +16,8 @@ FILLER = np.ones(1, np.int32)  # a request's answer if none was set
 
 
 class StepWork(NamedTuple):
-    """What a step computes. With drafts, each line of a row that has some is a decode of its own,
-    as the device computes it."""
+    """A step's tokens, contexts and lines, from which its duration and results follow. With drafts,
+    each line of a row that has some is a decode of its own, as the device computes it."""
 
     new_tokens: NDArray[np.int32]  # [rows], with drafts [decodes]
     context: NDArray[np.int64]  # tokens computed before, as `new_tokens`

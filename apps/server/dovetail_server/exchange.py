@@ -118,7 +118,7 @@ class Server:
 
 
 class CountingListener(Listener, Protocol):
-    """What an exchange knows of its listeners: see `listeners.OutputListener`."""
+    """A listener with the counts that an exchange records when it ends. `OutputListener` is one."""
 
     ticket: Ticket | None
     meter: RequestMeter | None

@@ -28,7 +28,7 @@ class Finish(NamedTuple):
 
 
 class Totals(Protocol):
-    """What a meter adds to: see `metrics.ServerMetrics`."""
+    """Totals of all requests, to which each `RequestMeter` adds its own. `ServerMetrics` has them."""
 
     gap: Histogram
     generated_tokens: int

@@ -400,8 +400,8 @@ class PlannedStep:
 
     def _refuses_prefill(self, request: LiveRequest) -> bool:
         """Return True if the prefill limit refuses even one token of the waiting `request`, whatever
-        its cached prefix. Saves the prefix-cache lookup, which takes time in proportion to the
-        prompt: a policy may request a grant for every waiting request in each step."""
+        its cached prefix. This saves the prefix-cache lookup, which takes time proportional to the
+        length of the prompt, and a policy may try to grant every waiting request in each step."""
         if not self.prefill_tokens or self._tokens_left < 1 or self._prompt_tokens_left() >= 1:
             return False
         return not (request.siblings or request.indivisible or request in self._books.asking)

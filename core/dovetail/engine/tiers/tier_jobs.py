@@ -157,9 +157,10 @@ class TierJobs:
         """Queue a named frame to be stored, or drop it if the queue is full or the tier off."""
         if frame.name is None or frame.name in self._kept:
             return
+        most = max(frame.bytes, QUEUE_SHARE * self._pool.limit)
         if not self.is_used(now, stores=True):
             self._stats.dropped_frames["unavailable"] += 1
-        elif 0 < self._queued_bytes > QUEUE_SHARE * self._pool.limit - frame.bytes:
+        elif self._queued_bytes + frame.bytes > most:
             self._stats.dropped_frames["slow"] += 1
         else:
             self._pool.hold(frame)

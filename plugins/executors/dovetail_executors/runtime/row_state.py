@@ -323,7 +323,7 @@ class RowState:
                 f"step {batch.step}: a row with drafts computes these and its last known token, "
                 "and samples"
             )
-        # lines of deterministic rows are sampled one by one
+        # those of deterministic rows are sampled in parts of a fixed size
         lines = batch.num_lines[~self.are_deterministic(batch.rows)].sum()
         if lines > self.max_lines:
             raise DovetailError(
