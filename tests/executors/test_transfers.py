@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +19,7 @@ from dovetail.api.kv_transfers import Transfer, frame_checksum
 from dovetail.errors import DovetailError
 from dovetail.testing.suites.executor_bench import Bench
 from dovetail.testing.suites.executor_transfers import Frames
+from dovetail.testing.suites.footprint import tensor_bytes
 from dovetail_executors.local import LocalExecutor
 from dovetail_executors.options import LocalOptions, TensorOptions
 from dovetail_executors.rank_transfers import PLACES, SharedSlabs, from_words, to_words
@@ -79,18 +79,10 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", sorted({*LAYOUTS} - {"odd"}))
 def test_transfers_allocate_no_more_than_is_left_free_for_them(name: str, ranks: int) -> None:
     pool = pool_of(name)
-    before = allocated_bytes()
+    before = tensor_bytes()
     part = PartOfTransfers(PageCopies(pool), rank=ranks - 1)
-    assert 0 < allocated_bytes() - before <= device_bytes(pool.planned.layout, ranks)
+    assert 0 < tensor_bytes() - before <= device_bytes(pool.planned.layout, ranks)
     part.copies.close()
-
-
-def allocated_bytes() -> int:
-    """Return the bytes of all storages of tensors that exist."""
-    gc.collect()
-    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -90,8 +90,8 @@ def tensor_bytes(*roots: Any) -> int:
         if id(thing) in seen or isinstance(thing, type | ModuleType):
             continue
         seen.add(id(thing))
-        if isinstance(thing, torch.Tensor):
-            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-        else:
+        if not isinstance(thing, torch.Tensor):
             queue.extend(gc.get_referents(thing))
+        elif thing.layout is torch.strided:  # others have no storage
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     return sum(storages.values())
