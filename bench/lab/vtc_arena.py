@@ -67,17 +67,26 @@ WITHIN = {"service difference": 0.10, "tokens/s": 0.05, "mean TTFT, s": 0.05, "m
 Figures = dict[str, float]
 
 
-def put_off(trace: Trace, seed: int) -> Trace:
-    """Every request a little later."""
+def put_off(trace: Trace, seed: int, latest_s: float = LATEST_S) -> Trace:
+    """Return the trace with each request delayed by up to `latest_s`."""
     rng = random.Random(seed)
     late = [
-        replace(request, arrival_time=request.arrival_time + rng.uniform(0.0, LATEST_S))
+        replace(request, arrival_time=request.arrival_time + rng.uniform(0.0, latest_s))
         for request in trace
     ]
     return replace(trace, requests=tuple(sorted(late, key=lambda request: request.arrival_time)))
 
 
-def simulate(measured: ServedRun, server: Server, seed: int) -> Figures:
+def simulate(
+    measured: ServedRun,
+    server: Server,
+    seed: int,
+    *,
+    steps: float = 1.0,
+    latest_s: float = LATEST_S,
+) -> Figures:
+    """Return the figures of a simulated run whose steps take the device `steps` times as long, and
+    whose requests are delayed by up to `latest_s`."""
     order = ORDERS[measured.name.partition("__")[0]]
     admission = {
         "order": order,
@@ -95,6 +104,7 @@ def simulate(measured: ServedRun, server: Server, seed: int) -> Figures:
             "num_pages": POOL_TOKENS,
             "step_time": server.profile.model_dump(mode="json"),
             "scattered_s": server.scattered_s,
+            "step_time_factor": steps,
         },
         "overlap": False,
         "block_size": 1,
@@ -103,7 +113,7 @@ def simulate(measured: ServedRun, server: Server, seed: int) -> Figures:
         "max_model_len": 3072,
     }
     sent = {request.id: request.arrival_time for request in measured.trace}
-    result = replay(config, put_off(measured.trace, seed), registry=registry())
+    result = replay(config, put_off(measured.trace, seed, latest_s), registry=registry())
     works = [
         work(
             one.client,
@@ -194,6 +204,16 @@ def by_fairness(figures: dict[str, Figures]) -> list[str]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--factor", type=float, help="of the host's times, instead of finding it")
+    parser.add_argument(
+        "--steps", type=float, default=1.0, help="factor of the device's times, after the fit"
+    )
+    parser.add_argument(
+        "--latest",
+        type=float,
+        default=LATEST_S,
+        metavar="S",
+        help="maximum delay of an arrival, in seconds",
+    )
     parser.add_argument("--repeats", type=int, default=4, help="runs whose mean is taken")
     parser.add_argument(
         "--runs",
@@ -235,7 +255,13 @@ def main() -> None:
         profile.save(args.profile)
     measured = {run.name: figures_of_measured(run) for run in runs}
     simulated = {
-        run.name: mean_of(run.name, [simulate(run, server, seed) for seed in range(args.repeats)])
+        run.name: mean_of(
+            run.name,
+            [
+                simulate(run, server, seed, steps=args.steps, latest_s=args.latest)
+                for seed in range(args.repeats)
+            ],
+        )
         for run in runs
     }
     held = [

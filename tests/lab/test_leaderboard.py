@@ -320,7 +320,10 @@ def test_runs_with_other_figures_are_made_again(tmp_path: Path, made_up: list[Bo
             ("--only", "fcfs,nobody"),
             "--only: no scheduler 'nobody' is installed; there are andes, ",
         ),
-        (("--only", "fcfs,,vtc"), "expected names with commas between, each once, got 'fcfs,,vtc'"),
+        (
+            ("--only", "fcfs,,vtc"),
+            "--only: expected names with commas between, each once, got 'fcfs,,vtc'",
+        ),
     ],
 )
 def test_wrong_options_are_named(tmp_path: Path, options: tuple[str, str], message: str) -> None:

@@ -90,13 +90,13 @@ def leaderboard(
     if until is not None and not 0 < until < 100:
         raise ConfigError(f"--until: expected points between 0 and 100, got {until:g}")
     rest = TimeBudget(budget)
-    chosen = board.TRACES if traces is None else _names(traces)
+    chosen = board.TRACES if traces is None else _names(traces, "--traces")
     for name in chosen:
         if name not in board.TRACES:
             raise ConfigError(
                 f"--traces: there is no trace {name!r}; there are {', '.join(board.TRACES)}"
             )
-    entries = board.entries(() if only is None else _names(only))
+    entries = board.entries(() if only is None else _names(only, "--only"))
     make_folder(out)
     with Workers(cores(jobs)) as workers:
         runs = _Runs(entries, chosen, Results(out), workers, requests)
@@ -192,11 +192,13 @@ class _Runs:
         return [run for run in runs if run is not None]
 
 
-def _names(text: str) -> tuple[str, ...]:
+def _names(text: str, option: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
         if not name or names.count(name) > 1:
-            raise ConfigError(f"expected names with commas between, each once, got {text!r}")
+            raise ConfigError(
+                f"{option}: expected names with commas between, each once, got {text!r}"
+            )
     return names
 
 
