@@ -24,7 +24,7 @@ from hypothesis.strategies import floats, integers, text
 
 from tests.budget import Budget, pytest_terminal_summary  # noqa: F401 (a hook)
 from tests.frozen import count_once, freeze_what_lasts
-from tests.preloaded import Preloaded
+from tests.preloaded import MODULES, SLOW_MODULES, Preloaded
 from tests.slow_checks import reason_for, without_a_quick_case
 from tests.support import FULL, PROFILE, examples
 
@@ -228,7 +228,8 @@ def preloaded() -> Iterator[Preloaded]:
     """Starts programs in Python that import torch or Dovetail, without the time of these
     imports."""
     pytest.importorskip("torch")
-    with closing(Preloaded()) as process:
+    modules = MODULES if PROFILE == "quick" else (*MODULES, *SLOW_MODULES)
+    with closing(Preloaded(modules)) as process:
         yield process
 
 

@@ -58,6 +58,18 @@ MODULES = (
     "transformers.tokenization_utils_tokenizers",
     "triton",
 )
+# What slow tests import besides: pages of the lab.
+SLOW_MODULES = (
+    "dovetail_lab.compare_command",
+    "dovetail_lab.metrics",
+    "dovetail_lab.report.curves",
+    "dovetail_lab.report.page",
+    "dovetail_lab.report_command",
+    "dovetail_lab.simulate",
+    "dovetail_lab.simulated",
+    "dovetail_lab.sweep_command",
+    "dovetail_lab.workloads",
+)
 FIXED = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",

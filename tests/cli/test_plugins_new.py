@@ -39,7 +39,8 @@ from dovetail.config.engine import COMPONENT_KEYS, EngineConfig
 from dovetail.errors import DISTRIBUTION, ConfigError
 from dovetail.registry.doctor.examine import examine
 from dovetail.registry.registry import Registry
-from dovetail.testing import run
+from dovetail.testing import run, runner
+from tests.conformance import fewer
 from tests.registry.fakes import Site, modules_forgotten
 from tests.support import FULL, examples
 
@@ -142,7 +143,11 @@ SUITES = [
 
 @pytest.mark.parametrize("kind", SUITES)
 @pytest.mark.slow("runs suites of components in processes")
-def test_it_passes_the_suite_of_its_kind(installed: Path, kind: Kind) -> None:
+def test_it_passes_the_suite_of_its_kind(
+    installed: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not FULL:
+        monkeypatch.setattr(runner, "COMMAND", fewer.COMMAND)
     verdict = run(kind, f"my_{kind}")
     assert not verdict.findings, str(verdict)
 

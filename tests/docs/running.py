@@ -45,8 +45,9 @@ SIMULATE_OFTEN = (
 )
 # of many seconds: only the full profile runs them
 LONG_SUITE = re.compile(r"\brun\(\"(model|attention|sampler|logits_processor|kv_tier)\"")
-FEW = 20  # requests of each simulation otherwise
+FEW = 8  # requests of each simulation otherwise
 MANY = 200  # requests that take seconds: only the full profile replays more in a page's Python
+FEW_OF_EACH = 2  # of each of a workload's clients, in a page's Python
 
 
 def run_page(page: str, url: str) -> None:
@@ -146,8 +147,10 @@ def run_dovetail(block: Block, args: list[str], expected: str) -> None:
     if ">" in args:
         args, expected = args[: args.index(">")], ""
     args = [str(ROOT / arg) if arg.startswith("examples/") else arg for arg in args]
-    if args[0] == "lab" and args[1] in SIMULATE_OFTEN and not FULL:
-        args, expected = abridged(args), ""
+    if args[0] == "lab" and not FULL:
+        draw_once()
+        if args[1] in SIMULATE_OFTEN:
+            args, expected = abridged(args), ""
     result = CliRunner().invoke(app, args, prog_name="dovetail")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -157,18 +160,29 @@ def run_dovetail(block: Block, args: list[str], expected: str) -> None:
 
 
 def with_few_requests(code: str) -> str:
-    """Return this code, with few requests if it replays more than `MANY`. What it prints isn't what
-    the page shows then."""
+    """Return this code, with few requests if it replays more than `MANY`, or those of several
+    clients. What it prints isn't what the page shows then."""
+    if "replay(" not in code:
+        return code
+    code = re.sub(r'"requests": \d+', f'"requests": {FEW_OF_EACH}', code)
     return re.sub(
         r"\brequests=(\d+)",
-        lambda found: f"requests={FEW}" if "replay(" in code and int(found[1]) > MANY else found[0],
+        lambda found: f"requests={FEW}" if int(found[1]) > MANY else found[0],
         code,
     )
 
 
+def draw_once() -> None:
+    """Let reports have their figures in the page alone, as they come: most of the time of a small
+    simulation's report is their layout, and the same figures again as PNG."""
+    from dovetail_lab.report import html
+
+    vars(html).update(lay_out=lambda figure: figure.set_layout_engine("none"), png=lambda _: b"")
+
+
 def abridged(args: list[str]) -> list[str]:
-    """Return this command of the lab with two seeds, few requests, one rate and no warm-up. What it
-    prints isn't what the page shows then."""
+    """Return this command of the lab with two seeds, few requests, one rate, the first two of
+    several values and no warm-up. What it prints isn't what the page shows then."""
     args = [re.sub(r"requests=\d+", f"requests={FEW}", arg) for arg in args]
     for index, (option, value) in enumerate(pairwise(args), start=1):
         if option == "--seeds":
@@ -177,6 +191,8 @@ def abridged(args: list[str]) -> list[str]:
             args[index] = value.split(",")[0]
         if option == "--window":
             args[index] = "0s:"
+        if option == "--set" and re.fullmatch(r"[\w.]+=[\w.]+(,[\w.]+)+", value):
+            args[index] = ",".join(value.split(",")[:2])
         if option == "--trace" and value.endswith(".yaml"):
             args[index] = f"few-{Path(value).name}"
             Path(args[index]).write_text(
