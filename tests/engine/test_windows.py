@@ -14,6 +14,7 @@ from tests.engine.world import Shape, Spec, World
 
 SIZE = 8
 WINDOWS = Shape(deterministic_window=SIZE, num_pages=200)
+RIGHT = replace(WINDOWS, wrong_provisional=False, max_model_len=200)
 PROMPT = tuple(range(1, SIZE + 1))  # the first window begins after it
 
 
@@ -74,6 +75,96 @@ def test_provisional_tokens_that_differ_are_decoded_again(
     assert sum(stats.accepted_drafts) > stats.draft_tokens / 3
 
 
+def check_steps(world: World) -> list[int]:
+    """Return the numbers of the batches that check drafts."""
+    return [number for number, count in enumerate(drafts_of(world)) if count]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_windows_of_all_are_checked_in_few_steps(overlap: bool) -> None:
+    world = World(shape=replace(RIGHT, overlap=overlap, token_budget=512, max_num_seqs=16))
+    names = [str(length) for length in range(1, 2 * SIZE)]  # each phase of a window, twice
+    for name in names:
+        world.add(marked(name, tuple(range(1, int(name) + 1)), max_tokens=1 + 8 * SIZE))
+    world.drain(check=True)
+    assert len(check_steps(world)) <= 12, "one in `SIZE` steps, and a few as all end"
+    assert len(world.executor.sent) <= 1 + 8 * SIZE + 2 * SIZE
+
+
+def test_a_request_does_not_wait_for_the_windows_of_others() -> None:
+    """Those that are ready decode on; the check keeps what they computed meanwhile."""
+    counts = []
+    for phases in ([0], [0, 3, 6]):
+        world = World(shape=RIGHT)
+        for phase in phases:
+            world.add(marked(f"{phase}", PROMPT + PROMPT[:phase], max_tokens=5 * SIZE))
+        while "0" not in world.finished:
+            world.step()
+        counts.append(len(world.executor.sent))
+    alone, together = counts
+    assert alone == 5 * SIZE
+    assert together <= alone + 2 * SIZE, "only the end awaits the others' windows"
+
+
+def test_arrivals_do_not_put_a_check_off() -> None:
+    """There is always a window that isn't ready."""
+    world = World(shape=replace(RIGHT, num_pages=2000))
+    [first] = world.add(marked("first", max_tokens=20 * SIZE))
+    known = 0
+    steps = 0
+    for number in range(20 * SIZE):
+        if number % 2 == 0:
+            world.add(marked(f"{number}", (number % 90 + 1, 2), max_tokens=SIZE))
+        world.step()
+        steps = 0 if first.generated > known else steps + 1
+        known = first.generated
+        assert steps <= 3 * SIZE
+    world.drain(check=True)
+
+
+@pytest.mark.parametrize("place", range(2, 3 * SIZE))
+@pytest.mark.parametrize("ends_by", ["stop", "length"])
+def test_an_ended_request_waits_for_two_windows_at_most(place: int, ends_by: str) -> None:
+    world = World(shape=RIGHT)
+    world.add(marked("long", (5, 6, 7), max_tokens=8 * SIZE))
+    allowed = place + 1 if ends_by == "length" else 60
+    [one] = world.add(marked("one", max_tokens=allowed))
+    if ends_by == "stop":
+        one.stop_ids = frozenset([world.expected("one")[0][place]])
+    while "one" not in world.finished:
+        world.step()
+        world.check()
+    assert world.finished["one"].reason == ends_by
+    assert len(world.executor.sent) <= one.generated + 2 * SIZE + 2
+    world.drain(check=True)
+
+
+@pytest.mark.parametrize("steps", range(3, 2 * SIZE))
+def test_a_request_can_be_aborted_while_its_end_is_uncertain(steps: int) -> None:
+    world = World(shape=RIGHT)
+    world.add(marked("long", (5, 6, 7), max_tokens=8 * SIZE))
+    world.add(marked("one", max_tokens=4))
+    for _ in range(steps):
+        world.step()
+    if "one" not in world.finished:
+        world.abort("one")
+    world.drain(check=True)
+
+
+def test_others_need_not_wait_for_the_memory_of_an_ended_request() -> None:
+    waited = []
+    for deterministic in (False, True):
+        world = World(shape=replace(WINDOWS, num_pages=14, block_size=2))
+        world.add(Spec("ends", PROMPT, max_tokens=4, deterministic=deterministic))
+        world.add(marked("stays", (3, 4), max_tokens=2 * SIZE))
+        [late] = world.add(Spec("late", (9,) * 12, max_tokens=2, delay=1e-6))
+        while "late" not in world.finished:
+            world.step()
+        waited.append(len(world.executor.sent))
+    assert late.first_scheduled_time is not None
+    assert waited[1] <= waited[0] + 2
+
+
 @pytest.mark.parametrize("place", range(1, SIZE + 2))
 def test_a_stop_token_ends_a_window_early(place: int) -> None:
     world = World(shape=WINDOWS)
@@ -96,7 +187,7 @@ def test_the_last_allowed_token_ends_a_window(tokens: int) -> None:
 @pytest.mark.parametrize("steps", range(1, 2 * SIZE + 2))
 def test_an_aborted_window_leaves_nothing_to_reuse(steps: int) -> None:
     world = World(shape=WINDOWS)
-    world.add(marked("aborted", max_tokens=60))
+    [aborted] = world.add(marked("aborted", max_tokens=60))
     world.add(marked("beside", (9, 9, 9), max_tokens=60))
     for _ in range(steps):
         world.step()
@@ -106,7 +197,7 @@ def test_an_aborted_window_leaves_nothing_to_reuse(steps: int) -> None:
     # The fake fails if this one reads K and V of a provisional step.
     [again] = world.add(marked("again", (*PROMPT, *tokens[: 2 * SIZE]), max_tokens=5))
     world.drain(check=True)
-    assert again.cached_tokens <= len(PROMPT) + max(0, steps - SIZE + 1)
+    assert again.cached_tokens <= len(PROMPT) + aborted.generated
 
 
 def test_a_preempted_window_is_checked_when_it_is_back() -> None:

@@ -74,6 +74,7 @@ class Shape:
     prompt_rate: float | None = None
     strict: bool = False
     deterministic_window: int = 0
+    wrong_provisional: bool = True
 
 
 @dataclass(frozen=True)
@@ -269,6 +270,7 @@ class World:
             seconds_per_token=shape.seconds_per_token,
             max_lines=shape.max_lines if shape.drafter or drafter else 0,
             deterministic_window=shape.deterministic_window,
+            wrong_provisional=shape.wrong_provisional,
         )
         limits = shape.max_num_seqs, shape.token_budget
         config = ExecutorConfig(

@@ -21,7 +21,7 @@ from tests.tiers.tiered import FRAME, InOrder, Tiered, ToyTier
 
 WORLDS = int(os.environ.get("DOVETAIL_TIER_WORLDS", "0"))  # besides those in which most happens
 # seeds: tiers that damage frames, restored prefixes, a reset meanwhile, provisional K and V
-EVENTFUL = (0, 4, 12, 21)
+EVENTFUL = (40, 32, 58, 21)
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {},
     {"window": 6},

@@ -121,7 +121,7 @@ class BatchBuilder:
         return self._sharing[1]
 
     def _new_row(self, request: LiveRequest, granted: int) -> NewRow:
-        known = request.prompt_array, request.output
+        known = request.prompt_array, request.output, request.ahead
         return NewRow(
             row=request.row,
             request_id=request.id,

@@ -121,13 +121,24 @@ class Books:
         for request in granted:
             request.granted = 0
             if request.num_computed >= request.last_computed:
-                request.status = Status.DRAINING
-                self.running.remove(request)
+                self.drain(request)
         if self._has_windows:
             for request in granted:
                 if request.num_computed >= request.next_trim:
                     self._trim(request)
         self.open_gates()
+
+    def drain(self, request: LiveRequest) -> None:
+        """Hide a request from the policy: it has nothing to compute until results come in."""
+        if request.status is Status.RUNNING:
+            request.status = Status.DRAINING
+            self.running.remove(request)
+
+    def wake(self, request: LiveRequest) -> None:
+        """Show the policy a draining request again: its end is uncertain. No-op for others."""
+        if request.status is Status.DRAINING:
+            request.status = Status.RUNNING
+            self.running.add(request)
 
     def commit(self, request: LiveRequest) -> None:
         """Commit the full blocks of its known, planned tokens, except provisional K and V; if it is

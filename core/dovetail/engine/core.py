@@ -302,7 +302,7 @@ class EngineCore:
             prompt_tokens=partial(self.plan_timing.prompt_tokens, self.prefill_limit),
             flights_end=partial(self.plan_timing.flights_end, flights) if flights else None,
             log=self.observers.wants_decisions,
-            reserved=0 if flights else self.windows.settle(self.books.rows, budget),
+            reserved=self.windows.settle(self.books, budget, in_flight=bool(flights)),
         )
         self._index += 1
         if step.has_requests:
@@ -314,7 +314,7 @@ class EngineCore:
             drafts = checked if flights or checked else self.plan_timing.drafts(step)
             flight = self._batches.build(step, drafts, constrained=self._constrained > 0)
             self.books.submitted(flight.requests)
-            self.windows.submitted_step(flight)
+            self.windows.submitted_step(flight, step)
             flight.core_s = time.perf_counter() - begun
             self._finish_masks()
             flight.handle = self.executor.submit(flight.batch)

@@ -38,7 +38,8 @@ class Status(Enum):
     GATED = "held back"  # arrived, but hidden from the policy: a gate is closed
     WAITING = "waiting"  # holds no blocks
     RUNNING = "running"  # holds blocks
-    DRAINING = "draining"  # its last allowed token is in flight
+    # its last allowed token is in flight, or one that may be its last isn't certain: see `windows`
+    DRAINING = "draining"
     FINISHED = "finished"
 
 
@@ -51,6 +52,7 @@ class LiveRequest(Request):
     __slots__ = (
         "_output_token_ids",
         "adapter",
+        "ahead",
         "cached_tokens",
         "capacity",
         "constraint",
@@ -136,6 +138,8 @@ class LiveRequest(Request):
         self._output_token_ids = TokenIds(self.output)
         self.num_computed: int = 0  # tokens whose K and V are computed or planned
         self.settled = ALL_TOKENS  # K and V of tokens after these are provisional: see `windows`
+        # provisional tokens after its output, which its row knows: see `windows`
+        self.ahead: Sequence[int] = ()
         self.has_window = False  # it decodes in windows: see `windows`
         self.prefill_end = self.prompt_tokens  # it decodes once num_computed reaches this
         # computing this many samples the last allowed token

@@ -91,6 +91,8 @@ class PlannedStep:
         self.prefilled: dict[LiveRequest, int] = {}
         # request -> how many of this step's tokens were computed once, before a preemption
         self.recomputed: dict[LiveRequest, int] = {}
+        # Requests that pages were lacking for, whatever was evicted
+        self.lacking: list[LiveRequest] = []
         # The core released blocks after this planning, so that planning again may grant more
         self.freed = False
 
@@ -334,17 +336,30 @@ class PlannedStep:
         """Tokens of the budget that the policy has left over, or that were reserved."""
         return self._tokens_left + self._reserved
 
+    @property
+    def is_short(self) -> bool:
+        """True if requests would run, or run on, with more memory or slots; but for deterministic
+        ones that wait: the end of a window doesn't hurry for them."""
+        lacks = any(r.status is Status.RUNNING or not r.has_window for r in self.lacking)
+        return lacks or self._hides or bool(self.preempted)
+
     def give_room(self, request: LiveRequest, drafts: int) -> int:
         """Give a decode granted in this step room for `drafts` tokens after its known ones, from
+        what the policy has left over. Return how many of them fit."""
+        drafts = self.hold(request, drafts)
+        self._tokens_left -= drafts
+        return drafts
+
+    def hold(self, request: LiveRequest, tokens: int) -> int:
+        """Give a decode granted in this step blocks for `tokens` tokens after its known ones, from
         what the policy has left over: a page for each running request stays. Return how many of
         them fit."""
-        end = request.num_tokens + drafts
+        end = request.num_tokens + tokens
         if end > request.capacity:
             spare = self._kv.available_pages - len(self._books.running)
             if self._kv.pages_needed(request, end) > spare or not self._extend(request, end):
-                drafts = request.capacity - request.num_tokens
-        self._tokens_left -= drafts
-        return drafts
+                tokens = request.capacity - request.num_tokens
+        return tokens
 
     # A grant
 
@@ -383,6 +398,7 @@ class PlannedStep:
         if refusal is not None:
             return refusal
         if not self._take_or_evict(request, source, room_for, evict):
+            self.lacking.append(request)
             return Refusal.MEMORY
         if waits:
             self._admit(request)

@@ -4,25 +4,40 @@ computes again what it decoded (`RowSampling.deterministic`).
 A canonical step computes up to `Capacity.deterministic_window` consecutive tokens of a row for the
 price of one. So the request opens a *window* at its last known token, and decodes in it like any
 other request, by a row without the mark. These tokens are *provisional*: to everyone else they are
-in flight. Once the window has reached a multiple of its size, or its request could end, a row with
-the mark takes the place of the other, from the last known token on, and checks the provisional
-tokens as drafts. Noise is a function of seed and position, so nearly all are right; what follows
-the first wrong one is decoded again.
+in flight. A row with the mark then takes the place of the other, from the last known token up to a
+multiple of the window's size, and checks the provisional tokens as drafts. Noise is a function of
+seed and position, so nearly all are right; what follows the first wrong one is decoded again.
 
       size 8, 11 tokens known    position   8  9  10 11 12 13 14 15 16
       5 provisional tokens                        ^  p  p  p  p  p        from the logits at ^, ...
       the check computes                         [10 11 12 13 14 15]      6 tokens are delivered
+
+A step with a check awaits those before it, and is awaited, since drafts are checked while no other
+step is in flight; and most of its time doesn't depend on the number of windows. So few steps check
+the windows of all. A window is *ready* once its provisional tokens reach a multiple of the size, or
+one of them could be the last of its request. A step checks all that are ready
+
+- if no open window gains by waiting, since all are ready: a request alone is checked at once;
+- or the first of them has waited as many steps as a window has tokens;
+- or a request that ended waits for its check, while another one lacks memory or a slot.
+
+Until then the request decodes on past the multiple. The check ends at it, and if all is right, the
+window goes on with the tokens beyond, whose K and V are kept. So no request waits for the windows
+of others, in whatever phase they are, and none computes more. The alternatives: to drop the tokens
+beyond the multiple, which costs 16 steps of each window; or to let requests pause at the multiple
+until they are in phase, which costs 16 steps once, but whenever requests arrive, either these make
+others wait, or there are checks for each phase. What waits is a request whose end isn't known yet:
+it has nothing to decode, and drains like one whose last token is in flight, up to two windows long.
 
 Nothing provisional leaves this module. `LiveRequest.output` has final tokens only, so clients,
 watchers, penalties of canonical rows, policies and KV-cache managers see no others. K and V of
 tokens from `LiveRequest.settled` on are provisional: they are neither published to the prefix
 cache or to tiers, nor do they release blocks of a sliding window. The check overwrites them.
 
-Like any drafts, those of a window are checked while no other step is in flight, and a row changes
-its mark only while none of its tokens is. The loop therefore awaits the results of a step in which
-a window becomes due, or which computes a token canonically (`awaits_results`). If the policy then
-passes the request over, or there is no room for drafts, its next token is computed canonically, and
-the drafts that it confirms are kept; so they are over a preemption.
+A row changes its mark only while none of its tokens is in flight. The loop therefore awaits the
+results of a step before a check, and of one which computes a token canonically (`awaits_results`).
+If the policy then passes the request over, or there is no room for drafts, its next token is
+computed canonically, and the drafts that it confirms are kept; so they are over a preemption.
 
 Requests with a grammar decode canonically step by step, since its masks need the tokens before; so
 do all if the executor offers no windows. A drafter proposes nothing for requests in windows.
@@ -34,7 +49,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dovetail.api.sampler import RowSampling
-from dovetail.engine.books import RowAllocator
+from dovetail.engine.books import Books, RowAllocator
 from dovetail.engine.feature import EngineFeature
 from dovetail.engine.flight import Delivery, InFlightStep
 from dovetail.engine.live_request import ALL_TOKENS, LiveRequest, Status
@@ -46,7 +61,16 @@ LEAST_SHARE = 2  # drafts reserve at most one part in so many of a step's tokens
 class Window:
     """The provisional tokens of one request: of its open window, or drafts to be checked."""
 
-    __slots__ = ("_base", "awaits_check", "final", "is_open", "provisional", "tokens")
+    __slots__ = (
+        "_base",
+        "awaits_check",
+        "final",
+        "full",
+        "is_open",
+        "keeps_kv",
+        "provisional",
+        "tokens",
+    )
 
     def __init__(self, sampling: RowSampling) -> None:
         self.final = sampling
@@ -54,29 +78,41 @@ class Window:
             sampling, deterministic=False, logprobs=None, prompt_logprobs=None
         )
         self.is_open = False  # its request has a row without the mark
+        self.full = 0  # once so many tokens are computed, a check gains nothing from another one
         # The next token is canonical, even if there are no drafts: the first token of the window
         # may have been one that ends the request
         self.awaits_check = False
+        self.keeps_kv = False  # the request still has K and V of `tokens`, but of the last one
         self.tokens: list[int] = []  # they follow the first `_base` tokens of the output
         self._base = 0
 
-    def open(self, request: LiveRequest) -> None:
-        """Let the request decode provisionally from its last known token on, which the step being
-        planned computes. Its row must be replaced."""
+    @property
+    def goes_on(self) -> bool:
+        """True if the request can decode on after `tokens`, once a check has come to them."""
+        return self.keeps_kv and not self.awaits_check
+
+    def open(self, request: LiveRequest, size: int) -> None:
+        """Let the request decode provisionally after its last known token, which the step being
+        planned computes; or if there are `tokens` beyond that, after these: `drafts` was called.
+        Its row must be replaced."""
         self.is_open = True
-        self.tokens.clear()
-        self._base = len(request.output)
         request.settled = request.num_computed - request.granted
+        request.num_computed += len(self.tokens)
+        request.in_flight += len(self.tokens)
+        request.ahead = self.tokens
         request.sampling = self.provisional
+        self.full = (request.settled // size + 1) * size - 1
 
     def close(self, request: LiveRequest) -> None:
         """Take back the collected tokens, which are drafts from now on, up to one that ends the
         request or that its row failed to sample (-1). The row must be replaced."""
         self.is_open = False
         self.awaits_check = True
+        self.keeps_kv = True
         request.in_flight -= len(self.tokens)
         request.num_computed = min(request.num_computed, request.settled)
         request.settled = ALL_TOKENS
+        request.ahead = ()
         request.sampling = self.final
         for index, token in enumerate(self.tokens):
             if is_end(request, token):
@@ -105,8 +141,13 @@ class Windows(EngineFeature):
         self.asked_by = self._decodes_in_windows
         self._of: dict[LiveRequest, Window] = {}  # of the known requests that decode in windows
         self._open: dict[LiveRequest, None] = {}
+        # Of these, the ones that can be checked: the number of steps before they could, ascending
+        self._ready: dict[LiveRequest, int] = {}
+        self._ended: dict[LiveRequest, None] = {}  # of these, those to drain by the next planning
         # those that change their row, or check drafts, before they decode on
         self._due: dict[LiveRequest, None] = {}
+        self._steps = 0  # submitted ones
+        self._is_urgent = False  # those that are ready are checked now
 
     def _decodes_in_windows(self, request: LiveRequest) -> bool | None:
         may = self._size > 1 and request.sampling.deterministic
@@ -115,31 +156,64 @@ class Windows(EngineFeature):
     @property
     def awaits_results(self) -> bool:
         """True if the next step must be planned while none is in flight."""
-        return bool(self._due)
+        return bool(self._due) or self._checks_ready
+
+    @property
+    def _checks_ready(self) -> bool:
+        """True if the next step checks the windows that are ready."""
+        ready = self._ready
+        return bool(ready) and (
+            self._is_urgent
+            or len(ready) == len(self._open)
+            or self._steps - next(iter(ready.values())) >= self._size
+        )
 
     def held_back(self, request: LiveRequest) -> int:
         """Return the number of tokens that the open window of `request` has, 0 without one."""
         window = self._of.get(request)
         return len(window.tokens) if window is not None and window.is_open else 0
 
-    # Planning, with nothing in flight
+    # Planning
 
-    def settle(self, rows: RowAllocator, budget: int) -> int:
-        """Close the windows that are due, before a step is planned. Returns how many tokens of its
-        `budget` their drafts should get."""
+    def settle(self, books: Books, budget: int, *, in_flight: bool) -> int:
+        """Before a step is planned, let requests drain that have nothing to decode. Unless others
+        are `in_flight`, close the windows that it checks. Returns how many tokens of its `budget`
+        their drafts should get."""
+        for request in self._ended:
+            books.drain(request)
+        self._ended.clear()
+        if in_flight:
+            return 0
         due = self._due
         self._due = {}
-        wanted = 0
-        for request in due:
-            window = self._of[request]
-            if window.is_open:
-                self._close(request)
-                rows.release(request)
-            wanted += len(window.drafts(request))
-        return min(wanted, budget // LEAST_SHARE)
+        most = budget // LEAST_SHARE
+        wanted = sum([self._settle(request, books) for request in due])
+        if self._checks_ready:
+            for request in [*self._ready]:
+                if wanted >= most:
+                    break
+                wanted += self._settle(request, books)
+            self._is_urgent = self._is_urgent and bool(self._ready)
+        return min(wanted, most)
+
+    def _settle(self, request: LiveRequest, books: Books) -> int:
+        """Close the request's window, if it is open. Returns the number of drafts to check."""
+        window = self._of[request]
+        if window.is_open:
+            self._close(request)
+            books.rows.release(request)
+            books.wake(request)
+        return len(self._to_check(window, request, request.num_computed))
+
+    def _to_check(self, window: Window, request: LiveRequest, start: int) -> Sequence[int]:
+        """Return the drafts that are checked with the token of number `start`, its last known."""
+        drafts = window.drafts(request)
+        into = start % self._size
+        return () if window.goes_on and not into else drafts[: self._size - 1 - into]
 
     def drafts(self, step: DraftRoom, rows: RowAllocator) -> dict[LiveRequest, Sequence[int]]:
-        """Return the drafts that a planned step checks, and open the windows of other decodes."""
+        """Return the drafts that a planned step checks, with nothing in flight, and open the
+        windows of other decodes."""
         chosen: dict[LiveRequest, Sequence[int]] = {}
         if not self._of:
             return chosen
@@ -149,29 +223,32 @@ class Windows(EngineFeature):
                 continue
             start = request.num_computed - request.granted
             most = min(self._size - 1 - start % self._size, request.output_left)
-            if drafts := window.drafts(request)[:most]:
+            if drafts := self._to_check(window, request, start)[:most]:
                 room = max(0, min(len(drafts), step.spare_tokens))
                 if count := step.give_room(request, room):
                     chosen[request] = drafts[:count]
             elif most > 0 and not window.awaits_check:
-                window.open(request)
+                del window.tokens[step.hold(request, len(window.tokens)) :]
+                window.open(request, self._size)
                 self._open[request] = None
                 rows.release(request)
         return chosen
 
     def give_way(self) -> bool:
-        """Note that nothing runs, so that windows that lack memory must close, which may release
-        some. Returns True if there are any."""
+        """Note that nothing runs, so that windows that are ready must be checked, and those that
+        lack memory must close, which may release some. Returns True if there are any."""
         lacking = [request for request in self._open if request.num_computed >= request.capacity]
         self._due.update(dict.fromkeys(lacking))
-        return bool(lacking)
+        self._is_urgent = bool(self._ready)
+        return bool(lacking or self._ready)
 
     # A step
 
-    def submitted_step(self, flight: InFlightStep) -> None:
+    def submitted_step(self, flight: InFlightStep, step: DraftRoom) -> None:
         """Note which tokens of a submitted step are provisional, and which requests await it."""
         if not self._of:
             return
+        self._steps += 1
         provisional = set[LiveRequest]()
         for request in flight.requests:
             window = self._of.get(request)
@@ -179,18 +256,23 @@ class Windows(EngineFeature):
                 continue
             if window.is_open:
                 provisional.add(request)
-                changes = self._is_full(request)
-            else:
-                changes = request.in_flight > 0 and request.output_left > 0
-            if changes:
+                if request.output_left <= 1:
+                    self._end(request)
+                elif request.num_computed >= window.full:
+                    self._ready.setdefault(request, self._steps)
+            elif request.in_flight > 0 and request.output_left > 0:
                 self._due[request] = None
         flight.provisional = provisional
         if len(flight.batch.removed):
-            self._due.update((request, None) for request in self._open if request.row < 0)
+            lost = [r for r in self._open if r.row < 0 and r.status is Status.RUNNING]
+            self._due.update(dict.fromkeys(lost))
+        if step.is_short and any(r.status is Status.DRAINING for r in self._ready):
+            self._is_urgent = True
 
-    def _is_full(self, request: LiveRequest) -> bool:
-        """Return True if no further token of an open window gains anything."""
-        return (request.num_computed + 1) % self._size == 0 or request.output_left <= 1
+    def _end(self, request: LiveRequest) -> None:
+        """Note that no further token of its window may be decoded."""
+        self._ready.setdefault(request, self._steps)
+        self._ended[request] = None
 
     def collected(self, flight: InFlightStep, delivery: Delivery) -> None:
         for request, token in flight.provisional_tokens():
@@ -202,7 +284,7 @@ class Windows(EngineFeature):
                 continue
             window.tokens.append(token)
             if is_end(request, token):
-                self._due[request] = None
+                self._end(request)
 
     # Requests
 
@@ -212,14 +294,18 @@ class Windows(EngineFeature):
 
     def left(self, request: LiveRequest) -> None:
         self._due.pop(request, None)
-        if self._of[request].is_open:
+        window = self._of[request]
+        if window.is_open:
             self._close(request)
+        window.keeps_kv = False
 
     def removed(self, request: LiveRequest) -> None:
         del self._of[request]
 
     def _close(self, request: LiveRequest) -> None:
         del self._open[request]
+        self._ready.pop(request, None)
+        self._ended.pop(request, None)
         self._of[request].close(request)
 
 

@@ -87,6 +87,10 @@ class FakeExecutorOptions(BaseModel):
         ge=0,
         description="The window of deterministic rows; 0: it doesn't offer such rows.",
     )
+    wrong_provisional: bool = Field(
+        default=True,
+        description="In company, samples every fifth provisional token wrong.",
+    )
 
 
 def prefix_ids(tokens: tuple[int, ...] | list[int], digest: str = "") -> list[int]:
@@ -677,7 +681,7 @@ class FakeExecutor(Executor):
             )
             line += len(masks)
             beside = len(rows) > 1 and (len(row.tokens) + len(rows)) % 5 == 0
-            row.is_wrong = row.provisional and beside
+            row.is_wrong = row.provisional and beside and self.options.wrong_provisional
             found = self._check(row, masks)
             if counts is not None:
                 counts.append(len(found))
