@@ -6,12 +6,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib import metadata
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import pluggy
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import InvalidRequirement
 from packaging.utils import canonicalize_name
 
 from dovetail.api.component import (
@@ -33,7 +34,7 @@ from dovetail.registry.plugin import (
     PluginFailure,
     PluginOrigin,
 )
-from dovetail.registry.requirements import header
+from dovetail.registry.requirements import PathState, header, parsed
 
 HOOKS = tuple(name for name in dir(hookspecs) if name.startswith("dovetail_"))
 # without its other names, at which pluggy would look for each plugin again
@@ -83,7 +84,7 @@ def _distributions_with_plugins(failures: list[PluginFailure]) -> dict[str, meta
     """Return distributions by normalized name. Of one that is on the path twice (an old egg-info,
     say) the first counts, as in an import."""
     found: dict[str, metadata.Distribution] = {}
-    for distribution in _mentioning_the_group():
+    for distribution in _mentioning_the_group(PathState.now()):
         try:
             name = header(distribution, "Name")
             if not name:
@@ -98,16 +99,19 @@ def _distributions_with_plugins(failures: list[PluginFailure]) -> dict[str, meta
     return found
 
 
-def _mentioning_the_group() -> Iterator[metadata.Distribution]:
-    """Yield the distributions whose raw metadata contains the group's name: parsing that of all
+@lru_cache(maxsize=4)
+def _mentioning_the_group(state: PathState) -> list[metadata.Distribution]:
+    """Return the distributions whose raw metadata contains the group's name: parsing that of all
     distributions would be slow."""
+    found = []
     for distribution in metadata.distributions():
         try:
             text = distribution.read_text("entry_points.txt") or ""
         except (OSError, UnicodeError):
             continue  # it can't be known whether it has plugins
         if ENTRY_POINT_GROUP in text:
-            yield distribution
+            found.append(distribution)
+    return found
 
 
 def _classify(
@@ -223,7 +227,7 @@ def _check_requirements(specs: Iterable[ComponentSpec]) -> None:
     for spec in specs:
         for text in spec.requires:
             try:
-                requirement = Requirement(text)
+                requirement = parsed(text)
             except InvalidRequirement as error:
                 raise PluginError(
                     f"ComponentSpec {spec.name!r}: requires has {text!r}, expected a requirement "

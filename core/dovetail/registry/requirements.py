@@ -3,6 +3,8 @@ missing ones."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from email import message_from_string
 from email.message import Message
@@ -27,11 +29,36 @@ class Missing(NamedTuple):
         )
 
 
+class PathState(NamedTuple):
+    """Where packages are searched, each with the time of its last change in ns. One that is
+    installed, upgraded or removed changes that of its folder."""
+
+    changes: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def now(cls) -> PathState:
+        return cls(tuple((place, _last_change_ns(place)) for place in sys.path))
+
+
+def _last_change_ns(place: str) -> int:
+    try:
+        return os.stat(place or os.curdir).st_mtime_ns
+    except (OSError, ValueError):
+        return 0
+
+
+@lru_cache(maxsize=1024)
+def parsed(requirement: str) -> Requirement:
+    """Return a PEP 508 requirement, which callers don't change. Raises packaging's
+    `InvalidRequirement`."""
+    return Requirement(requirement)
+
+
 def missing_requirements(requires: Iterable[str]) -> list[Missing]:
     """Return the PEP 508 requirements that the environment doesn't meet; one whose marker doesn't
     apply is met."""
     missing = []
-    for requirement in map(Requirement, requires):
+    for requirement in map(parsed, requires):
         if requirement.marker is not None and not requirement.marker.evaluate():
             continue
         installed = installed_version(requirement.name)
@@ -42,6 +69,11 @@ def missing_requirements(requires: Iterable[str]) -> list[Missing]:
 
 def installed_version(package: str) -> str | None:
     """Return the version of a package, or None if it isn't installed."""
+    return _version(package, PathState.now())
+
+
+@lru_cache(maxsize=1024)
+def _version(package: str, state: PathState) -> str | None:
     try:
         found = metadata.distribution(package)
     except metadata.PackageNotFoundError:
@@ -90,7 +122,7 @@ def _extras_of(distribution: str) -> Iterator[tuple[str, Requirement]]:
         return
     extras = found.metadata.get_all("Provides-Extra") or []
     for text in found.requires or []:
-        requirement = Requirement(text)
+        requirement = parsed(text)
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             continue  # a dependency without an extra
         for extra in extras:
