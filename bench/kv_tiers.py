@@ -5,6 +5,7 @@ them; and agents' turns with and without KV beyond the device.
     python -m bench.kv_tiers agents --shape qwen3-8b --users 16 --turns 8
     python -m bench.kv_tiers prefix --model demo --tokens 400 --dtype float32      # on a CPU
     python -m bench.kv_tiers itl --model demo --tokens 400 --dtype float32 --host-memory 1GiB
+    python -m bench.kv_tiers enqueue --shape qwen3-0.6b --host-memory 8GiB
 
 `prefix`: a prompt is computed; then the prefix cache forgets it, and the host pool restores it; then
 another engine loads it from the disk. Medians of `--runs` runs with fresh prompts each. `agents`:
@@ -12,7 +13,8 @@ users take turns, and each turn adds tokens to a user's prompt; the device's cac
 the prompts only. `itl`: the inter-token latency of running requests while prompts of others are
 saved, stored, loaded and restored, beside an engine without tiers, in alternate rounds; a second
 one of these shows how much the machine itself varies. CPU times of the engine's thread vary less
-on a busy machine. Random weights in the model's true shape.
+on a busy machine. `enqueue`: the host's time per frame for enqueuing saves and restores one by one,
+and together; on a CPU it includes the copies, which are done at once. Random weights in the model's true shape.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from typing import Any
 
 from bench.shapes import SHAPES, write_checkpoint
 from dovetail import LLMEngine, SamplingParams
+from dovetail.api.kv_transfers import Transfer
 
 ANSWER = 64  # tokens of an agent's turn
 
@@ -194,6 +197,41 @@ def itl(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def enqueue(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
+    """Measure the host's time for enqueuing a frame, of 1, 4 and 8 at a time."""
+    result: dict[str, Any] = {}
+    with LLMEngine.from_config(settings | {"kv_host_memory": args.host_memory}) as engine:
+        own = engine.core.executor.transfers()
+        assert own is not None
+        pages = engine.capacity.layout.pages(256)
+        size = pages * own.page_bytes
+        slab = own.allocate(8 * size)
+        for kind in ("save", "restore"):
+            for number in (1, 4, 8):
+                frames = [
+                    Transfer(1000 + at, slab.number, at * size, tuple(range(1, 1 + pages)), at)
+                    for at in range(number)
+                ]
+                times: dict[str, list[float]] = {"one_by_one": [], "together": []}
+                for _ in range(20 * args.runs):
+                    for way, found in times.items():
+                        begun = time.perf_counter()
+                        if way == "together":
+                            getattr(own, f"{kind}_all")(frames)
+                        else:
+                            for frame in frames:
+                                getattr(own, kind)(frame)
+                        found.append((time.perf_counter() - begun) / number)
+                        left = number
+                        while left:
+                            left -= len(own.finished())
+                result[f"{kind} {number}"] = {
+                    f"{way}_us": round(1e6 * statistics.median(found), 1)
+                    for way, found in times.items()
+                }
+    return {"frame_bytes": size, **result}
+
+
 @contextmanager
 def directory_of(args: argparse.Namespace) -> Iterator[str]:
     """Yield the model given, or the folder of a temporary checkpoint with random weights."""
@@ -209,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("prefix", "agents", "itl"))
+    parser.add_argument("what", choices=("prefix", "agents", "itl", "enqueue"))
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--model", help="instead of a shape: a model with weights")
     parser.add_argument("--dtype", default="bfloat16")
@@ -224,7 +262,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with directory_of(args) as directory:
-        measure = {"prefix": prefix, "agents": agents, "itl": itl}[args.what]
+        measure = {"prefix": prefix, "agents": agents, "itl": itl, "enqueue": enqueue}[args.what]
         print(json.dumps(measure(args, settings_of(args, directory)), indent=2))
 
 

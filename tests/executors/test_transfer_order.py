@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,10 @@ from dovetail.api.kv_transfers import frame_checksum
 from dovetail.testing.recording import Recording, overwrite
 from dovetail_executors.runtime import transfers
 from dovetail_executors.runtime.kv_pool import KVPool
-from dovetail_executors.runtime.transfers import Copying, PageCopies
+from dovetail_executors.runtime.transfers import Copying, PageCopies, Part
 
 PAGES = 24
-FRAME = 5  # pages, in pieces of 2
+SIZES = (5, 1, 1, 1, 2, 5, 1, 1, 2, 5)  # pages of each frame, in pieces of 2
 ROUNDS = 30
 SEED = 5
 
@@ -116,7 +117,8 @@ def play(seed: int) -> None:
             transfers, "_Queue", lambda device, of_steps=False: Stream(player, of_steps=of_steps)
         )
         copies = PageCopies(pool, saving=2, restoring=2)
-    host = random_bytes(rng, 8 * FRAME, pool.page_bytes).view(8, -1)
+    frames = len(SIZES)
+    host = random_bytes(rng, frames * max(SIZES), pool.page_bytes).view(frames, -1)
     from_host = host.clone()
     restored: set[int] = set()
 
@@ -127,36 +129,62 @@ def play(seed: int) -> None:
             pool.scatter(torch.tensor(pages, dtype=torch.int64), data)
         now[pages] = data
 
-    def save(frame: int) -> None:
-        pages = order.sample([page for page in range(PAGES) if page not in restored], FRAME)
-        expected = now[pages].clone()
+    def parts_of(frames: Sequence[int]) -> list[Part]:
+        """Return a part for each frame, of a page, or of more than fit into a piece."""
+        free = [page for page in range(PAGES) if page not in restored]
+        pages = iter(order.sample(free, sum(SIZES[frame] for frame in frames)))
+        return [
+            Part(
+                [*islice(pages, SIZES[frame])],
+                host[frame, : SIZES[frame] * pool.page_bytes],
+                0,
+                SEED + frame,
+            )
+            for frame in frames
+        ]
+
+    def checksums(parts: Sequence[Part], contents: Sequence[torch.Tensor]) -> list[int]:
+        return [
+            frame_checksum(content.numpy().tobytes(), part.seed)
+            for part, content in zip(parts, contents, strict=True)
+        ]
+
+    def save(*frames: int) -> None:
+        parts = parts_of(frames)
+        expected = [now[[*part.pages]].clone() for part in parts]
         with player:
-            copying = copies.save(pages, host[frame], 0, SEED)
+            copying = copies.save(parts)
 
         def check() -> None:
-            assert torch.equal(host[frame], expected.view(-1))
-            assert copying.checksum == frame_checksum(expected.numpy().tobytes(), SEED)
+            for part, content in zip(parts, expected, strict=True):
+                assert torch.equal(part.of_host, content.view(-1))
+            assert copying.checksums == checksums(parts, expected)
 
         pending.append((copying, check))
 
-    def restore(frame: int) -> None:
-        pages = order.sample([page for page in range(PAGES) if page not in restored], FRAME)
-        expected = from_host[frame].view(FRAME, -1)
-        restored.update(pages)
+    def restore(*frames: int) -> None:
+        parts = parts_of(frames)
+        expected = [
+            from_host[frame, : len(part.of_host)].view(SIZES[frame], -1)
+            for frame, part in zip(frames, parts, strict=True)
+        ]
+        for part, content in zip(parts, expected, strict=True):
+            restored.update(part.pages)
+            now[[*part.pages]] = content
         with player:
-            copying = copies.restore(pages, host[frame], 0, SEED)
-        now[pages] = expected
+            copying = copies.restore(parts)
 
         def check() -> None:
-            found = torch.empty_like(expected)
-            pool.gather(torch.tensor(pages), found)
-            assert torch.equal(found, expected)
-            assert copying.checksum == frame_checksum(expected.numpy().tobytes(), SEED)
+            for part, content in zip(parts, expected, strict=True):
+                found = torch.empty_like(content)
+                pool.gather(torch.tensor(part.pages), found)
+                assert torch.equal(found, content)
+            assert copying.checksums == checksums(parts, expected)
 
         pending.append((copying, check))
 
-    acts = [partial(save, frame) for frame in range(4)]
-    acts += [partial(restore, frame) for frame in (4, 5)]
+    acts = [partial(save, *frames) for frames in ((0,), (1, 2, 3), (4, 5))]
+    acts += [partial(restore, *frames) for frames in ((6, 7, 8), (9,))]
     for act in order.sample([*acts, step, step], len(acts) + 2):
         step()
         act()

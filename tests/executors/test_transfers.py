@@ -112,6 +112,38 @@ def test_pages_come_back_to_other_pages_and_no_others_change(name: str) -> None:
     assert torch.equal(after, before)
 
 
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_transfers_enqueued_together_are_as_one_after_the_other(name: str) -> None:
+    pool = pool_of(name)
+    own = LocalTransfers(PageCopies(pool), "test")
+    everything = [*range(PAGES)]
+    data = filled(pool, everything, 1)
+    slab = own.allocate(1 << 13)
+    sources = [(7,), (2,), (9, 4, 0, 5, 8, 3), (1, 6), (10, 11)]
+    targets = [(1,), (HOLE,), (7, 3, HOLE, 8, 0, 2), (9, 5), (11, 4)]
+
+    def transfers_of(pages: list[tuple[int, ...]]) -> list[Transfer]:
+        return [
+            Transfer(id, slab.number, 16 + 6 * id * own.page_bytes, some, SEED + id)
+            for id, some in enumerate(pages)
+        ]
+
+    own.save_all(transfers_of(sources))
+    before = filled(pool, everything, 2)
+    own.restore_all(transfers_of(targets))
+    sums = [
+        frame_checksum(data[[*some]].numpy().tobytes(), SEED + i) for i, some in enumerate(sources)
+    ]
+    assert [(each.id, each.checksum) for each in own.finished()] == [*enumerate(sums)] * 2
+    for source, target in zip(chain(*sources), chain(*targets), strict=True):
+        if target != HOLE:
+            before[target] = data[source]
+    after = torch.empty_like(before)
+    pool.gather(torch.tensor(everything), after)
+    assert torch.equal(after, before)
+
+
 def test_slabs_take_no_more_memory_than_was_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "available_ram_bytes", lambda: 1 << 13)
     own = LocalTransfers(PageCopies(pool_of("plain")), "test")

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from dovetail.api.clock import VirtualClock
 from dovetail.api.executor import Result
 from dovetail.api.kv_tier import Done, FrameKey, Job, KVTier, TierCapabilities
 from dovetail.api.scheduler import Refusal
 from dovetail.engine.tiers import feature, restores, tier_jobs
+from dovetail.engine.tiers.host_time import HostTime
 from dovetail.engine.tiers.prospect import Pace
 from dovetail.errors import DovetailError
 from tests.engine.policies import FCFS
@@ -617,3 +619,54 @@ def test_few_frames_are_copied_at_a_time_however_small_they_are(
         tiered.world.drain()
     assert max(copying) == 2
     assert tiered.world.requests["again"].restored_tokens == 40
+
+
+def most_enqueued_per_step(tiered: Tiered, spec: Spec, method: str) -> int:
+    """Run a request beside another one; return the most frames enqueued by `method` in a step."""
+    kind = type(tiered.world.executor.transfers())
+    counts = [0]
+    enqueue = getattr(kind, method)
+
+    def counted(self: Any, transfers: Any) -> None:
+        counts[-1] += len(transfers)
+        enqueue(self, transfers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, method, counted)
+        tiered.world.add(Spec("running", (70, 71, 72), max_tokens=30))
+        for _ in range(4):
+            tiered.world.step()
+        tiered.world.add(spec)
+        while tiered.world.core.has_unfinished():
+            counts.append(0)
+            tiered.world.step()
+    return max(counts)
+
+
+@pytest.mark.parametrize("method", ["save_all", "restore_all"])
+def test_few_frames_are_enqueued_in_a_step_where_that_takes_the_host_long(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    again = Spec("again", PROMPT, max_tokens=12)
+
+    def tiered() -> Tiered:
+        return with_prefix(Tiered.of(SHAPE)) if method == "restore_all" else Tiered.of(SHAPE)
+
+    monkeypatch.setattr(HostTime, "frames", lambda *_: 100.0)
+    assert most_enqueued_per_step(tiered(), again, method) == 5
+    slow = tiered()
+    monkeypatch.setattr(HostTime, "frames", lambda *_: 2.0)
+    assert most_enqueued_per_step(slow, again, method) == 2
+    if method == "restore_all":
+        assert slow.world.requests["again"].restored_tokens == 40
+
+
+def test_the_frames_of_a_step_follow_the_measured_host_time() -> None:
+    clock = VirtualClock()
+    host = HostTime(clock)
+    for _ in range(100):
+        host.begin()
+        clock.wait_until(clock.now() + 0.002)
+        host.end(4)  # 0.5 ms each
+    assert host.frames(0.1) == pytest.approx(5.0, rel=0.01)
+    assert host.frames(0.001) == 1.0, "a short step enqueues one"

@@ -115,6 +115,18 @@ class KVTransfers(ABC):
         """Return the transfers that have ended since the last call, in any order, without
         waiting."""
 
+    def save_all(self, transfers: Sequence[Transfer]) -> None:
+        """Enqueue several saves, at least one, as `save` in their order. Override it if that takes
+        the host less time together, during which it can't plan a step."""
+        for transfer in transfers:
+            self.save(transfer)
+
+    def restore_all(self, transfers: Sequence[Transfer]) -> None:
+        """Enqueue several restores, at least one, as `restore` in their order: like `save_all`.
+        Those enqueued together may end together."""
+        for transfer in transfers:
+            self.restore(transfer)
+
     def save_capacity(self) -> int:
         """Return how many bytes of saves can be enqueued now without delaying steps, such as the
         free staging memory of the device."""

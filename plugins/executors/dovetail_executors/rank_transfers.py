@@ -147,7 +147,7 @@ class RankedTransfers(KVTransfers):
             others = self._slabs.checksum(number) if copying.done else None
             if others is not None:
                 del self._pending[number]
-                done.append(Transferred(id, (copying.checksum + others) % MODULUS))
+                done.append(Transferred(id, (copying.checksums[0] + others) % MODULUS))
         return done
 
     def save_capacity(self) -> int:
@@ -158,7 +158,7 @@ class RankedTransfers(KVTransfers):
         if number - min(self._pending, default=number) >= PLACES:
             raise DovetailError(f"executor tensor: {PLACES} transfers haven't ended")
         self._send(kind, [to_words(number, transfer)])
-        self._pending[number] = transfer.id, self._own.start(transfer, saves=kind is Kind.SAVE)
+        self._pending[number] = transfer.id, self._own.start([transfer], saves=kind is Kind.SAVE)
         self._sent = number
 
 
@@ -187,9 +187,9 @@ class RankTransfers:
         """Enqueue a transfer of the ring."""
         number, transfer = from_words(words)
         assert self._part is not None
-        copying = self._part.start(transfer, saves=kind is Kind.SAVE)
+        copying = self._part.start([transfer], saves=kind is Kind.SAVE)
         if copying.done and kind not in self._waiting:
-            self._slabs.report(self._rank, number, copying.checksum)
+            self._slabs.report(self._rank, number, copying.checksums[0])
             return
         if kind not in self._waiting:
             self._waiting[kind] = SimpleQueue()
@@ -215,7 +215,7 @@ class RankTransfers:
             number, copying = waiting.get()
             while not copying.done:
                 time.sleep(POLL_S)
-            self._slabs.report(self._rank, number, copying.checksum)
+            self._slabs.report(self._rank, number, copying.checksums[0])
 
 
 def to_words(number: int, transfer: Transfer) -> Words:

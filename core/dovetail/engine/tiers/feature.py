@@ -30,6 +30,7 @@ from dovetail.engine.flight import Delivery, InFlightStep
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.step_times import StepTimeFit
 from dovetail.engine.tiers.host_pool import HostFrame, HostPool
+from dovetail.engine.tiers.host_time import HostTime
 from dovetail.engine.tiers.keys import FrameLayout, FrameName
 from dovetail.engine.tiers.prospect import Pace, Prospect, prospect
 from dovetail.engine.tiers.restores import Piece, Restoration, Restores
@@ -115,6 +116,10 @@ class TierFeature(EngineFeature):
         self._saves = Saves(
             frames, kv, pool, transfers, ids, self.stats, self._saved, self._is_kept
         )
+        self._saving = HostTime(clock)
+        self._restoring_time = HostTime(clock)
+        self._step_s = math.inf  # estimated time of the step before; infinity: nothing runs
+        self._left = 0.0  # frames that may be restored before the next step
         self._restores = Restores(layout, frames, kv, pool, transfers, ids, self.stats)
         self._visits: dict[LiveRequest, _Visit] = {}
         # Each visit is in the queue of what it waits for, so that a step costs nothing for those
@@ -244,6 +249,8 @@ class TierFeature(EngineFeature):
     def open_step(self, now: float, waiting: Iterable[LiveRequest]) -> bool:
         self.pace.looked(now, bool(self._restores.active))
         self._poll(now)
+        self._left = self._restoring_time.frames(self._step_s)
+        self._step_s = math.inf
         for visit in [*self._restoring]:
             assert visit.restoration is not None
             self._go_on(visit, visit.restoration)
@@ -260,14 +267,19 @@ class TierFeature(EngineFeature):
     def fill(
         self, batch: Batch, requests: Sequence[LiveRequest], added: Sequence[LiveRequest]
     ) -> Batch:
-        self._saves.plan(batch, requests)
+        tokens = int(batch.num_tokens.sum())
+        self._step_s = self.pace.step_s(tokens - len(requests), len(requests))
+        self._saves.plan(batch, requests, self._saving.frames(self._step_s))
         if self._copies:  # first: a request of this batch may start from that state
             batch = replace(batch, copies=(*self._copies, *batch.copies))
             self._copies = []
         return batch
 
     def submitted(self, step: int) -> None:
-        self._saves.submitted(step)
+        self._saving.begin()
+        saved = self._saves.submitted(step)
+        if saved:
+            self._saving.end(saved)
 
     def collected(self, flight: InFlightStep, delivery: Delivery) -> None:
         if flight.result.failed:
@@ -490,7 +502,11 @@ class TierFeature(EngineFeature):
         if self._now >= restoration.deadline and any(piece.tier for piece in restoration.to_copy):
             self._restores.cut(restoration, 0, "late")
         self._load(visit, restoration)
-        self._restores.copy(restoration, self.pace.most_copying)
+        self._restoring_time.begin()
+        copied = self._restores.copy(restoration, self.pace.most_copying, self._left)
+        if copied:
+            self._left -= copied
+            self._restoring_time.end(copied)
 
     def _load(self, visit: _Visit, restoration: Restoration) -> None:
         """Load its next frames from tiers, as far as the host pool has room."""

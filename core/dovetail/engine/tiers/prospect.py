@@ -123,6 +123,12 @@ class Pace:
             return math.inf
         return self.fit.estimate_s(tokens, 0, context)
 
+    def step_s(self, prefill_tokens: int, decodes: int) -> float:
+        """Estimate the seconds of a step; infinity if nothing is measured yet."""
+        if self.fit is None or not self.fit.steps:
+            return math.inf
+        return self.fit.estimate_s(prefill_tokens, decodes, 0)
+
     def loading_s(self, pieces: Sequence[Piece]) -> float:
         """Estimate the seconds of restoring `pieces`. What isn't measured yet counts as 0."""
         seconds = self._looks_s

@@ -27,7 +27,8 @@ from dovetail.engine.tiers.tier_jobs import TierJobs
 from dovetail.request import Request
 from dovetail.request.sampling_params import SamplingParams
 
-MOST_COPIES = 64  # at a time: enqueuing one takes about 0.1 ms, and executors limit them
+MOST_COPIES = 64  # at a time: executors limit them
+TOGETHER = 8  # frames enqueued together: they may end together, and others wait until then
 CHUNK_FRAMES = 8  # allocated at a time, so that windows release their blocks in between
 
 
@@ -167,16 +168,17 @@ class Restores:
 
     # Its progress
 
-    def copy(self, restoration: Restoration, most_bytes: int) -> None:
-        """Begin to copy pieces in order, as far as they are in the host pool, with at most
-        `most_bytes`, and `MOST_COPIES` transfers, in flight."""
-        while restoration.to_copy:
+    def copy(self, restoration: Restoration, most_bytes: int, most_frames: float) -> int:
+        """Begin to copy at most `most_frames` pieces in order, as far as they are in the host pool,
+        with at most `most_bytes`, and `MOST_COPIES` transfers, in flight. Return how many."""
+        transfers: list[Transfer] = []
+        while restoration.to_copy and len(transfers) < most_frames:
             piece = restoration.to_copy[0]
             frame = piece.frame
             if frame is None or len(self._copying) >= MOST_COPIES:
-                return
+                break
             if self.copying_bytes and self.copying_bytes + frame.bytes > most_bytes:
-                return
+                break
             restoration.to_copy.popleft()
             transfer = Transfer(
                 next(self._ids), frame.slab, frame.pages_at, piece.pages, frame.seed
@@ -184,7 +186,10 @@ class Restores:
             self._copying[transfer.id] = restoration, piece
             self.copying_bytes += frame.bytes
             restoration.copying += 1
-            self._transfers.restore(transfer)
+            transfers.append(transfer)
+        for begin in range(0, len(transfers), TOGETHER):
+            self._transfers.restore_all(transfers[begin : begin + TOGETHER])
+        return len(transfers)
 
     def finished(self, transfer: Transferred) -> None:
         """Record the end of a transfer, and commit complete frames. Ignores transfers of saves."""

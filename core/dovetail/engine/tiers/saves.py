@@ -89,6 +89,7 @@ class Saves:
         self._running: dict[LiveRequest, _Progress] = {}
         self._planned: list[_Save] = []  # of the step being planned
         self._capacity = 0  # bytes that the step being planned may still save
+        self._most_frames = math.inf  # that it may save
         self._uncollected: dict[int, list[_Save]] = {}  # by step
         self._copying: dict[int, _Save] = {}  # by transfer
         self._underway: set[FrameName] = set()  # names of those being saved
@@ -119,9 +120,12 @@ class Saves:
 
     # A step
 
-    def plan(self, batch: Batch, requests: Iterable[LiveRequest]) -> None:
+    def plan(
+        self, batch: Batch, requests: Iterable[LiveRequest], most_frames: float = math.inf
+    ) -> None:
         """Choose what to save once `batch` is submitted: frames of its `requests` that it completes,
-        and states that it keeps."""
+        at most `most_frames`, and states that it keeps."""
+        self._most_frames = most_frames
         running = self._running
         planning = False
         for request in requests:
@@ -181,7 +185,9 @@ class Saves:
     def _has_room(self, group: GroupFrames) -> bool:
         """Return True if a frame can be saved without delaying steps, or it is the only save of the
         step."""
-        return group.bytes <= self._capacity or (self._capacity > 0 and not self._planned)
+        if not self._planned:
+            return self._capacity > 0
+        return group.bytes <= self._capacity and len(self._planned) < self._most_frames
 
     def _add(
         self,
@@ -202,9 +208,13 @@ class Saves:
         self._capacity -= group.bytes
         self._planned.append(_Save(request, chain, group.number, index, frame, pages, name))
 
-    def submitted(self, step: int) -> None:
-        """Enqueue the planned saves, after the submission of their batch."""
-        for save in self._planned:
+    def submitted(self, step: int) -> int:
+        """Enqueue the planned saves, after the submission of their batch. Return how many."""
+        planned = self._planned
+        if not planned:
+            return 0
+        transfers: list[Transfer] = []
+        for save in planned:
             if save.name is not None:
                 self._underway.add(save.name)
             save.frame.seed = randbits(64)
@@ -212,10 +222,11 @@ class Saves:
                 next(self._ids), save.frame.slab, save.frame.pages_at, save.pages, save.frame.seed
             )
             self._copying[transfer.id] = save
-            self._transfers.save(transfer)
-        if self._planned:
-            self._uncollected[step] = self._planned
-            self._planned = []
+            transfers.append(transfer)
+        self._transfers.save_all(transfers)
+        self._uncollected[step] = planned
+        self._planned = []
+        return len(planned)
 
     def collected(self, flight: InFlightStep) -> None:
         """Publish the frames of a collected step, except those of failed rows."""

@@ -15,12 +15,12 @@ On a CPU there are no streams, and both happen at once.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata
-from itertools import count
+from itertools import count, groupby
 from typing import Any
 
 import numpy as np
@@ -125,12 +125,42 @@ class _Staging:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What is copied of a transfer: `of_host` [n * page_bytes] uint8 is host memory, registered by
+    `PageCopies.register`, that holds its `pages`."""
+
+    pages: Sequence[int]
+    of_host: torch.Tensor
+    first: int  # number in its frame of the first word of `of_host`
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Pages that go through a staging buffer together: `pages` of each of `parts`."""
+
+    parts: Sequence[Part]
+    pages: slice
+    start: int  # number of the first of them among the pages of all parts
+
+    @property
+    def all(self) -> slice:
+        """The places of its pages among those of all parts."""
+        return slice(self.start, self.start + len(self.parts) * self.each)
+
+    @property
+    def each(self) -> int:
+        """The number of pages of each part."""
+        return int(self.pages.stop - self.pages.start)
+
+
+@dataclass(frozen=True, slots=True)
 class Copying:
-    """A copy that was enqueued."""
+    """Copies that were enqueued together."""
 
     event: torch.cuda.Event | None
-    sums: HostCopy  # [2] int64, see `PageCopies`
-    seed: int
+    sums: HostCopy  # [2, pages of all parts] int64, see `PageCopies`
+    parts: Sequence[tuple[int, int]]  # pages and seed of each
     used: tuple[torch.Tensor, ...]  # by streams that don't own them, until the event
 
     @property
@@ -138,18 +168,26 @@ class Copying:
         return _passed(self.event)
 
     @property
-    def checksum(self) -> int:
-        """The checksum of what was copied; only once it is done."""
-        weighted, plain = self.sums.value.tolist()
-        return int(weighted + 2 * self.seed * plain) % MODULUS
+    def checksums(self) -> list[int]:
+        """The checksum of each part; only once it is done."""
+        found = []
+        sums = self.sums.value.view(np.uint64)
+        start = 0
+        for pages, seed in self.parts:
+            weighted, plain = sums[:, start : start + pages].sum(axis=1).tolist()
+            found.append((weighted + 2 * seed * plain) % MODULUS)
+            start += pages
+        return found
 
 
 class PageCopies:
-    """Copies pages of one pool. `of_host` is always host memory [n * page_bytes] uint8, registered
-    by `register`; `first` is the number in its frame of the first word there.
+    """Copies pages of one pool. Several parts are enqueued together, since each operation that the
+    host enqueues takes its time, in which no step can be planned: small parts share a staging
+    buffer, and all share the upload of page numbers and the download of checksums.
 
-    The device computes two sums over the words, and `Copying.checksum` combines them with the seed:
-    sum of word * (multiplier + 2 seed) = sum of word * multiplier + 2 seed * sum of word.
+    The device computes two sums over the words of each page, and `Copying.checksums` combines them
+    with the seed: sum of word * (multiplier + 2 seed) = sum of word * multiplier + 2 seed * sum of
+    word.
     """
 
     def __init__(
@@ -187,52 +225,49 @@ class PageCopies:
         self._registered.append(memory.data_ptr())
 
     @torch.inference_mode()
-    def save(self, pages: Sequence[int], of_host: torch.Tensor, first: int, seed: int) -> Copying:
-        """Enqueue: `of_host` = the bytes of `pages`, as of the steps submitted so far."""
-        index, multipliers = self._on_device(pages, first)
-        host = of_host.view(-1, self.page_bytes)
-        sums = torch.zeros(2, dtype=torch.int64, device=self.pool.device)
-        for start in range(0, len(pages), self._pages):
+    def save(self, parts: Sequence[Part]) -> Copying:
+        """Enqueue: `of_host` of each part = the bytes of its pages, as of the steps submitted so
+        far."""
+        index = self._on_device(parts)
+        sums = self._new_sums(len(index))
+        for run in self._runs(parts):
             piece = self._saving.next()
-            part = slice(start, min(start + self._pages, len(pages)))
-            data = piece.data[: part.stop - start]
+            data = piece.data[: run.each * len(run.parts)]
             self._steps.wait(piece.free)
-            self.pool.gather(index[part], data)
-            sums += self._sums(data, multipliers, start)
+            self.pool.gather(index[run.all], data)
+            self._sum(data, run, sums)
             self._to_host.wait(self._steps.mark())
             with self._to_host.use():
-                host[part].copy_(data, non_blocking=True)
+                for host, rows in self._rows(run, data):
+                    host.copy_(rows, non_blocking=True)
             piece.free = self._to_host.mark()
         result = HostCopy(sums)
         self._to_host.wait(self._steps.mark())
-        return Copying(self._to_host.mark(), result, seed, (index, multipliers))
+        return self._copying(self._to_host, result, parts, index)
 
     @torch.inference_mode()
-    def restore(
-        self, pages: Sequence[int], of_host: torch.Tensor, first: int, seed: int
-    ) -> Copying:
-        """Enqueue: the bytes of `pages` = `of_host`, after the steps submitted so far. Those of a
-        page -1 are written nowhere, but summed."""
-        index, multipliers = self._on_device(pages, first)
-        host = of_host.view(-1, self.page_bytes)
+    def restore(self, parts: Sequence[Part]) -> Copying:
+        """Enqueue: the bytes of each part's pages = its `of_host`, after the steps submitted so
+        far. Those of a page -1 are written nowhere, but summed."""
+        index = self._on_device(parts)
         self._scattering.wait(self._steps.mark())
         with self._scattering.use():
-            sums = torch.zeros(2, dtype=torch.int64, device=self.pool.device)
-        for start in range(0, len(pages), self._pages):
+            sums = self._new_sums(len(index))
+        for run in self._runs(parts):
             piece = self._restoring.next()
-            part = slice(start, min(start + self._pages, len(pages)))
-            data = piece.data[: part.stop - start]
+            data = piece.data[: run.each * len(run.parts)]
             self._from_host.wait(piece.free)
             with self._from_host.use():
-                data.copy_(host[part], non_blocking=True)
+                for host, rows in self._rows(run, data):
+                    rows.copy_(host, non_blocking=True)
             self._scattering.wait(self._from_host.mark())
             with self._scattering.use():
-                self.pool.scatter(index[part], data)
-                sums += self._sums(data, multipliers, start)
+                self.pool.scatter(index[run.all], data)
+                self._sum(data, run, sums)
             piece.free = self._scattering.mark()
         with self._scattering.use():
             result = HostCopy(sums)
-        return Copying(self._scattering.mark(), result, seed, (index, multipliers))
+        return self._copying(self._scattering, result, parts, index)
 
     def save_capacity(self) -> int:
         """Return how many bytes of saves fit into free staging buffers; on a CPU, any number."""
@@ -259,20 +294,52 @@ class PageCopies:
             multipliers = frame_multipliers(words).view(np.int64)
             self._multipliers = to_device(multipliers, self.pool.device)
 
-    def _on_device(self, pages: Sequence[int], first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `pages` [n] int64, and the multipliers of their words from number `first` on, both
-        on the device, by the stream of the steps."""
-        numbers = np.array(pages, np.int64)
-        numbers[numbers < 0] = self.pool.waste_page
-        end = first + len(pages) * self.page_bytes // WORD
-        self.prepare(end)
-        return to_device(numbers, self.pool.device), self._multipliers[first:end]
+    def _copying(
+        self, last: _Queue, sums: HostCopy, parts: Sequence[Part], index: torch.Tensor
+    ) -> Copying:
+        """Return what was enqueued, which ends in the queue `last`."""
+        told = [(len(part.pages), part.seed) for part in parts]
+        return Copying(last.mark(), sums, told, (index, self._multipliers))
 
-    def _sums(self, data: torch.Tensor, multipliers: torch.Tensor, start: int) -> torch.Tensor:
-        """Return the two sums [2] over the words of pages from number `start` on."""
-        words = data.view(torch.int64).view(-1)
-        begin = start * self.page_bytes // WORD
-        return torch.stack(((words * multipliers[begin : begin + len(words)]).sum(), words.sum()))
+    def _on_device(self, parts: Sequence[Part]) -> torch.Tensor:
+        """Return the pages of all parts [n] int64 on the device, where the multipliers of their
+        words are then, too, by the stream of the steps."""
+        numbers = np.array([page for part in parts for page in part.pages], np.int64)
+        numbers[numbers < 0] = self.pool.waste_page
+        self.prepare(max(part.first + part.of_host.nbytes // WORD for part in parts))
+        return to_device(numbers, self.pool.device)
+
+    def _runs(self, parts: Sequence[Part]) -> Iterator[_Run]:
+        """Divide the pages of all parts, in order, into runs that fit into a staging buffer: of
+        several parts with equally many pages, or of a part that is too large."""
+        start = 0
+        for (pages, _), alike in groupby(parts, lambda part: (len(part.pages), part.first)):
+            same = [*alike]
+            together = max(1, self._pages // pages)
+            for at in range(0, len(same), together):
+                some = same[at : at + together]
+                for begin in range(0, pages, self._pages):
+                    run = _Run(some, slice(begin, min(begin + self._pages, pages)), start)
+                    start = run.all.stop
+                    yield run
+
+    def _rows(self, run: _Run, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the host memory of each part of a run, and its rows of `data`, the run's pages."""
+        for part, rows in zip(run.parts, data.view(len(run.parts), run.each, -1), strict=True):
+            yield part.of_host.view(-1, self.page_bytes)[run.pages], rows
+
+    def _new_sums(self, pages: int) -> torch.Tensor:
+        return torch.empty((2, pages), dtype=torch.int64, device=self.pool.device)
+
+    def _sum(self, data: torch.Tensor, run: _Run, sums: torch.Tensor) -> None:
+        """Write the two sums over the words of each page of a run, which are in `data`."""
+        size = self.page_bytes // WORD
+        words = data.view(torch.int64).view(len(run.parts), run.each, size)
+        begin = run.parts[0].first + run.pages.start * size
+        multipliers = self._multipliers[begin : begin + run.each * size].view(run.each, size)
+        weighted, plain = sums[:, run.all].view(2, len(run.parts), run.each).unbind()
+        torch.sum(words * multipliers, 2, out=weighted)
+        torch.sum(words, 2, out=plain)
 
 
 def name_of_bytes(
@@ -333,14 +400,17 @@ class PartOfTransfers:
         self.copies.register(slab)
         self.copies.slabs[number] = slab
 
-    def start(self, transfer: Transfer, *, saves: bool) -> Copying:
-        """Enqueue this rank's part of a save or restore."""
+    def start(self, transfers: Sequence[Transfer], *, saves: bool) -> Copying:
+        """Enqueue this rank's parts of saves or restores."""
+        act = self.copies.save if saves else self.copies.restore
+        return act([self._part(transfer) for transfer in transfers])
+
+    def _part(self, transfer: Transfer) -> Part:
         size = len(transfer.pages) * self.copies.page_bytes
         before = self._rank * size
         start = transfer.offset + before
         memory = self.copies.slabs[transfer.slab][start : start + size]
-        act = self.copies.save if saves else self.copies.restore
-        return act(transfer.pages, memory, before // WORD, transfer.seed)
+        return Part(transfer.pages, memory, before // WORD, transfer.seed)
 
 
 class LocalTransfers(KVTransfers):
@@ -351,7 +421,7 @@ class LocalTransfers(KVTransfers):
         self.page_bytes = copies.page_bytes
         self._own = PartOfTransfers(copies)
         self._numbers = count()
-        self._pending: list[tuple[int, Copying]] = []
+        self._pending: list[tuple[list[int], Copying]] = []  # with their ids
 
     def allocate(self, size: int) -> Slab:
         self._own.require_room(size)
@@ -364,20 +434,31 @@ class LocalTransfers(KVTransfers):
         return slab
 
     def save(self, transfer: Transfer) -> None:
-        self._pending.append((transfer.id, self._own.start(transfer, saves=True)))
+        self.save_all([transfer])
 
     def restore(self, transfer: Transfer) -> None:
-        self._pending.append((transfer.id, self._own.start(transfer, saves=False)))
+        self.restore_all([transfer])
+
+    def save_all(self, transfers: Sequence[Transfer]) -> None:
+        self._start(transfers, saves=True)
+
+    def restore_all(self, transfers: Sequence[Transfer]) -> None:
+        self._start(transfers, saves=False)
 
     def finished(self) -> Sequence[Transferred]:
-        pending, self._pending = self._pending, []
-        done = []
-        for id, copying in pending:
+        pending = self._pending
+        self._pending = []
+        done: list[Transferred] = []
+        for ids, copying in pending:
             if copying.done:
-                done.append(Transferred(id, copying.checksum))
+                done += map(Transferred, ids, copying.checksums)
             else:
-                self._pending.append((id, copying))
+                self._pending.append((ids, copying))
         return done
 
     def save_capacity(self) -> int:
         return self._own.copies.save_capacity()
+
+    def _start(self, transfers: Sequence[Transfer], *, saves: bool) -> None:
+        ids = [transfer.id for transfer in transfers]
+        self._pending.append((ids, self._own.start(transfers, saves=saves)))
