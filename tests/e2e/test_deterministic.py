@@ -19,7 +19,7 @@ from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.windows import Windows
 from dovetail.errors import DovetailError, RequestError
 from dovetail.front.determinism import Asked, Bits, serve
-from dovetail_executors.runtime.slabs import LINES, PLACES, SLAB
+from dovetail_executors.runtime.slabs import LINES, MORE_PLACES, PLACES, SLAB
 from tests.models.tiny_configs import random_model, tiny
 from tests.support import FULL
 
@@ -175,6 +175,7 @@ def test_so_it_has_where_slabs_and_lines_are_computed_together(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_type: str, dtype: str
 ) -> None:
     monkeypatch.setitem(PLACES, "cpu", 4)
+    monkeypatch.setitem(MORE_PLACES, "cpu", (1, 2))
     monkeypatch.setitem(LINES, "cpu", 8)
     world = World(model_type, dtype, tmp_path)
     with world.alone:

@@ -11,7 +11,14 @@ import torch
 from dovetail.api.model import ModelInputs
 from dovetail.api.sampler import RowSampling
 from dovetail_executors.runtime.slab_steps import RecordedSlabs
-from dovetail_executors.runtime.slabs import LINES, PLACES, SLAB
+from dovetail_executors.runtime.slabs import (
+    LINES,
+    MORE_PLACES,
+    PLACES,
+    SLAB,
+    cheapest,
+    sizes_of_forwards,
+)
 from tests.runtime.fakes import VOCAB, Bench, TinyModel
 from tests.runtime.recorded import give_graphs, play_graphs_on_the_cpu
 
@@ -96,6 +103,52 @@ def test_slabs_are_computed_one_by_one_where_places_differ(monkeypatch: pytest.M
     assert found[0] == found[1]
 
 
+def test_few_slabs_take_a_small_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLACES, "cpu", 4)
+    lengths = dict(enumerate(LENGTHS))
+    fixed = bits_of(Bench(max_len=96), lengths, marked=(0, 1, 2))
+    monkeypatch.setitem(MORE_PLACES, "cpu", (1, 2))
+    bench = Bench(max_len=96)
+    assert bits_of(bench, lengths, marked=(0, 1, 2)) == fixed
+    tried = [(1, 4), (2, 4), (3, 4), (4, 4), (1, 1), (1, 2), (2, 2)]
+    prefill = [(4, 4), (1, 1)]
+    decode = (3, 4)
+    assert [(len(lens), size // SLAB) for lens, size, _ in forwards(bench)] == [
+        *tried,
+        *prefill,
+        decode,
+        decode,
+    ]
+
+
+def test_a_size_that_answers_otherwise_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ByRows(TinyModel):
+        """Its products depend on the number of rows, as those of cuBLAS do."""
+
+        def forward(self, inputs: ModelInputs) -> torch.Tensor:
+            states = super().forward(inputs)
+            return states if len(states) >= 2 * SLAB else torch.nextafter(states, states + 1)
+
+    monkeypatch.setitem(PLACES, "cpu", 4)
+    found = []
+    used = []
+    for more in ((), (1, 2)):
+        monkeypatch.setitem(MORE_PLACES, "cpu", more)
+        bench = Bench(max_len=96)
+        bench.model.__class__ = ByRows
+        found.append(bits_of(bench, {0: 40}, marked=(0,)))
+        used.append({size // SLAB for _, size, _ in forwards(bench)[-3:]})
+    assert found[0] == found[1]
+    assert used == [{4}, {2}]
+
+
+def test_forwards_fit_a_step() -> None:
+    assert sizes_of_forwards("cuda", 8192) == [1, 8, 64]
+    assert sizes_of_forwards("cuda", 64 * SLAB - 1) == [1, 8]
+    assert sizes_of_forwards("cpu", 8192) == [1]
+    assert [cheapest([1, 8, 64], slabs) for slabs in (1, 8, 30, 64, 300)] == [1, 8, 8, 64, 64]
+
+
 def test_recorded_slabs_have_the_bits_of_launched_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PLACES, "cpu", 4)
     monkeypatch.setitem(LINES, "cpu", 8)
@@ -103,7 +156,7 @@ def test_recorded_slabs_have_the_bits_of_launched_ones(monkeypatch: pytest.Monke
     lengths = dict(enumerate(LENGTHS))
     launched = bits_of(Bench(max_len=96), lengths, marked=(0, 2))
     bench = Bench(max_len=96)
-    graphs = give_graphs(bench, [RecordedSlabs(bench.runner.parts)])
+    graphs = give_graphs(bench, [RecordedSlabs(bench.runner.parts, 4 * SLAB)])
     assert not graphs.record_next()
     recorded = bits_of(bench, lengths, marked=(0, 2))
     assert set(graphs.replayed) == {("slabs", 4 * SLAB)}

@@ -97,8 +97,9 @@ class Runner:
         features: Sequence[StepFeature[Any]] = (),
         *,
         generates: bool = True,
+        max_tokens: int | None = None,
     ) -> None:
-        """`model`: a `CausalLM`.
+        """`model`: a `CausalLM`. `max_tokens`: most of a step; None: as few as `SlabSteps` needs.
 
         `features`: in the order in which they take part. `generates`: False if no row yields a
         token.
@@ -114,7 +115,7 @@ class Runner:
         works = [feature.work for feature in features if feature.work is not None]
         step_model = StepModel(model, works, self.rows)
         self.parts = StepParts(step_model, states, backend, sampling, generates)
-        self.slabs = SlabSteps(self.parts)
+        self.slabs = SlabSteps(self.parts, max_tokens)
         self.graphs: Graphs | None = None  # set once captured
         self._pending: deque[Step] = deque()
         self._lowest_draft = -1 if any(isinstance(feature, Proposer) for feature in features) else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,7 +17,15 @@ from dovetail_executors.runtime.device_work import DeviceWork
 from dovetail_executors.runtime.graphs import Graphs, MixedSteps, StepParts
 from dovetail_executors.runtime.model_io import SLABS, ModelOutputs, StepTokens
 from dovetail_executors.runtime.row_state import RowState
-from dovetail_executors.runtime.slabs import LINES, PLACES, SLAB, Slabs, rounded_up
+from dovetail_executors.runtime.slabs import (
+    LINES,
+    PLACES,
+    SLAB,
+    Slabs,
+    cheapest,
+    rounded_up,
+    sizes_of_forwards,
+)
 from dovetail_executors.runtime.step import Step
 from dovetail_executors.runtime.step_inputs import HostInputs, Int64, MixedInputs
 
@@ -26,16 +35,19 @@ NONE: Int64 = np.zeros(0, np.int64)
 
 
 class SlabSteps:
-    """Forwards of a fixed number of slabs: see `PLACES`. It is 1 if places turn out to differ, and
-    so is `RowState.fixed_lines`."""
+    """Forwards of a fixed number of slabs: `PLACES`, or another one that was tried to have the same
+    bits. It is 1 if places turn out to differ, and so is `RowState.fixed_lines`."""
 
-    def __init__(self, parts: StepParts) -> None:
+    def __init__(self, parts: StepParts, max_tokens: int | None = None) -> None:
+        """`max_tokens`: most of a forward; None: those of `PLACES`."""
         self._parts = parts
         device = parts.rows.device.type
-        self._places = PLACES.get(device, 1)
+        self._places = PLACES.get(device, 1)  # whose bits all sizes have
+        self._sizes = sizes_of_forwards(device, max_tokens or self._places * SLAB)
         parts.rows.fixed_lines = LINES.get(device, 1)
-        self._tried = self._places == parts.rows.fixed_lines == 1
-        self._inputs: MixedInputs | None = None  # of launched forwards, made when first needed
+        self._tried = self._sizes == [1] and parts.rows.fixed_lines == 1
+        # of launched forwards by their number of slabs, made when first needed
+        self._inputs: dict[int, MixedInputs] = {}
         # Launched ones have the kernels of recorded ones.
         self._mixed_graph = parts.backend.capabilities.cuda_graph is GraphSupport.ALL
 
@@ -49,34 +61,38 @@ class SlabSteps:
         if not self._tried:
             self._try(slabs.take(slice(1)), works[int(slabs.rows[0])], graphs)
         of_tokens, places = slabs.find(tokens)
-        for part in self._forwards(slabs, works):
+        for part, size in self._forwards(slabs, works):
             inputs = slabs.take(part).inputs(self._parts.rows)
-            states = self._forward(inputs, works[int(slabs.rows[part.start])], graphs)
+            states = self._forward(inputs, size, works[int(slabs.rows[part.start])], graphs)
             found = np.flatnonzero((of_tokens >= part.start) & (of_tokens < part.stop))
             if len(found):
                 at = (of_tokens[found] - part.start) * SLAB + places[found]
                 yield found, states.index_select(0, to_device(at, states.device))
 
-    def _forwards(self, slabs: Slabs, works: dict[int, list[DeviceWork]]) -> Iterator[slice]:
-        """Yield the slabs that are computed together: `_places` at most, and a single one where
-        features add work, whose shapes follow from the number of their tokens."""
-        start = 0
-        for end, row in enumerate(slabs.rows.tolist(), 1):
-            following = int(slabs.rows[end]) if end < len(slabs) else row
-            alone = bool(works[row] or works[following])
-            if alone or end - start == self._places or end == len(slabs):
-                yield slice(start, end)
-                start = end
+    def _forwards(
+        self, slabs: Slabs, works: dict[int, list[DeviceWork]]
+    ) -> Iterator[tuple[slice, int]]:
+        """Yield the slabs that are computed together, and the size of their forward: a single one
+        of `_places` where features add work, whose shapes follow from the number of its tokens."""
+        working = np.isin(slabs.rows, [row for row, own in works.items() if own])
+        edges = np.flatnonzero(working[1:] | working[:-1]) + 1
+        for start, end in pairwise([0, *edges.tolist(), len(slabs)]):
+            while start < end:
+                size = self._places if working[start] else cheapest(self._sizes, end - start)
+                yield slice(start, min(start + size, end)), size
+                start += size
 
     def _forward(
-        self, host: HostInputs, works: Sequence[DeviceWork], graphs: Graphs | None
+        self, host: HostInputs, size: int, works: Sequence[DeviceWork], graphs: Graphs | None
     ) -> torch.Tensor:
-        """Return the final states [tokens, hidden] of a forward, which the next one overwrites."""
+        """Return the final states [tokens, hidden] of a forward of `size` slabs, which the next one
+        overwrites."""
         rows = self._parts.rows
-        size = self._places * SLAB
         graph = None
-        if graphs is not None and not works and self._places > 1:
-            graph = graphs.find(SLABS, size)
+        if graphs is not None and not works:
+            graph = graphs.find(SLABS, size * SLAB)
+        if graph is not None and graph.size != size * SLAB:
+            graph = None
         inputs = self._launched(size) if graph is None else graph.inputs
         filled = inputs.fill(host, NONE)
         attention = host.attention_batch(
@@ -89,45 +105,65 @@ class SlabSteps:
         return states_of(self._parts, inputs, works)
 
     def _launched(self, size: int) -> MixedInputs:
-        """Return the inputs of launched forwards."""
-        if self._inputs is None:
-            self._inputs = slab_inputs(size, self._parts.rows)
-        return self._inputs
+        """Return the inputs of launched forwards of so many slabs."""
+        if size not in self._inputs:
+            self._inputs[size] = slab_inputs(size * SLAB, self._parts.rows)
+        return self._inputs[size]
 
     def _try(self, slab: Slabs, works: Sequence[DeviceWork], graphs: Graphs | None) -> None:
-        """Compute a slab in each place of a forward, and a line in each of the lines. Where bits
-        differ, the engine computes single ones from now on."""
+        """Compute a slab in each place of each size of forwards, and a line in each of the lines.
+        Sizes whose bits differ from those of `_places` aren't used. Where bits differ between its
+        own places, or lines, the engine computes single ones from now on."""
         self._tried = True
-        states = None
-        same = True
-        for place in range(self._places):
-            repeated = slab.take(np.zeros(place + 1, np.int64))
-            host = repeated.inputs(self._parts.rows, unstored=place)
-            found = self._forward(host, works, graphs)[place * SLAB : (place + 1) * SLAB].clone()
-            states = found if states is None else states
-            same &= _same_bits(found, states)
-        assert states is not None
+        states = self._of_place(slab, self._places, 0, works, graphs)
+        sizes = [self._places, *(size for size in self._sizes if size != self._places)]
+        kept = list[int]()
+        for size in sizes:
+            others = range(size == self._places, size)
+            places = (self._of_place(slab, size, at, works, graphs) for at in others)
+            if all(_same_bits(found, states) for found in places):
+                kept.append(size)
+            elif size == self._places:
+                kept = [1]
+                self._places = 1
+                break
+        if len(kept) < len(sizes):
+            log.info("deterministic requests: forwards of %s slabs on this device", sorted(kept))
+        self._sizes = sorted(kept)
+        self._inputs.clear()
         lines = self._parts.rows.fixed_lines
         logits = self._parts.model.model.logits(states[-1:].repeat(lines, 1))
-        if not same:
-            self._places = 1
-            self._inputs = None
-            log.info("deterministic requests: slabs are computed one by one on this device")
         if not _same_bits(logits, logits[:1].expand_as(logits)):
             self._parts.rows.fixed_lines = 1
             log.info("deterministic requests: lines are sampled one by one on this device")
 
+    def _of_place(
+        self,
+        slab: Slabs,
+        size: int,
+        place: int,
+        works: Sequence[DeviceWork],
+        graphs: Graphs | None,
+    ) -> torch.Tensor:
+        """Return the states [SLAB, hidden] of a slab in this place of a forward of `size` slabs,
+        after others like it."""
+        repeated = slab.take(np.zeros(place + 1, np.int64))
+        host = repeated.inputs(self._parts.rows, unstored=place)
+        found = self._forward(host, size, works, graphs)
+        return found[place * SLAB : (place + 1) * SLAB].clone()
+
 
 class RecordedSlabs(MixedSteps):
-    """The forward of slabs. It is recorded when first needed."""
+    """Forwards of slabs. A size is recorded when first needed."""
 
     pool = "steps"
     warm_ups = 0
     on_demand = True
     fixed_shapes = True
 
-    def __init__(self, parts: StepParts) -> None:
-        sizes = [SLAB * PLACES.get(parts.rows.device.type, 1)]
+    def __init__(self, parts: StepParts, max_tokens: int) -> None:
+        """`max_tokens`: most of a step."""
+        sizes = [SLAB * size for size in sizes_of_forwards(parts.rows.device.type, max_tokens)]
         super().__init__(SLABS, sizes, parts, None)
 
     def make_inputs(self, size: int) -> MixedInputs:

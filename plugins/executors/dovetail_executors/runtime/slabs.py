@@ -1,8 +1,8 @@
 """Tokens whose results must not depend on what else a step computes (`RowSampling.deterministic`).
 
 Kernels and matrix products choose the order of their additions by the shapes of their inputs, so a
-token's bits depend on its company. Here a forward always computes the same number of *slabs*, each
-of one row's `SLAB` consecutive positions from a multiple of `SLAB` on. Positions that the step
+token's bits depend on its company. Here a forward computes a fixed number of *slabs*, each of one
+row's `SLAB` consecutive positions from a multiple of `SLAB` on. Positions that the step
 doesn't ask for are filled up, and slabs that it doesn't need are padding:
 
       a step computes tokens 40 to 69 of a row:    slab 32..63            slab 64..95            padding
@@ -12,13 +12,15 @@ Every operation then has shapes that nothing in the step changes. Attention comp
 itself (`AttentionBatch.fixed_shapes`). A token's bits depend on itself, and on K and V of the
 tokens before it, which were computed likewise. Required of kernels is that they compute each token
 by itself, in an order that follows from the shapes; and, where a forward has several slabs, that
-this order is the same in each place. `SlabSteps` tries that before it relies on it.
+this order is the same in each place. `SlabSteps` tries that before it relies on it. Forwards of
+other sizes are used only if a trial shows that they compute the same bits.
 
 This file says which tokens a slab has; `slab_steps` computes them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +34,9 @@ SLAB = 32  # tokens
 # 32: it reads all weights in both. On a CPU, 4 of them halved the time of 12 requests of a tiny
 # model, and doubled that of a single one; a forward of one needs no trial of its places.
 PLACES = {"cuda": 8}
+# Other numbers that are tried against it, so that few slabs take less time, and many fewer forwards
+MORE_PLACES: dict[str, tuple[int, ...]] = {"cuda": (1, 64)}
+READING = 4  # slabs that take as long as reading the weights, roughly
 # Lines whose logits are computed together, likewise
 LINES = {"cuda": 32}
 
@@ -110,6 +115,18 @@ class Slabs:
         into = tokens - self.indices[slabs]
         found = (slabs >= 0) & (into < (self.ends - self.starts)[slabs])
         return np.where(found, slabs, -1), into + (self.starts - self.firsts)[slabs]
+
+
+def sizes_of_forwards(device: str, max_tokens: int) -> list[int]:
+    """Return the ascending numbers of slabs that forwards may have, with at most `max_tokens`
+    tokens; of `MORE_PLACES`, those that no trial has excluded. `device`: its type."""
+    sizes = {PLACES.get(device, 1), *MORE_PLACES.get(device, ())}
+    return sorted(size for size in sizes if size * SLAB <= max_tokens)
+
+
+def cheapest(sizes: Sequence[int], slabs: int) -> int:
+    """Return the size of a forward that takes the least time for each of up to `slabs` slabs."""
+    return min(sizes, key=lambda size: (READING + size) / min(size, slabs))
 
 
 def rounded_up(tokens: int) -> int:

@@ -50,7 +50,7 @@ from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.runner import Runner
 from dovetail_executors.runtime.sampling import Sampling
 from dovetail_executors.runtime.slab_steps import RecordedSlabs
-from dovetail_executors.runtime.slabs import PLACES, SLAB, rounded_up, why_not
+from dovetail_executors.runtime.slabs import SLAB, rounded_up, sizes_of_forwards, why_not
 from dovetail_executors.runtime.step import Step
 from dovetail_executors.runtime.transfers import PageCopies, device_bytes, name_of_bytes
 from dovetail_executors.runtime.trial import TrialRun
@@ -141,6 +141,7 @@ class Worker:
             self.context.clock,
             features,
             generates=self._generates,
+            max_tokens=loaded.config.max_num_batched_tokens,
         )
         if loaded.device.type == "cpu":
             _show_progress(loaded.model)
@@ -468,7 +469,10 @@ class Worker:
         runner.pool.allocate(num_pages)
         runner.rows.pool_allocated(num_pages)
         max_rows = runner.rows.max_lines + sum(each.more_rows for each in runner.features)
-        places = PLACES.get(runner.device.type, 1)  # slabs are rows that end at the end of a slab
+        # slabs are rows that end at the end of a slab
+        places = max(
+            sizes_of_forwards(runner.device.type, config.max_num_batched_tokens), default=1
+        )
         runner.backend.prepare(
             max(max_rows, places), config.max_num_batched_tokens, rounded_up(runner.rows.max_len)
         )
@@ -503,7 +507,9 @@ class Worker:
         can = loaded.backend.capabilities
         all_recorded = can.cuda_graph is GraphSupport.ALL and can.fixed_shapes
         alone = self.group.size == 1 and not loaded.rows.states
-        return [RecordedSlabs(self._running().parts)] if all_recorded and alone else []
+        if not all_recorded or not alone:
+            return []
+        return [RecordedSlabs(self._running().parts, loaded.config.max_num_batched_tokens)]
 
     def _pool_pages(
         self, layout: KVLayout, max_model_len: int, asked: int | None, device: torch.device
