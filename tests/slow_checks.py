@@ -297,7 +297,6 @@ SLOW_CHECKS = {
     f"{OF_MUTANTS}[sampler-CachesRulesByTheirValues]": MANY_CASES,
     f"{OF_MUTANTS}[tokenizer-ReadsAllMessagesForEach]": MANY_CASES,
     f"{OF_BUILTINS}kv_cache_prefix::test_a_new_block_is_nobodys": MANY_CASES,
-    "tests/cli/test_plugins_doctor.py::test_what_is_wrong_is_found[dovetail-import-fails]": PROCESS,
     "tests/e2e/test_logits_processors.py::test_tokens_are_the_same_together_cut_preempted_or_drafted[two ranks]": RANKS,
     "tests/conformance/test_mutants.py::test_mutant_is_caught_by_its_check[kv_cache-CountsTheFirstGroupForAll]": MANY_CASES,
     "tests/grammars/test_bounded_strings.py::test_every_mask_of_an_answer_is_the_library_s_own[one-compact-byte-level]": MANY_CASES,

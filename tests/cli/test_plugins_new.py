@@ -41,6 +41,7 @@ from dovetail.registry.doctor.examine import examine
 from dovetail.registry.registry import Registry
 from dovetail.testing import run, runner
 from tests.conformance import fewer
+from tests.preloaded import Preloaded
 from tests.registry.fakes import Site, modules_forgotten
 from tests.support import FULL, examples
 
@@ -315,9 +316,14 @@ def extended(extension: str, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow("runs the tests of a package in a process")
-def test_the_package_of_an_extension_passes_its_suite(extended: Path) -> None:
+def test_the_package_of_an_extension_passes_its_suite(extended: Path, preloaded: Preloaded) -> None:
     path = os.pathsep.join([str(extended / "src"), *sys.path])
-    python(extended, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests", PYTHONPATH=path)
+    ended = preloaded.run(
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"],
+        cwd=extended,
+        environ=os.environ | {"PYTHONPATH": path},
+    )
+    assert ended.exit_code == 0, f"{ended.output}\n{ended.errors}"
 
 
 def test_no_word_of_the_template_is_left_in_an_extension(tmp_path: Path, extension: str) -> None:

@@ -4,6 +4,7 @@ the contract is found."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -69,6 +70,7 @@ def test_the_last_two_releases_are_tried_and_a_broken_package_fails(tmp_path: Pa
     done = subprocess.run(
         [*command, "--results", str(out), "--find-links", str(tmp_path)],
         cwd=ROOT,
+        env=os.environ | {"EXAMPLES": ""},  # none of them is listed
         capture_output=True,
         text=True,
         check=False,

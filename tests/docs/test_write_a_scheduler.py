@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from tests.conformance import fewer
 from tests.docs.pages import ROOT, blocks_of, commands_of
 from tests.docs.running import check_output
+from tests.preloaded import Preloaded
 from tests.support import FULL
 
 PAGE = "docs/write-a-scheduler.md"
@@ -44,17 +43,18 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.mark.slow("starts processes that import everything")
 def test_the_package_of_the_page_installs_passes_its_tests_and_runs_in_an_engine(
-    project: Path,
+    project: Path, preloaded: Preloaded
 ) -> None:
     site = project.parent / "site"
     for block in blocks_of(PAGE):
         if block.language == "console":
             for command in commands_of(block):
-                printed = run(project, site, python_args(shlex.split(command.line), site))
+                args = python_args(shlex.split(command.line), site)
+                printed = run(preloaded, project, site, args)
                 if command.output:
                     check_output(block, command.output, printed)
         elif block.language == "python" and not block.is_file:
-            run(project, site, ["-c", block.text])
+            run(preloaded, project, site, ["-c", block.text])
 
 
 def test_its_files_are_those_of_the_tree_that_the_page_draws(project: Path) -> None:
@@ -78,20 +78,13 @@ def python_args(words: list[str], site: Path) -> list[str]:
     return [*DOVETAIL, *words[1:]]
 
 
-def run(project: Path, site: Path, args: list[str]) -> str:
+def run(preloaded: Preloaded, project: Path, site: Path, args: list[str]) -> str:
     """Return this Python code's output, run in the project's folder with the installed packages on
     its path."""
     path = os.pathsep.join(filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    environ = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "DOVETAIL_PLUGINS": ""}
+    environ = os.environ | {"PYTHONPATH": path, "DOVETAIL_PLUGINS": ""}
     if not FULL:
         environ["PYTEST_ADDOPTS"] = f"-p {fewer.__name__}"
-    done = subprocess.run(
-        [sys.executable, *args],
-        cwd=project,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, f"{args}:\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    done = preloaded.run(args, cwd=project, environ=environ, timeout_s=300)
+    assert done.exit_code == 0, f"{args}:\n{done.output}\n{done.errors}"
+    return done.output
