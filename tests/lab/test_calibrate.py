@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bench.lab.own_gpu import Archive, fit_anew
+from bench.lab.policies import component, registry_with
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -670,6 +671,16 @@ def test_an_engine_too_small_for_the_grid_is_measured_over_the_tiny_one() -> Non
 def test_an_engine_with_no_room_at_all_says_what_it_takes() -> None:
     with pytest.raises(ConfigError, match=r"expected a max_model_len of 41 or more, .*; got 40"):
         calibrate({**pretended(), "max_model_len": 40})
+
+
+def test_a_model_that_only_embeds_is_refused() -> None:
+    fake = "dovetail.testing.fake_executor:FakeExecutor"
+    registry = registry_with(component("executor", "fake", fake, f"{fake}Options"))
+    embeds = {"tasks": ["embed"], "method": "mean", "size": 8, "generates": False}
+    with pytest.raises(ConfigError, match="measures steps that generate"):
+        calibrate(
+            {**pretended(), "executor": {"name": "fake", "pooling": embeds}}, registry=registry
+        )
 
 
 def test_too_little_time_is_an_error() -> None:

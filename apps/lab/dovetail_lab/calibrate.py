@@ -23,6 +23,7 @@ import numpy as np
 
 import dovetail
 from dovetail import EngineConfig, LLMEngine
+from dovetail.errors import ConfigError
 from dovetail.request.pooling import PoolingParams
 from dovetail_lab.adapter_timing import adapter_times
 from dovetail_lab.cache_layout import measured_groups
@@ -66,14 +67,17 @@ def calibrate(
     """Start the engine that `config` describes, without `kv_host_memory` and `kv_tiers`, and measure
     it for at most `time_limit_s`, with its own executor.
 
-    `quick`: a tiny grid. Raises the errors of `LLMEngine`, and `ConfigError` if too little could be
-    measured to fit anything.
+    `quick`: a tiny grid. Raises the errors of `LLMEngine`, and `ConfigError` if the model can't
+    generate, or too little could be measured to fit anything.
     """
     rehearsal_s = min(QUICK_REHEARSAL_S if quick else REHEARSAL_S, REHEARSAL_SHARE * time_limit_s)
     # saves of K and V would be part of the steps, and simulations add them by their own rates
     with LLMEngine.from_config(
         config, registry=registry, kv_host_memory=None, kv_tiers=()
     ) as engine:
+        pooling = engine.capacity.pooling
+        if pooling is not None and not pooling.generates:
+            raise ConfigError("calibrate measures steps that generate, which this model can't")
         design = Design.of(engine, quick)
         prompts = pictures(engine, quick=quick)  # which takes no time of the engine
         rig = Rig(engine, time.monotonic() + time_limit_s - rehearsal_s)
