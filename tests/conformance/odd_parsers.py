@@ -57,6 +57,7 @@ class WholeCalls(Parser):
     def _read(self) -> Generator[Sequence[Event], str | None, None]:
         events = list[Event]()
         held = ""
+        searched = 0  # how much of what is held has no end
         calls = 0
         while True:
             text = yield tuple(events)
@@ -76,9 +77,11 @@ class WholeCalls(Parser):
                 if begin:
                     events.append(Content(held[:begin]))
                     held = held[begin:]
-                end = held.find(self.end, 0, MAX_HELD)
+                end = held.find(self.end, max(0, searched - len(self.end)), MAX_HELD)
                 if end < 0 and len(held) < MAX_HELD:
+                    searched = len(held)
                     break
+                searched = 0
                 call = held[len(self.begin) : end] if end > 0 else ""
                 name, _, arguments = call.partition(" ")
                 if not name or not _is_object(arguments):

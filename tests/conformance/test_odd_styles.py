@@ -12,6 +12,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from dovetail.api.component import KINDS
 from dovetail.api.drafter import Drafter, DrafterContext
 from dovetail.api.kv_cache import Allocation, KVCacheManager, KVContext, Pages
 from dovetail.api.logits_processor import LogitsProcessor
@@ -33,6 +34,7 @@ from dovetail.errors import UnsupportedError
 from dovetail.request import Request
 from dovetail.testing.checks import Absent, CheckFailed, checks_of
 from dovetail.testing.suite import Suite
+from dovetail.testing.suites import suite_for
 from dovetail.testing.suites.attention import AttentionSuite
 from dovetail.testing.suites.drafter import DrafterSuite
 from dovetail.testing.suites.executor import ExecutorSuite
@@ -64,6 +66,43 @@ from tests.conformance.odd_tokenizers import BytesAsIds, Reluctant
 from tests.support import FULL
 
 OF_ALL_KINDS = "hygiene."  # in processes of their own; `test_builtins.py` runs them
+# What takes most of a suite's time, and is about numbers or a new process, whatever a component's
+# style is: `test_builtins.py` runs them in the slow profile, and this file in the full one.
+DEAR = {
+    "drafter.client",
+    "drafter.first_use",
+    "executor.adapter_merged",
+    "executor.adapters",
+    "executor.deterministic",
+    "executor.draft_model",
+    "executor.drafts",
+    "executor.drafts_beside",
+    "executor.drafts_limits",
+    "executor.drafts_masks",
+    "executor.pooled_again",
+    "executor.pooled_beside",
+    "executor.settings",
+    "executor.settings_used",
+    "grammar.accept",
+    "grammar.keywords",
+    "grammar.regexes",
+    "grammar.same_text",
+    "logits_processor.first_use",
+    "observer.first_use",
+    "sampler.filter_order",
+    "sampler.first_use",
+    "sampler.large_vocabulary",
+    "sampler.many_calls",
+    "sampler.min_p",
+    "sampler.rules_before_filters",
+    "sampler.rules_before_temperature",
+    "sampler.temperature",
+    "sampler.top_k",
+    "sampler.top_p",
+    "tokenizer.exact_long",
+}
+# of a style that makes long texts dear; its base class passes them in the slow profile
+DEAR_OF_ALL_EVENTS = {"parser.held", "parser.linear", "parser.long", "parser.verbatim"}
 
 
 class OfOneTokenizer(Drafter):
@@ -184,16 +223,18 @@ ITS_TOKENIZER = DrafterContext(
 
 @pytest.fixture(autouse=True)
 def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All checks run. What they find is shown by the mutants, which have all examples."""
+    """What checks find is shown by the mutants, which have all examples."""
     if not FULL:
         use_fewer(monkeypatch.setattr)
 
 
 def run_checks(suite: type[Suite], **settings: Any) -> None:
-    """Run all checks of a suite that apply, but those of all kinds."""
+    """Run the checks of a suite that apply, but those of all kinds, and the dear ones in the full
+    profile only."""
     made = type("Made", (suite,), settings)()
+    dear = DEAR | (DEAR_OF_ALL_EVENTS if settings["component"] is CharByChar else set())
     for id, check in checks_of(suite).items():
-        if not id.startswith(OF_ALL_KINDS):
+        if not id.startswith(OF_ALL_KINDS) and (FULL or id not in dear):
             with contextlib.suppress(Absent):
                 getattr(made, check.attribute)()
 
@@ -201,6 +242,10 @@ def run_checks(suite: type[Suite], **settings: Any) -> None:
 @pytest.mark.slow("runs a suite")
 def test_a_drafter_of_one_tokenizer_conforms_with_it() -> None:
     run_checks(DrafterSuite, component=OfOneTokenizer, context=ITS_TOKENIZER)
+
+
+def test_dear_checks_exist() -> None:
+    assert {id for kind in KINDS for id in checks_of(suite_for(kind))} >= DEAR | DEAR_OF_ALL_EVENTS
 
 
 def test_a_drafter_that_rejects_the_suites_tokenizer_is_told_what_to_set() -> None:
