@@ -25,7 +25,7 @@ from hypothesis.strategies import floats, integers, text
 from tests.budget import Budget, pytest_terminal_summary  # noqa: F401 (a hook)
 from tests.frozen import count_once, freeze_what_lasts
 from tests.preloaded import MODULES, SLOW_MODULES, Preloaded
-from tests.slow_checks import reason_for, without_a_quick_case
+from tests.slow_checks import is_tried_with_another, reason_for, without_a_quick_case
 from tests.support import FULL, PROFILE, examples
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -116,6 +116,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if (reason := reason_for(item.nodeid)) is not None:
             item.add_marker(pytest.mark.slow(reason))
+        if is_tried_with_another(item.nodeid):
+            item.add_marker(pytest.mark.full)
         marks = list(item.iter_markers())
         if any(mark.name == "slow" and not mark.args for mark in marks):
             raise pytest.UsageError(f"marked slow without a reason: {item.nodeid}")

@@ -184,6 +184,32 @@ DEAR_OF_BUILTINS: Mapping[str, Sequence[Dear]] = {
         ),
     ),
 }
+# Built-ins that run the code of another, which the slow profile tries: it leaves their dear checks
+# to the full one. By kind: names, and those of the others.
+LIKE_ANOTHER: Mapping[str, Mapping[str, str]] = {
+    "model": {
+        "glm_moe_dsa": "deepseek_v32",
+        "glm4": "gemma2",
+        "jina_embeddings_v3": "bert",
+        "xlm_roberta": "bert",
+    },
+    "parser": {
+        "functiongemma": "gemma4",
+        "glm45": "qwen3_coder",
+        "kimi_k2": "deepseek_v3",
+        "minimax_m2": "qwen3_coder",
+        "nemotron_h": "hermes",
+    },
+    # orders by another key, quota or target; tests/schedulers has tests of each
+    "scheduler": {
+        "edf": "priority",
+        "lcf": "vtc",
+        "prefill_first": "sarathi",
+        "sjf": "priority",
+        "slo": "andes",
+        "srpt": "priority",
+    },
+}
 # Mutants that many cases have to be tried to catch
 DEAR_MUTANTS = (
     "drafter-BreaksTiesByHashes",
@@ -325,6 +351,17 @@ def _quick_cases(nodeid: str) -> tuple[str, ...] | None:
 def _is_like_others(nodeid: str) -> bool:
     quick = _quick_cases(nodeid)
     return quick is not None and not nodeid.partition("[")[2].startswith(quick)
+
+
+def is_tried_with_another(nodeid: str) -> bool:
+    """Whether a test is a dear check of a built-in that runs the code of another."""
+    kind, _, component = nodeid.removeprefix(OF_BUILTINS).partition("::")[0].partition("_")
+    return (
+        nodeid.startswith(OF_BUILTINS)
+        and component in LIKE_ANOTHER.get(kind, ())
+        and nodeid.rpartition("::")[2] != "test_spawn"  # one process for all of them
+        and reason_for(nodeid) is not None
+    )
 
 
 def reason_for(nodeid: str) -> str | None:

@@ -26,6 +26,7 @@ from dovetail.testing.suite import Suite
 from dovetail.testing.suites import scheduler, scheduler_replay, suite_for
 from tests.conformance.fewer import use_fewer
 from tests.conformance.kept_processes import KeptProcesses
+from tests.slow_checks import LIKE_ANOTHER
 from tests.support import FULL
 
 BUILT_INS = [
@@ -178,8 +179,13 @@ def fewer_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def _all_plans(hash_seed: str) -> dict[type[Suite], list[str]]:
-    """Return the plans of all built-in policies, made in one process."""
-    of_policies = [suite for suite in SUITES if suite.kind == "scheduler"]
+    """Return the plans of the built-in policies that are tried, made in one process."""
+    like_another = () if FULL else LIKE_ANOTHER["scheduler"]
+    of_policies = [
+        suite
+        for suite in SUITES
+        if suite.kind == "scheduler" and suite().resolved.spec.name not in like_another
+    ]
     return dict(
         zip(
             of_policies,

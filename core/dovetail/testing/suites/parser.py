@@ -884,7 +884,7 @@ class ParserSuite(Suite):
     @cached_property
     def _hostile(self) -> list[str]:
         """Calls that Python's JSON can't read, or whose name or arguments aren't valid Unicode."""
-        names = {"f": (DEEP, MANY_DIGITS, HALF_MARKS)}
+        names: dict[str, tuple[str, ...]] = {"f": (DEEP, MANY_DIGITS, HALF_MARKS)}
         # the long ones once: a name changes nothing about them
         names |= dict.fromkeys(("\\ud83d", "\\udc00g"), (HALF_MARKS,))
         return [
