@@ -2,10 +2,13 @@
 
     python -m bench.determinism [MODEL] [--requests 12] [--tokens 24] [--dtype float32]
     python -m bench.determinism --workload nano one 8b-64 --limit 600
+    python -m bench.determinism --workload nano --ladder 8 8,1,64 8,64 --lines 32 256 --rounds 1
 
 The second form needs a GPU: random weights in the true shape of each workload's model, in bfloat16,
 as `bench.throughput` measures. After `--limit` seconds the process ends, with the lines printed so
-far. `dovetail doctor determinism MODEL` tries the promise itself.
+far. The third starts an engine for each ladder of slabs of a forward, the first of which is the
+reference, and for each number of lines that are sampled together. Each line is followed by what
+steps took that check windows, and other steps. `dovetail doctor determinism MODEL` tries the promise itself.
 """
 
 from __future__ import annotations
@@ -24,9 +27,40 @@ from bench.limits import require_gpu
 from bench.shapes import SHAPES, write_checkpoint
 from bench.workloads import WORKLOADS, Workload
 from dovetail import LLM, SamplingParams
+from dovetail.api.observer import Observer, StepFinished
+from dovetail_executors.runtime import slabs
 
 # every how many requests one is deterministic; 0: none
 SHARES = {"none": 0, "half": 2, "all": 1}
+
+
+class StepTimes(Observer):
+    """What steps took, apart for those that check drafts."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepFinished] = []
+
+    def on_step(self, event: StepFinished) -> None:
+        self.steps.append(event)
+
+    def __str__(self) -> str:
+        """Medians of the time on the device, of the idle time before it, and of the host's core."""
+        before = [0.0, *(step.ended for step in self.steps)]
+        pairs = list(zip(self.steps, before, strict=False))[1:]
+        told = []
+        for what, checks in (("check", True), ("other", False)):
+            chosen = [each for each in pairs if (each[0].draft_rows > 0) == checks]
+            if not chosen:
+                continue
+            device = median(1000 * (step.ended - step.started) for step, _ in chosen)
+            idle = median(1000 * max(0.0, step.started - ended) for step, ended in chosen)
+            core = median(1000 * step.core_s for step, _ in chosen)
+            rows = median(step.draft_rows for step, _ in chosen)
+            told.append(
+                f"{len(chosen)} {what} steps of {rows:.0f} windows: {device:.2f} ms on the device, "
+                f"{idle:.2f} idle before, {core:.2f} in the core"
+            )
+        return "; ".join(told)
 
 
 def speed(llm: LLM, prompts: Sequence[list[int]], tokens: Sequence[int], every: int) -> float:
@@ -56,8 +90,11 @@ def measure(name: str, llm: LLM, work: Workload, rounds: int) -> None:
     tokens = [out for _, out in work.lens]
     few = [min(out, 40) for out in tokens]
     speeds: dict[str, list[float]] = {share: [] for share in SHARES}
+    times = StepTimes()
+    llm.engine.core.observers.add("times", times)
     for share, every in SHARES.items():
         speed(llm, work.prompts(seed=1000), few, every)
+        times.steps.clear()
         for number in range(rounds):
             found = speed(llm, work.prompts(seed=number), tokens, every)
             speeds[share].append(found)
@@ -68,6 +105,25 @@ def measure(name: str, llm: LLM, work: Workload, rounds: int) -> None:
             f"{max(speeds[share]):,.0f}), {100 * own / usual:.0f} % of as usual",
             flush=True,
         )
+        print(f"    {times}", flush=True)
+    llm.engine.core.observers.remove(times)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return comma-separated numbers."""
+    return tuple(int(each) for each in text.split(","))
+
+
+def choose(ladder: tuple[int, ...], lines: int) -> None:
+    """Let engines that start from now on compute slabs and lines by these sizes, on any device, and
+    print them; () and 0: as they are."""
+    for device in ("cpu", "cuda"):
+        if ladder:
+            slabs.PLACES[device], slabs.MORE_PLACES[device] = ladder[0], ladder[1:]
+            print(f"{device}: forwards of {', '.join(map(str, ladder))} slabs", flush=True)
+        if lines:
+            slabs.LINES[device] = lines
+            print(f"{device}: {lines} lines", flush=True)
 
 
 def end_after(seconds: float) -> None:
@@ -93,6 +149,15 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, help="seconds after which the process ends")
+    parser.add_argument(
+        "--ladder",
+        nargs="+",
+        type=numbers,
+        default=[()],
+        metavar="N,N,…",
+        help="numbers of slabs of a forward, the reference first",
+    )
+    parser.add_argument("--lines", nargs="+", type=int, default=[0], help="sampled together")
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, help="instead of a model")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml"
@@ -100,6 +165,14 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.limit is not None:
         end_after(asked.limit)
+    for ladder in asked.ladder:
+        for lines in asked.lines:
+            choose(ladder, lines)
+            measure_all(asked)
+
+
+def measure_all(asked: argparse.Namespace) -> None:
+    """Start the engines that were asked for, and print their speeds."""
     settings = settings_of(asked.set)
     if asked.workload is None:
         lens = ((asked.prompt, asked.tokens),) * asked.requests
