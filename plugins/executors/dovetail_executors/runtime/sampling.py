@@ -172,21 +172,21 @@ class Sampling:
         its operations have shapes that don't follow from the other lines. Or it is alone."""
         others = np.flatnonzero(~step.apart)
         parts = [LinePart(others, len(others))] if len(others) else []
-        together: dict[Capture, list[int]] = {}
-        captures: dict[int, Capture | None] = {}
-        for line in np.flatnonzero(step.apart).tolist():
-            row = int(step.lines.rows[line])
-            if row not in captures:
-                captures[row] = None if changes_logits(step, row) else self._fixed_for(row)
-            capture = captures[row]
-            if capture is None or (step.masked is not None and step.masked[line] >= 0):
-                parts.append(LinePart(np.array([line]), 1))
-            else:
-                together.setdefault(capture, []).append(line)
+        apart = np.flatnonzero(step.apart)
+        rows, row_of = np.unique(step.lines.rows[apart], return_inverse=True)
+        captures = [
+            None if changes_logits(step, row) else self._fixed_for(row) for row in rows.tolist()
+        ]
+        alone = np.array([capture is None for capture in captures], np.bool_)[row_of]
+        if step.masked is not None:
+            alone |= step.masked[apart] >= 0
+        parts += [LinePart(np.array([line]), 1) for line in apart[alone].tolist()]
         size = self.rows.fixed_lines
-        for capture, lines in together.items():
+        for capture in dict.fromkeys(filter(None, captures)):
+            own = np.array([each is capture for each in captures], np.bool_)[row_of]
+            lines = apart[own & ~alone]
             parts += [
-                LinePart(np.array(lines[start : start + size]), size, capture)
+                LinePart(lines[start : start + size], size, capture)
                 for start in range(0, len(lines), size)
             ]
         return parts
