@@ -33,17 +33,21 @@ CHECKS = {
     "observer.no_effect",
 }  # those that play a failed run, up to the third: then the suite gives up
 LIMIT_S = 4.0
-# `dovetail.testing.runner.COMMAND`, with a suite that starts no processes of its own, and a shorter
-# long run: test_builtins.py shows what it finds with them.
-COMMAND = """
+# `dovetail.testing.runner.COMMAND`, with a shorter long run, and with a suite that starts no
+# processes of its own, too: test_builtins.py shows what it finds with them.
+SHORTER = """
 import sys
-from dovetail.testing import hygiene
 from dovetail.testing.child import main
 from dovetail.testing.suites import observer
-observer.LONG //= 10
-hygiene.run_python = lambda *args, **environ: None
+observer.LONG //= 50
 main(sys.argv[1])
 """
+COMMAND = f"""
+from dovetail.testing import hygiene
+from dovetail.testing.suites import process_state
+hygiene.run_python = lambda *args, **environ: None
+process_state.answer_elsewhere = lambda *args, **named: ([], [])
+{SHORTER}"""
 
 
 @pytest.fixture(autouse=True)
@@ -446,7 +450,8 @@ def test_suites_that_need_no_torch_run_without_it_and_leave_nothing_in_the_folde
         "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
     }
     code = (
-        f"import sys; from dovetail.testing import run; v = run({kind!r}, {name!r}); "
+        "import sys; from dovetail.testing import run, runner; "
+        f"runner.COMMAND = {runner.COMMAND if FULL else SHORTER!r}; v = run({kind!r}, {name!r}); "
         f"print(v.line); sys.exit(not v.conformant)"
     )
     folder = tmp_path / "folder"

@@ -168,7 +168,7 @@ class WaitsForTheEndMark(Waits):
         return super().feed(text)
 
 
-@mutant(caught_by="parser.linear")
+@mutant(caught_by="parser.linear", soon=True)
 class SearchesAllOfItAgain(Waits):
     def feed(self, text: str) -> list[Event]:
         self.text += text
