@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from _pytest.runner import runtestprotocol
 from hypothesis import given, settings
 from hypothesis.strategies import floats, integers, text
 
@@ -155,6 +156,20 @@ def pytest_collection() -> Generator[None, Any, Any]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """With `-n`, report a setup or teardown only if it didn't pass: each report is a message to the
+    controller, and three for each test took as long as the median test."""
+    if not os.environ.get("PYTEST_XDIST_WORKER"):
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
 def let_loggers_propagate() -> None:
