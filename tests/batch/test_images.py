@@ -17,6 +17,7 @@ from tests.batch.jobs import answers, run_job, write_job, write_rows
 from tests.batch.test_run import ThreadLink
 from tests.media.checkpoints import checkpoint, picture
 from tests.server.pictures import CHAT, image, png
+from tests.support import FULL
 
 SIZES = ((24, 16), (30, 40), (47, 9))
 
@@ -34,8 +35,9 @@ def message(seed: int, count: int) -> dict[str, Any]:
 def test_rows_with_images_are_answered_as_in_a_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bounded: bool
 ) -> None:
-    if bounded:  # by the least: the job goes on, a few rows at a time
+    if bounded or not FULL:
         monkeypatch.setattr(runner, "EngineLink", ThreadLink)
+    if bounded:  # by the least: the job goes on, a few rows at a time
         monkeypatch.setattr(runner, "CHARS_AT_ONCE", 1)
         monkeypatch.setattr(runner, "MOST_CHARS", 1)
         monkeypatch.setattr(engine_process, "HELD_IMAGE_BYTES", 1)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.preloaded import Preloaded
+
 
 @pytest.mark.slow("starts ranks: processes that import torch")
-def test_each_way_to_sum_over_ranks_is_right_and_timed(tmp_path: Path) -> None:
+def test_each_way_to_sum_over_ranks_is_right_and_timed(
+    tmp_path: Path, preloaded: Preloaded
+) -> None:
     table = tmp_path / "table.json"
-    command = [
-        sys.executable,
+    command: list[str | Path] = [
         "-m",
         "bench.all_reduce",
         "--device",
@@ -25,12 +26,10 @@ def test_each_way_to_sum_over_ranks_is_right_and_timed(tmp_path: Path) -> None:
         "--hidden",
         "32",
         "--json",
-        str(table),
+        table,
     ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2]
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = preloaded.run(command, cwd=Path(__file__).parents[2], timeout_s=300)
+    assert done.exit_code == 0, done.errors[-2000:]
     rows = json.loads(table.read_text())
     assert [(row["rows"], row["bytes"]) for row in rows] == [(1, 64), (3, 192)]
     assert all(row[way] > 0 for row in rows for way in ("no sum", "gloo"))

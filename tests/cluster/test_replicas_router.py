@@ -22,6 +22,7 @@ from unittest.mock import Mock
 
 import pytest
 from bench.soak import free_port
+from bench.toy import installed_in
 
 from dovetail.errors import ConfigError, DovetailError, MissingExtraError
 from dovetail_cluster import smg_router
@@ -419,18 +420,28 @@ def test_a_port_that_is_taken_is_reported_before_anything_starts(
 
 @pytest.fixture(scope="module")
 def keyed_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a whole cluster of one replica, with the keys "mine" and "yours"."""
+    """The address of a whole cluster of one replica, with the keys "mine" and "yours". Its executor
+    imports no torch."""
     folder, port = tmp_path_factory.mktemp("keyed"), free_port()
+    (folder / "toy").mkdir()
+    installed_in(folder / "toy")
     environment = {
         **os.environ,
         "XDG_RUNTIME_DIR": str(folder),
         "OMP_NUM_THREADS": "1",
         "DOVETAIL_API_KEYS": "mine, yours",
+        "PYTHONPATH": os.pathsep.join([str(folder / "toy"), *sys.path]),
     }
     file, url = folder / "cluster.yaml", f"http://127.0.0.1:{port}"
-    file.write_text(
-        json.dumps({"engine": "demo", "name": "keyed", "replicas": 1, "router": {"port": port}})
-    )
+    engine = {"model": "demo", "sampler": "toy", "executor": {"name": "toy"}}
+    (folder / "engine.yaml").write_text(json.dumps(engine))
+    cluster = {
+        "engine": str(folder / "engine.yaml"),
+        "name": "keyed",
+        "replicas": 1,
+        "router": {"port": port},
+    }
+    file.write_text(json.dumps(cluster))
     command = [sys.executable, "-m", "dovetail", "cluster", "up", str(file)]
     up = subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
