@@ -45,6 +45,8 @@ SIMULATE_OFTEN = (
 )
 # of many seconds: only the full profile runs them
 LONG_SUITE = re.compile(r"\brun\(\"(model|attention|sampler|logits_processor|kv_tier)\"")
+# commands of seconds that a page shows too: outside of the full profile this other page runs them
+RUN_BY = {"dovetail doctor determinism demo --schedules 2": "docs/cli.md"}
 FEW = 8  # requests of each simulation otherwise
 MANY = 200  # requests that take seconds: only the full profile replays more in a page's Python
 FEW_OF_EACH = 2  # of each of a workload's clients, in a page's Python
@@ -132,6 +134,8 @@ def addressed(text: str, url: str) -> str:
 def run_console(block: Block, url: str) -> None:
     for command in commands_of(block):
         words = shlex.split(command.line, comments=True)
+        if not FULL and RUN_BY.get(command.line, block.page) != block.page:
+            continue
         if words[0] == "curl":
             run_curl(block, words, command.output, url)
         elif words[0] == "dovetail" and words[1] in ENDLESS:

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from dovetail.cli.app import app
 from dovetail.errors import DISTRIBUTION, DovetailError
-from tests.docs.pages import ROOT, SHOWN_URL, Block, blocks_of, pages
-from tests.docs.running import check_config, check_docker, run_console
+from tests.docs.pages import ROOT, SHOWN_URL, Block, blocks_of, commands_of, pages
+from tests.docs.running import RUN_BY, check_config, check_docker, run_console
 from tests.preloaded import Preloaded
 from tests.registry.fakes import Site
 from tests.server.serving import serving_in_threads
@@ -113,6 +113,12 @@ def test_blocks_of_the_page_run(
     code = f"from tests.docs.running import run_page; run_page({page!r}, {url!r})"
     ended = preloaded.run(["-c", code], cwd=tmp_path, environ=environ, timeout_s=PAGE_S)
     assert ended.exit_code == 0, f"{ended.output}\n{ended.errors}"
+
+
+def test_what_another_page_runs_is_there() -> None:
+    for line, page in RUN_BY.items():
+        shown = [block for block in blocks_of(page) if block.language == "console"]
+        assert line in {command.line for block in shown for command in commands_of(block)}
 
 
 def test_every_exemption_is_listed() -> None:
