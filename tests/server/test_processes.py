@@ -36,12 +36,15 @@ TOY = {"step_s": 0.05}  # for longer than any test: 8000 tokens
 
 
 def until(what: Callable[[], Any], why: str, seconds: float = PATIENCE_S) -> Any:
-    """Wait until `what()` is true, and return it."""
+    """Wait until `what()` is true, and return it. It is asked less and less often: an answer may
+    take as long as the server does to give it."""
     deadline = time.monotonic() + seconds
+    pause_s = 0.02
     while time.monotonic() < deadline:
         if result := what():
             return result
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        pause_s = min(1.1 * pause_s, 0.25)
     raise AssertionError(f"nothing came of waiting until {why}")
 
 
@@ -84,14 +87,11 @@ class Server:
     def children(self, module: str = "") -> list[int]:
         """Processes that it started, and that run that module."""
         found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except (OSError, ValueError, IndexError):
-                continue
-            if parent == self.process.pid and any(module.encode() in word for word in words):
-                found.append(int(entry.name))
+        for pid in children_of(self.process.pid):
+            with suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                if any(module.encode() in word for word in words):
+                    found.append(pid)
         return found
 
     def get(self, path: str) -> tuple[int, Any]:
@@ -137,6 +137,15 @@ def shared_memory(pids: list[int]) -> set[str]:
     for pid in pids:
         found |= set(re.findall(r"/dev/shm/\S+|/SYSV\S+", Path(f"/proc/{pid}/maps").read_text()))
     return {name for name in found if Path(name).exists() or "SYSV" in name}
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that a process has started, in the order of their numbers."""
+    found: list[int] = []
+    for entry in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, entry.read_text().split())
+    return sorted(found)
 
 
 def _runs(pid: int) -> bool:
@@ -237,7 +246,7 @@ def begin(server: Server, count: int, **fields: Any) -> list[Stream]:
 def test_when_the_engine_is_killed_all_clients_are_told_why_and_the_server_ends(
     start: Callable[..., Server], once_more: int
 ) -> None:
-    server = start("--front-ends", "2")
+    server = start("--front-ends", "2", toy=None if FULL else TOY)
     pids = server.children()
     streams = begin(server, 8)
     [engine] = server.children("engine_process")
@@ -518,8 +527,7 @@ def test_what_is_ready_has_rendered_a_conversation_and_is_not_harmed_by_a_second
 ) -> None:
     server = start(toy=TOY)
     [front_end] = server.children("front_end")
-    children = Path(f"/proc/{front_end}/task").glob("*/children")
-    started = [word for entry in children for word in entry.read_text().split()]
+    started = children_of(front_end)
     assert any("chat_worker" in Path(f"/proc/{pid}/cmdline").read_text() for pid in started)
     other = start("--port", str(server.port))
     assert other.end() == 2
@@ -584,8 +592,9 @@ def test_a_second_signal_does_not_wait_for_requests(start: Callable[..., Server]
         pytest.param(
             ["--set", "kv_cache_memory=1"], "kv_cache_memory", marks=pytest.mark.full
         ),  # by the engine's process
-        (["--port", "70000"], "--port"),
-        (["--host", "256.256.256.256"], "--host"),
+        # also in this process: `test_options_that_keep_it_from_starting_are_named`
+        pytest.param(["--port", "70000"], "--port", marks=pytest.mark.full),
+        pytest.param(["--host", "256.256.256.256"], "--host", marks=pytest.mark.full),
     ],
 )
 @pytest.mark.slow("starts a server's processes")
