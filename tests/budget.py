@@ -50,7 +50,17 @@ class Spent:
     def now(cls) -> Spent:
         times = os.times()
         cpu_s = times.user + times.system + times.children_user + times.children_system
-        return cls(cpu_s + descendants_cpu_s(os.getpid()), perf_counter() - queued_s())
+        if has_children():
+            cpu_s += descendants_cpu_s(os.getpid())
+        return cls(cpu_s, perf_counter() - queued_s())
+
+
+def has_children() -> bool:
+    """Return True if this process has children that it hasn't waited for."""
+    with suppress(ChildProcessError):
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return True
+    return False
 
 
 def descendants_cpu_s(pid: int) -> float:

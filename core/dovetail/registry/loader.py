@@ -148,7 +148,7 @@ def load_plugin(found: FoundPlugin) -> LoadedPlugin | PluginFailure:
         try:
             module = found.entry_point.load()
             phase = "hooks"
-            hooks = _register(module, found.origin.id)
+            hooks = _hooks_of(module, found.origin.id)
             phase = "declare"
             components = _collect(
                 hooks.dovetail_components, ComponentSpec, lambda spec: f"{spec.kind} {spec.name!r}"
@@ -187,6 +187,13 @@ def load_plugin(found: FoundPlugin) -> LoadedPlugin | PluginFailure:
     )
 
 
+def _hooks_of(plugin: Any, plugin_id: str) -> Any:
+    """Return the hooks of this plugin alone. A module's are looked up once. Raises what `_register`
+    raises."""
+    register = _register_once if isinstance(plugin, ModuleType) else _register
+    return register(plugin, plugin_id)
+
+
 def _register(module: Any, plugin_id: str) -> Any:
     """Return the hooks of this plugin alone. Raises pluggy's `PluginValidationError` for hooks or
     arguments that don't exist."""
@@ -203,6 +210,9 @@ def _register(module: Any, plugin_id: str) -> Any:
             f"it implements no hook, expected at least one of {', '.join(HOOKS)}{hint}"
         )
     return manager.hook
+
+
+_register_once = lru_cache(maxsize=128)(_register)
 
 
 def _collect(hook: Any, kind: type[T], describe: Callable[[T], str]) -> tuple[T, ...]:
