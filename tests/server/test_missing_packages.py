@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import tomllib
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from typer.testing import CliRunner
 from dovetail.cli.app import app
 from dovetail.errors import DISTRIBUTION
 from dovetail.front.assembly import assemble
+from dovetail.registry import requirements
+from dovetail.registry.requirements import installed_version
 from dovetail_server import command
 from dovetail_server.command import EXTRA, MODULES
 from dovetail_server.settings import ServerSettings
@@ -107,14 +108,11 @@ def test_the_packages_are_those_of_the_extra() -> None:
 @pytest.fixture
 def no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     """The packages of the extra `grammar` aren't installed."""
-    distribution = metadata.distribution
 
-    def find(name: str) -> metadata.Distribution:
-        if name == "llguidance":
-            raise metadata.PackageNotFoundError(name)
-        return distribution(name)
+    def find(package: str) -> str | None:
+        return None if package == "llguidance" else installed_version(package)
 
-    monkeypatch.setattr(metadata, "distribution", find)
+    monkeypatch.setattr(requirements, "installed_version", find)
 
 
 @pytest.mark.usefixtures("no_grammars")
