@@ -83,12 +83,12 @@ def check_steps(world: World) -> list[int]:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_windows_of_all_are_checked_in_few_steps(overlap: bool) -> None:
     world = World(shape=replace(RIGHT, overlap=overlap, token_budget=512, max_num_seqs=16))
-    names = [str(length) for length in range(1, 2 * SIZE)]  # each phase of a window, twice
+    names = [str(length) for length in range(1, SIZE + 1)]  # each phase of a window
     for name in names:
-        world.add(marked(name, tuple(range(1, int(name) + 1)), max_tokens=1 + 8 * SIZE))
+        world.add(marked(name, tuple(range(1, int(name) + 1)), max_tokens=1 + 6 * SIZE))
     world.drain(check=True)
-    assert len(check_steps(world)) <= 12, "one in `SIZE` steps, and a few as all end"
-    assert len(world.executor.sent) <= 1 + 8 * SIZE + 2 * SIZE
+    assert len(check_steps(world)) <= 10, "one in `SIZE` steps, and a few as all end"
+    assert len(world.executor.sent) <= 1 + 6 * SIZE + 2 * SIZE
 
 
 def test_a_request_does_not_wait_for_the_windows_of_others() -> None:
