@@ -35,7 +35,7 @@ SHARES = {"none": 0, "half": 2, "all": 1}
 
 
 class StepTimes(Observer):
-    """What steps took, apart for those that check drafts."""
+    """Records how long each step takes, and tells the steps that check drafts from the others."""
 
     def __init__(self) -> None:
         self.steps: list[StepFinished] = []
@@ -127,7 +127,7 @@ def choose(ladder: tuple[int, ...], lines: int) -> None:
 
 
 def end_after(seconds: float) -> None:
-    """End the process after so many seconds, even in the middle of a measurement."""
+    """Start a timer that ends the process after `seconds`, even during a measurement."""
 
     def end() -> None:
         print(f"ended after {seconds:.0f} s", flush=True)

@@ -223,7 +223,7 @@ ITS_TOKENIZER = DrafterContext(
 
 @pytest.fixture(autouse=True)
 def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What checks find is shown by the mutants, which have all examples."""
+    """Run the checks with few examples: the mutants show what checks find, with all examples."""
     if not FULL:
         use_fewer(monkeypatch.setattr)
 

@@ -92,7 +92,8 @@ def test_the_windows_of_all_are_checked_in_few_steps(overlap: bool) -> None:
 
 
 def test_a_request_does_not_wait_for_the_windows_of_others() -> None:
-    """Those that are ready decode on; the check keeps what they computed meanwhile."""
+    """A request whose window is ready continues to decode. The check keeps the tokens that it
+    generated meanwhile."""
     counts = []
     for phases in ([0], [0, 3, 6]):
         world = World(shape=RIGHT)

@@ -78,7 +78,7 @@ class Window:
             sampling, deterministic=False, logprobs=None, prompt_logprobs=None
         )
         self.is_open = False  # its request has a row without the mark
-        self.full = 0  # once so many tokens are computed, a check gains nothing from another one
+        self.full = 0  # number of computed tokens at which a check can cover the whole window
         # The next token is canonical, even if there are no drafts: the first token of the window
         # may have been one that ends the request
         self.awaits_check = False

@@ -30,8 +30,8 @@ class Missing(NamedTuple):
 
 
 class PathState(NamedTuple):
-    """Where packages are searched, each with the time of its last change in ns. One that is
-    installed, upgraded or removed changes that of its folder."""
+    """The entries of `sys.path`, each with the time of its last change in ns. Installing, upgrading
+    or removing a package changes the time of its folder."""
 
     changes: tuple[tuple[str, int], ...]
 

@@ -126,8 +126,8 @@ class _Staging:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is copied of a transfer: `of_host` [n * page_bytes] uint8 is host memory, registered by
-    `PageCopies.register`, that holds its `pages`."""
+    """The part of a transfer that one device copies, between its `pages` and host memory: `of_host`
+    [n * page_bytes] uint8, which `PageCopies.register` has pinned."""
 
     pages: Sequence[int]
     of_host: torch.Tensor
