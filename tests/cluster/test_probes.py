@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from dovetail_cluster.interfaces import Vitals
 from dovetail_cluster.probes import RUNNING, WAITING, probe
+from tests.http_server import http_server
 
 
 class Replica(BaseHTTPRequestHandler):
@@ -28,12 +28,8 @@ def replica() -> Iterator[tuple[str, type[Replica]]]:
     class Mine(Replica):
         pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Mine) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", Mine
-        server.shutdown()
-        thread.join()
+    with http_server(Mine) as url:
+        yield url, Mine
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing, suppress
+from http.server import BaseHTTPRequestHandler
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +30,7 @@ from dovetail_cluster.local_launcher import ServerProcess
 from dovetail_cluster.probes import ask
 from dovetail_cluster.settings import ClusterSettings
 from dovetail_cluster.smg_router import SmgRouter
+from tests.http_server import http_server
 
 PATIENCE_S = 60.0
 needs_smg = pytest.mark.skipif(
@@ -88,25 +88,16 @@ class KeyedWorker(Worker):
     key = "internal"
 
 
-@contextmanager
-def serving(handler: type[Worker]) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-
-
 @pytest.fixture
 def worker() -> Iterator[str]:
-    with serving(Worker) as url:
+    with http_server(Worker) as url:
         yield url
 
 
 @pytest.fixture
 def keyed_worker() -> Iterator[str]:
     """A worker that requires the key "internal"."""
-    with serving(KeyedWorker) as url:
+    with http_server(KeyedWorker) as url:
         yield url
 
 

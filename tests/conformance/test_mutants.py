@@ -18,7 +18,14 @@ import pytest
 
 from dovetail.api.component import KINDS
 from dovetail.testing.checks import checks_of
-from dovetail.testing.suites import holding, kv_tier_world, repeatable, suite_for
+from dovetail.testing.suites import (
+    executor,
+    footprint,
+    holding,
+    kv_tier_world,
+    repeatable,
+    suite_for,
+)
 from tests.conformance.mutants import Mutant, mutants
 from tests.support import FULL
 
@@ -68,7 +75,10 @@ def test_mutant_is_caught_by_its_check(
     mutant: Mutant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(repeatable, "SHRINK_S", 0.0)  # any failing example will do
-    monkeypatch.setattr(kv_tier_world, "JOB_S", 0.5)  # and any wait
+    # and any wait
+    monkeypatch.setattr(kv_tier_world, "JOB_S", 0.2)
+    monkeypatch.setattr(executor, "NOTICES_S", 0.1)
+    monkeypatch.setattr(footprint, "GRACE_S", 0.1)
     if not FULL:
         # what grows is no buffer that will be full after a few more
         monkeypatch.setattr(holding, "DOUBLINGS", 1)

@@ -7,13 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
 from tests.docs.pages import ROOT
+from tests.http_server import http_server
 from tests.lab.commands import lab, write_engine
 from tests.page.browser import Browser
 from tests.page.conftest import CUT_OFF, needs_chromium
@@ -46,14 +46,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *args: object) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}/"
-        finally:
-            server.shutdown()
-            thread.join()
+    with http_server(partial(Quiet, directory=folder)) as url:
+        yield f"{url}/"
 
 
 def opened(browser: Browser, url: str, width: int) -> Browser:

@@ -38,7 +38,46 @@ def demo_tokenizer() -> Tokenizer:
     return _tokenizer[0]
 
 
-def _server(app: Starlette, **config: Any) -> tuple[uvicorn.Server, socket.socket, str]:
+class _Server(uvicorn.Server):
+    """Ends as soon as it is told to. uvicorn looks ten times a second whether it shall, and then
+    gives its connections another tenth, whether there are any or not. Signals are left alone."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        """For the running event loop."""
+        super().__init__(config)
+        self._loop = asyncio.get_running_loop()
+        self._told = asyncio.Event()
+
+    def end(self, *, at_once: bool = True) -> None:
+        """Make `serve` end, from any thread. `at_once`: without an end of the app's."""
+        self.should_exit, self.force_exit = True, at_once
+        self._loop.call_soon_threadsafe(self._told.set)
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)  # sets headers
+        await self._told.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if not self.force_exit:
+            await super().shutdown(sockets)
+            return
+        for server in self.servers:
+            server.close()
+        for one in sockets or ():
+            one.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=0.1)
+        for server in self.servers:
+            await server.wait_closed()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _server(app: Starlette, **config: Any) -> tuple[_Server, socket.socket, str]:
     listening = socket.create_server(("127.0.0.1", 0), backlog=256)
     # as `dovetail serve` has it: answers would be 40 ms late
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -50,7 +89,7 @@ def _server(app: Starlette, **config: Any) -> tuple[uvicorn.Server, socket.socke
         **config,
     }
     return (
-        uvicorn.Server(uvicorn.Config(app, **options)),
+        _Server(uvicorn.Config(app, **options)),
         listening,
         f"http://127.0.0.1:{listening.getsockname()[1]}",
     )
@@ -82,11 +121,7 @@ async def serving_app(app: Starlette, **config: Any) -> AsyncIterator[str]:
         async with asyncio.timeout(PATIENCE_S):
             yield url
     finally:
-        # or the app's own end wouldn't come
-        server.should_exit, server.force_exit = (
-            True,
-            config.get("lifespan") != "on",
-        )
+        server.end(at_once=config.get("lifespan") != "on")
         await task
 
 
@@ -115,7 +150,7 @@ def serving_in_thread(
     thread.start()
     assert started.wait(PATIENCE_S)
     yield found["url"]
-    found["server"].should_exit = found["server"].force_exit = True
+    found["server"].end()
     thread.join(PATIENCE_S)
 
 

@@ -128,7 +128,7 @@ async def test_a_body_that_takes_too_long_is_reported(
     tmp_path: Any,
 ) -> None:
     async with serving(
-        fake(), ServerSettings(body_timeout_s=0.2, batch_directory=str(tmp_path))
+        fake(), ServerSettings(body_timeout_s=0.05, batch_directory=str(tmp_path))
     ) as url:
         reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
         head = (
@@ -149,13 +149,13 @@ async def test_a_body_that_comes_steadily_has_the_time_that_its_size_takes(
 ) -> None:
     monkeypatch.setattr(admission, "SLOWEST_BYTES_S", 1.0)
     async with (
-        serving(fake(), ServerSettings(body_timeout_s=0.5)) as url,
+        serving(fake(), ServerSettings(body_timeout_s=0.05)) as url,
         httpx.AsyncClient(base_url=url) as http,
     ):
 
         async def slowly() -> AsyncIterator[bytes]:
             yield body_of(100)[:-1]
-            await asyncio.sleep(0.7)
+            await asyncio.sleep(0.1)
             yield b"}"
 
         assert (

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dovetail.cli.app import app
+from tests.http_server import http_server
 from tests.media.checkpoints import checkpoint, picture
 
 DEADLINE_S = 60.0
@@ -98,12 +99,8 @@ def parrot() -> Iterator[tuple[str, type[Parrot]]]:
 
     Mine.models = {"data": [{"id": "parrot"}, {"id": "raven"}]}
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Mine) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", Mine
-        server.shutdown()
-        thread.join()
+    with http_server(Mine) as url:
+        yield url, Mine
 
 
 def chat(*arguments: str, said: str = "") -> Result:

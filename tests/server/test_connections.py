@@ -185,7 +185,7 @@ async def test_a_refused_head_does_not_cut_into_the_answer_before_it(
 async def test_who_never_ends_a_head_is_cut(
     fake: Callable[..., FakeEngine], sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "HEAD_S", 0.1)
+    monkeypatch.setattr(wire, "HEAD_S", 0.03)
     async with serving(fake()) as url:
         reader, writer = await connected(url)
         writer.write(sent)
@@ -197,7 +197,7 @@ async def test_who_never_ends_a_head_is_cut(
 async def test_who_never_ends_an_answered_request_is_cut(
     fake: Callable[..., FakeEngine], sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "HEAD_S", 0.1)
+    monkeypatch.setattr(wire, "HEAD_S", 0.03)
     async with serving(fake(), KEYS, timeout_keep_alive=3600) as url:
         reader, writer = await connected(url)
         writer.write(sent)
@@ -208,7 +208,7 @@ async def test_who_never_ends_an_answered_request_is_cut(
 async def test_blank_lines_keep_no_connection_open(
     fake: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "HEAD_S", 0.1)
+    monkeypatch.setattr(wire, "HEAD_S", 0.03)
     async with serving(fake(), KEYS, timeout_keep_alive=3600) as url:
         reader, writer = await connected(url)
         writer.write(ASK)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import queue
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -27,6 +26,7 @@ from dovetail.request.sampling_params import SamplingParams
 from dovetail_server.app import create_app
 from dovetail_server.settings import ServerSettings
 from dovetail_server.tracing import RequestRecord, Tracing
+from tests.http_server import running
 from tests.server.fake_engine import FakeEngine
 from tests.server.serving import demo_tokenizer, serving_in_threads
 
@@ -135,12 +135,9 @@ class Taker(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    with Collector() as collector:
-        thread = threading.Thread(target=collector.serve_forever)
-        thread.start()
+    collector = Collector()
+    with running(collector):
         yield collector
-        collector.shutdown()
-        thread.join()
 
 
 def test_a_server_sends_its_last_spans_at_its_end(collector: Collector) -> None:

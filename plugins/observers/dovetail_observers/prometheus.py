@@ -9,6 +9,8 @@ observer only steps.
 from __future__ import annotations
 
 import logging
+import socket
+from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from pydantic import BaseModel, ConfigDict, Field
@@ -151,6 +153,8 @@ class PrometheusObserver(Observer):
         self._figures.finished(event)
 
     def on_stopped(self, event: EngineStopped) -> None:
+        with suppress(OSError):  # else its thread looks for its end twice a second
+            self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -19,6 +19,7 @@ from dovetail.config.limits import Limits
 from dovetail.errors import RequestError
 from dovetail.front.media.fetching import Fetcher, is_public
 from dovetail.front.media.sources import ImageSource, SourceKind
+from tests.http_server import running
 
 PUBLIC = "93.184.216.34"
 PRIVATE = [
@@ -135,14 +136,8 @@ def serving(
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with running(server):
         yield Network(server.server_address[1])
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def sending(status: int, body: bytes = b"", **headers: str) -> Callable[[Any], None]:
