@@ -48,6 +48,22 @@ def test_requests_come_first() -> None:
     assert left(busy) == 2
 
 
+def test_a_step_of_ended_requests_is_collected_first() -> None:
+    idle = world()
+    idle.add(Spec("r", PROMPT, max_tokens=30))
+    while not idle.core.is_computing:
+        idle.step()
+    idle.abort("r")
+    assert idle.core.is_computing
+    assert idle.core.finish_start()
+    assert left(idle) == 3
+    while idle.core.is_computing:
+        assert idle.core.finish_start()
+    assert idle.core.finish_start()
+    assert left(idle) == 2
+    idle.check_end()
+
+
 def test_an_executor_without_such_work_is_done() -> None:
     assert not World(FCFS).core.finish_start()
 

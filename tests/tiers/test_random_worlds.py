@@ -13,6 +13,7 @@ import pytest
 
 from dovetail.api.kv_tier import KVTier
 from dovetail.engine.tiers import tier_jobs
+from dovetail.engine.tiers.host_time import HostTime
 from dovetail.engine.tiers.prospect import Pace
 from tests.engine.policies import FCFS, Chaos, Regrets, RoundRobin
 from tests.engine.world import Shape, Spec, World
@@ -67,6 +68,13 @@ def tried(seed: int) -> Counter[str]:
     """Try a world; return what its tiers have done."""
     chance = random.Random(seed)
     tiered = random_world(chance)
+    frames_per_step = random.Random(f"frames {seed}").choice([1.0, 3.0, 100.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostTime, "frames", lambda *_: frames_per_step)
+        return traffic(tiered, seed, chance)
+
+
+def traffic(tiered: Tiered, seed: int, chance: random.Random) -> Counter[str]:
     world = tiered.world
     marks = random.Random(-seed)
     beginnings = [tuple(chance.randrange(97) for _ in range(chance.randint(8, 60))) for _ in "abc"]
@@ -120,6 +128,8 @@ def tried(seed: int) -> Counter[str]:
     tiered.pool.check_integrity()
     return Counter(
         restored=stats.restored_tokens,
+        saved=stats.saved_frames,
+        busy=stats.dropped_frames["busy"],
         loaded=sum(stats.loaded_frames.values()),
         damaged=sum(stats.damaged_frames.values()),
         states=stats.restored_tokens if world.shape.state_pages else 0,

@@ -106,6 +106,7 @@ class Tiered:
         assert isinstance(world.core.features, list)
         feature.wait_until_open()
         world.core.features.append(feature)
+        world.may_keep = True
         return cls(world, feature, pool, made)
 
     def settle(self) -> None:
@@ -119,5 +120,7 @@ class Tiered:
         self.world.kv.reset()
 
     def check(self) -> None:
+        """After `settle`."""
         self.world.check_end()
+        assert not self.world.kv.counts.held, "pages are held by nobody"
         self.pool.check_integrity()

@@ -22,7 +22,7 @@ from dovetail.engine.step_times import StepTimeFit
 
 class Books:
     """The queues, rows and blocks of all requests, kept consistent: a request holds blocks exactly
-    while it is RUNNING or DRAINING (or lingers)."""
+    while it is RUNNING or DRAINING (or lingers, or a feature keeps them)."""
 
     def __init__(
         self,
@@ -220,11 +220,14 @@ class Books:
         """Remove a finished request from the queues.
 
         If its blocks are `sound`, they are committed, since its output may be part of the next
-        turn's prompt; they are released, unless samples of the same prompt will fork them.
+        turn's prompt; they are released, unless samples of the same prompt will fork them, or a
+        feature keeps them.
         """
         siblings = request.siblings
+        kept = False
         if sound and request.capacity:
             self.commit(request)
+            kept = self._is_kept(request)
         if request.status in (Status.RUNNING, Status.DRAINING):
             self._tell_left(request)
         if request.status is Status.GATED:
@@ -238,13 +241,24 @@ class Books:
         for feature in self.asking.pop(request, ()):
             self.concerned[feature] -= 1
             feature.removed(request)
-        if sound and siblings and self.forks and is_awaited(request):
+        if sound and self._is_forked(request):
             self.rows.release(request)
             self.lingering.append(request)
+        elif kept:
+            self.rows.release(request)
         else:
             self.drop_blocks(request)
         if siblings and not has_fresh(siblings):
             self.drop_lingering([r for r in self.lingering if r.siblings is siblings])
+
+    def _is_forked(self, request: LiveRequest) -> bool:
+        """Return True if samples of the same prompt will fork its blocks."""
+        return bool(request.siblings) and self.forks and is_awaited(request)
+
+    def _is_kept(self, request: LiveRequest) -> bool:
+        """Return True if a feature keeps the blocks of a request that finishes."""
+        features = () if self._is_forked(request) else self.asking.get(request, ())
+        return any(feature.keeps(request) for feature in features)
 
     def _tell_left(self, request: LiveRequest) -> None:
         for feature in self.asking.get(request, ()):

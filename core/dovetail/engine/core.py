@@ -558,10 +558,14 @@ class EngineCore:
 
     def finish_start(self) -> bool:
         """Let the executor and the features do a piece of what they have left for later, unless
-        there are requests. Returns True if more is left; raises nothing."""
-        if self.dead is not None or self._flights or self._requests:
+        there are requests. A step in flight, whose requests have all ended, is collected first.
+        Returns True if more is left; raises nothing."""
+        if self.dead is not None or self._requests:
             return False
         try:
+            if self._flights:
+                self._collect(Delivery())
+                return True
             left = [feature.idle() for feature in self.features]
             return self.executor.finish_start() or any(left)
         except Exception as error:

@@ -79,6 +79,12 @@ class EngineFeature:
     def left(self, request: LiveRequest) -> None:
         """`request`, which was admitted, runs no more: taken back, preempted or finished."""
 
+    def keeps(self, request: LiveRequest) -> bool:
+        """`request` is about to finish, and its K and V are sound. Return True to keep its blocks:
+        this feature frees them then, before a request with the same id arrives, and as soon as
+        others may need them. `left` and `removed` follow."""
+        return False
+
     def removed(self, request: LiveRequest) -> None:
         """`request`, which was told as arrived, has finished or was aborted. Follows `left`."""
 

@@ -188,6 +188,7 @@ class TierFeature(EngineFeature):
     # Requests
 
     def arrived(self, request: LiveRequest) -> None:
+        self._saves.arrived(request)
         self._visit(request)
 
     def _chain(self, request: LiveRequest) -> HashChain:
@@ -222,6 +223,9 @@ class TierFeature(EngineFeature):
         self._saves.end(request)
         self._visit(request)  # of one that has ended, until `removed`
 
+    def keeps(self, request: LiveRequest) -> bool:
+        return self._saves.keep(request)
+
     def removed(self, request: LiveRequest) -> None:
         self._forget(request)
         self._chains.pop(request, None)
@@ -249,6 +253,7 @@ class TierFeature(EngineFeature):
     def open_step(self, now: float, waiting: Iterable[LiveRequest]) -> bool:
         self.pace.looked(now, bool(self._restores.active))
         self._poll(now)
+        self._saves.make_room(waiting)
         self._left = self._restoring_time.frames(self._step_s)
         self._step_s = math.inf
         for visit in [*self._restoring]:
@@ -604,6 +609,7 @@ class TierFeature(EngineFeature):
 
     def idle(self) -> bool:
         self._poll(self._clock.now())
+        self._saves.save_kept()
         copies = self._saves.pending or bool(self._restores.active)
         if not copies and not any(tier.pending for tier in self._tiers):
             return False
@@ -641,4 +647,5 @@ class TierFeature(EngineFeature):
         until = time.monotonic() + timeout_s
         while (self._saves.pending or self._restores.active) and time.monotonic() < until:
             self._poll(self._clock.now())
+            self._saves.save_kept()
             self._clock.wait_until(self._clock.now() + LOOK_S)

@@ -3,6 +3,8 @@
 A frame is saved right after the submission of the step that computes its last token: the copy reads
 after this step, and only later steps write to pages that are released afterwards. The frame is
 published once the step's results show that its row hasn't failed; by then its tokens are known.
+A step saves few frames. Those of a request that ends before are saved by later steps, which find
+its blocks kept, or when nothing is computed.
 
 A row whose K and V contain NaN fails only once it yields a token: perhaps many steps later, when
 other requests have read its pages, or the request runs no more. A frame is therefore *proven* once
@@ -16,7 +18,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress, count
+from itertools import chain, compress, count
 from secrets import randbits
 
 from dovetail.api.blocks.hash_chain import HashChain
@@ -26,6 +28,7 @@ from dovetail.api.kv_transfers import KVTransfers, Transfer, Transferred
 from dovetail.engine.flight import InFlightStep
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.tiers.host_pool import HostFrame, HostPool
+from dovetail.engine.tiers.kept_blocks import KeptBlocks
 from dovetail.engine.tiers.keys import FrameLayout, FrameName, GroupFrames
 from dovetail.engine.tiers.stats import TierStats
 
@@ -35,12 +38,14 @@ ORPHANS = 1 << 16  # maximum number of unproven frames that are known after thei
 class _Progress:
     """Progress of the saves of a running request."""
 
-    __slots__ = ("chain", "due", "found", "next")
+    __slots__ = ("chain", "due", "found", "next", "proven")
 
     def __init__(self, chain: HashChain, frames: FrameLayout, found: int) -> None:
         self.chain = chain
         self.due: float = frames.tokens  # computed tokens at which there is something to save
         self.found = found  # number of frames found in the prefix cache
+        # the request has ended after a token that depends on all K and V before it
+        self.proven = False
         # by group, but for a recurrent one: the frame to save next
         self.next = [0 for group in frames.groups if not group.spec.recurrent]
 
@@ -86,7 +91,8 @@ class Saves:
         self._stats = stats
         self._saved = saved
         self._is_kept = is_kept
-        self._running: dict[LiveRequest, _Progress] = {}
+        self._running: dict[LiveRequest, _Progress] = {}  # and of requests with kept blocks
+        self._kept = KeptBlocks(kv, frames.tokens)
         self._planned: list[_Save] = []  # of the step being planned
         self._capacity = 0  # bytes that the step being planned may still save
         self._most_frames = math.inf  # that it may save
@@ -99,8 +105,8 @@ class Saves:
 
     @property
     def pending(self) -> bool:
-        """True while pages are being copied."""
-        return bool(self._copying)
+        """True while pages are being copied, or are kept for that."""
+        return bool(self._copying or self._kept)
 
     def begin(self, request: LiveRequest, chain: HashChain) -> None:
         """Begin to save frames of `request`, whose `num_computed` tokens were found in the cache."""
@@ -108,7 +114,11 @@ class Saves:
         self._running[request] = _Progress(chain, self._frames, found)
 
     def end(self, request: LiveRequest) -> None:
-        """Plan no more saves of `request`. Saves in flight continue."""
+        """Plan no more saves of `request`, unless its blocks are kept. Saves in flight continue."""
+        if request not in self._kept:
+            self._forget(request)
+
+    def _forget(self, request: LiveRequest) -> None:
         progress = self._running.pop(request, None)
         for name in self._unproven.pop(request, ()):
             self._add_orphan(name)
@@ -118,17 +128,70 @@ class Saves:
             if left:
                 self._stats.dropped_frames["busy"] += left
 
+    # Requests that have ended
+
+    def keep(self, request: LiveRequest) -> bool:
+        """Keep the blocks of a request that ends, if some of its frames aren't saved. Return True if
+        they are kept."""
+        progress = self._running.get(request)
+        if progress is None or request.num_settled < progress.due:
+            return False
+        # it has got a token since it was admitted, which depends on all before it
+        progress.proven = request.num_tokens > request.prefill_end
+        return self._kept.add(request)
+
+    def make_room(self, waiting: Iterable[LiveRequest]) -> None:
+        """Free kept blocks while running requests, or these, might lack pages otherwise: first those
+        of the request that ended last, since the others' will be saved sooner."""
+        if not self._kept:
+            return
+        wanted = self._kept.pages_wanted(self._running, waiting)
+        for request in reversed([*self._kept]):
+            if self._kv.available_pages >= wanted:
+                return
+            self._free(request)
+
+    def arrived(self, request: LiveRequest) -> None:
+        """Free kept blocks of a request with the same id: the manager can't tell the two apart."""
+        ended = self._kept.find(request.id)
+        if ended is not None:
+            self._free(ended)
+
+    def _free(self, request: LiveRequest) -> None:
+        """Free the kept blocks of a request; what isn't saved is lost."""
+        self._forget(request)
+        self._kept.free(request)
+
+    def save_kept(self) -> None:
+        """Enqueue saves of kept blocks, while nothing is being computed."""
+        self._free_saved()
+        if not self._kept:
+            return
+        self._most_frames = math.inf
+        self._capacity = self._transfers.save_capacity()
+        for request in self._kept:
+            self._plan(request, self._running[request])
+        for save in self._enqueue():
+            save.collected = True
+        self._free_saved()
+
+    def _free_saved(self) -> None:
+        """Free the kept blocks of which no more are to be saved: only later steps write to them."""
+        for request in self._kept:
+            if self._running[request].due > request.num_settled:
+                self._free(request)
+
     # A step
 
     def plan(
         self, batch: Batch, requests: Iterable[LiveRequest], most_frames: float = math.inf
     ) -> None:
-        """Choose what to save once `batch` is submitted: frames of its `requests` that it completes,
-        at most `most_frames`, and states that it keeps."""
+        """Choose what to save once `batch` is submitted: of kept blocks, and frames of its
+        `requests` that it completes, at most `most_frames`, and states that it keeps."""
         self._most_frames = most_frames
         running = self._running
         planning = False
-        for request in requests:
+        for request in chain(self._kept, requests):
             progress = running.get(request)
             if progress is not None and request.num_settled >= progress.due:
                 if not planning:
@@ -152,7 +215,7 @@ class Saves:
                 if self._is_wanted(name, pages, is_new):
                     if not self._has_room(group):
                         break  # later steps try again, as far as its pages stay
-                    self._add(request, progress.chain, group, index, pages, name, is_new)
+                    self._add(request, progress, group, index, pages, name, is_new)
                 index += 1
             progress.next[group.number] = index
         progress.due = (min(progress.next) + 1) * self._frames.tokens
@@ -166,11 +229,11 @@ class Saves:
             index -= 1
             if request not in self._running or rest:
                 continue
-            chain = self._running[request].chain
-            name = FrameName(group.number, chain.extend(index + 1)[index])
+            progress = self._running[request]
+            name = FrameName(group.number, progress.chain.extend(index + 1)[index])
             pages = tuple(checkpoint.pages.tolist())
             if self._is_wanted(name, pages, True):
-                self._add(request, chain, group, index, pages, name, True)
+                self._add(request, progress, group, index, pages, name, True)
 
     def _is_wanted(self, name: FrameName | None, pages: Pages, is_new: bool) -> bool:
         """Return False if the frame is saved already, or some of its pages were released."""
@@ -192,7 +255,7 @@ class Saves:
     def _add(
         self,
         request: LiveRequest,
-        chain: HashChain,
+        progress: _Progress,
         group: GroupFrames,
         index: int,
         pages: Pages,
@@ -206,13 +269,23 @@ class Saves:
             self._stats.dropped_frames["full"] += 1
             return
         self._capacity -= group.bytes
-        self._planned.append(_Save(request, chain, group.number, index, frame, pages, name))
+        save = _Save(request, progress.chain, group.number, index, frame, pages, name)
+        save.proven = progress.proven and (index + 1) * self._frames.tokens < request.num_tokens
+        self._planned.append(save)
 
     def submitted(self, step: int) -> int:
         """Enqueue the planned saves, after the submission of their batch. Return how many."""
+        planned = self._enqueue()
+        if planned:
+            self._uncollected[step] = planned
+        self._free_saved()
+        return len(planned)
+
+    def _enqueue(self) -> list[_Save]:
         planned = self._planned
+        self._planned = []
         if not planned:
-            return 0
+            return []
         transfers: list[Transfer] = []
         for save in planned:
             if save.name is not None:
@@ -224,9 +297,7 @@ class Saves:
             self._copying[transfer.id] = save
             transfers.append(transfer)
         self._transfers.save_all(transfers)
-        self._uncollected[step] = planned
-        self._planned = []
-        return len(planned)
+        return planned
 
     def collected(self, flight: InFlightStep) -> None:
         """Publish the frames of a collected step, except those of failed rows."""
@@ -298,11 +369,11 @@ class Saves:
         """Return the names of all frames of a request that were computed; of one that runs no
         more, of all its tokens."""
         progress = self._running.get(request)
-        chain = self._frames.chain(request) if progress is None else progress.chain
+        hash_chain = self._frames.chain(request) if progress is None else progress.chain
         whole = self._frames.named(request.num_tokens)
         if progress is not None:
             whole = min(whole, request.num_settled // self._frames.tokens)
-        hashes = chain.extend(whole)[:whole]
+        hashes = hash_chain.extend(whole)[:whole]
         return [FrameName(group.number, name) for name in hashes for group in self._frames.groups]
 
     def _add_orphan(self, name: FrameName) -> None:
@@ -344,6 +415,8 @@ class Saves:
     def drop(self) -> None:
         """Drop all saves, and plan no more for running requests: their K and V mustn't be
         reused."""
+        for request in self._kept:
+            self._free(request)
         for progress in self._running.values():
             progress.due = math.inf
         for save in self._unsettled():
