@@ -26,8 +26,9 @@ window goes on with the tokens beyond, whose K and V are kept. So no request wai
 of others, in whatever phase they are, and none computes more. The alternatives: to drop the tokens
 beyond the multiple, which costs 16 steps of each window; or to let requests pause at the multiple
 until they are in phase, which costs 16 steps once, but whenever requests arrive, either these make
-others wait, or there are checks for each phase. What waits is a request whose end isn't known yet:
-it has nothing to decode, and drains like one whose last token is in flight, up to two windows long.
+others wait, or there are checks for each phase. What waits is a request whose end isn't certain yet:
+it has nothing to decode, and drains like one whose last token is in flight. If the check doesn't
+come to its end, the next step checks the rest.
 
 Nothing provisional leaves this module. `LiveRequest.output` has final tokens only, so clients,
 watchers, penalties of canonical rows, policies and KV-cache managers see no others. K and V of
@@ -66,6 +67,7 @@ class Window:
         "awaits_check",
         "final",
         "full",
+        "has_end",
         "is_open",
         "keeps_kv",
         "provisional",
@@ -79,8 +81,9 @@ class Window:
         )
         self.is_open = False  # its request has a row without the mark
         self.full = 0  # number of computed tokens at which a check can cover the whole window
-        # The next token is canonical, even if there are no drafts: the first token of the window
-        # may have been one that ends the request
+        self.has_end = False  # the token after `tokens` could be the last of its request
+        # The next token is canonical, even if there are no drafts: it could be the last one, or the
+        # row has failed to sample it
         self.awaits_check = False
         self.keeps_kv = False  # the request still has K and V of `tokens`, but of the last one
         self.tokens: list[int] = []  # they follow the first `_base` tokens of the output
@@ -114,9 +117,11 @@ class Window:
         request.settled = ALL_TOKENS
         request.ahead = ()
         request.sampling = self.final
+        self.has_end = len(self.tokens) >= request.output_left - 1
         for index, token in enumerate(self.tokens):
             if is_end(request, token):
                 del self.tokens[index:]
+                self.has_end = True
                 break
 
     def drafts(self, request: LiveRequest) -> Sequence[int]:
@@ -126,8 +131,9 @@ class Window:
             del self.tokens[: len(come)]
         else:
             self.tokens.clear()
+            self.has_end = False
         if come:
-            self.awaits_check = False
+            self.awaits_check = self.has_end
         self._base = len(request.output)
         return self.tokens
 
@@ -190,10 +196,10 @@ class Windows(EngineFeature):
         wanted = sum([self._settle(request, books) for request in due])
         if self._checks_ready:
             for request in [*self._ready]:
-                if wanted >= most:
+                if wanted >= max(1, most):  # one at least, even if a step has a single token
                     break
                 wanted += self._settle(request, books)
-            self._is_urgent = self._is_urgent and bool(self._ready)
+        self._is_urgent = self._is_urgent and bool(self._ready)
         return min(wanted, most)
 
     def _settle(self, request: LiveRequest, books: Books) -> int:
