@@ -240,6 +240,28 @@ def certificates_are_read_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def shared_template_processes() -> Iterator[None]:
+    """Engines of all tests share the processes that render chat templates."""
+    from dovetail.front import chat_rendering
+    from tests.shared_processes import SharedProcesses
+
+    with (
+        closing(SharedProcesses()) as shared,
+        patch.object(chat_rendering, "WorkerProcesses", shared),
+    ):
+        yield
+
+
+@pytest.fixture(scope="module")
+def own_template_processes() -> Iterator[None]:
+    """Engines of a module's later tests start those processes themselves."""
+    from dovetail.front import chat_rendering, worker_processes
+
+    with patch.object(chat_rendering, "WorkerProcesses", worker_processes.WorkerProcesses):
+        yield
+
+
 @pytest.fixture(scope="session")
 def preloaded() -> Iterator[Preloaded]:
     """Starts programs in Python that import torch or Dovetail, without the time of these
@@ -256,10 +278,10 @@ def shared_image_processes() -> Iterator[None]:
     a busy machine is no reason to refuse an image. The limit of processor time remains."""
     pytest.importorskip("torch")
     from dovetail.front.media import processes
-    from tests.image_processes import SharedImageProcesses
+    from tests.shared_processes import SharedProcesses
 
     with (
-        closing(SharedImageProcesses()) as shared,
+        closing(SharedProcesses()) as shared,
         patch.object(processes, "WorkerProcesses", shared),
         patch.object(processes, "OVERTIME_S", 600.0),
     ):

@@ -19,6 +19,7 @@ from dovetail.config.limits import Limits
 from dovetail.errors import DovetailError, MissingExtraError, RequestError
 from dovetail.front.chat_rendering import ChatTemplate, TemplateRenderer
 
+pytestmark = pytest.mark.usefixtures("own_template_processes")
 LIMITS = Limits(max_template_s=30, max_template_bytes=2**28, max_chat_chars=1_000_000)
 HELLO = ChatTemplate("Hello {{ name }}!")
 

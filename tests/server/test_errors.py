@@ -297,6 +297,7 @@ def no_file_descriptors() -> Iterator[None]:
         ),
     ],
 )
+@pytest.mark.usefixtures("own_template_processes")
 async def test_without_file_descriptors_a_request_may_come_again(
     fake: Callable[..., FakeEngine], path: str, request_of: dict[str, Any], tmp_path: Path
 ) -> None:
