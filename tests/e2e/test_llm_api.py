@@ -202,6 +202,7 @@ def test_a_chat_is_its_template_completed(llm: LLM) -> None:
     assert single.outputs == answers[0].outputs
 
 
+@pytest.mark.usefixtures("own_template_processes")
 def test_closing_ends_the_processes_that_render_chats() -> None:
     with LLM("demo", max_model_len=64) as llm:
         llm.chat([{"role": "user", "content": "a"}], GREEDY, use_tqdm=False)
