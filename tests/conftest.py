@@ -26,7 +26,7 @@ from hypothesis.strategies import floats, integers, text
 from tests.budget import Budget, pytest_terminal_summary  # noqa: F401 (a hook)
 from tests.frozen import count_once, freeze_what_lasts
 from tests.preloaded import MODULES, SLOW_MODULES, Preloaded
-from tests.slow_checks import is_tried_with_another, reason_for, without_a_quick_case
+from tests.slow_checks import is_tried_with_another, reason_for, without_a_case
 from tests.support import FULL, PROFILE, examples
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -109,7 +109,7 @@ def leave_unjudged(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # with `-n`, nobody is left alone with one at the end
     items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith(LONG))
-    none = [] if names_tests(config) else without_a_quick_case(item.nodeid for item in items)
+    none = [] if names_tests(config) else without_a_case(item.nodeid for item in items)
     if none:
         raise pytest.UsageError(f"tests/quick_cases.py has no id of {none}")
     kept = []
@@ -117,9 +117,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if (reason := reason_for(item.nodeid)) is not None:
             item.add_marker(pytest.mark.slow(reason))
-        if is_tried_with_another(item.nodeid):
-            item.add_marker(pytest.mark.full)
         marks = list(item.iter_markers())
+        if any(mark.name == "slow" for mark in marks) and is_tried_with_another(item.nodeid):
+            item.add_marker(pytest.mark.full)
+            marks = list(item.iter_markers())
         if any(mark.name == "slow" and not mark.args for mark in marks):
             raise pytest.UsageError(f"marked slow without a reason: {item.nodeid}")
         (kept if is_of_profile({mark.name for mark in marks}) else other).append(item)

@@ -1,11 +1,11 @@
-"""Tests whose cases are alike and dear: those that the quick profile tries, by the beginnings of
-their ids. The slow profile tries the others (`tests/slow_checks.py`)."""
+"""Tests whose cases are alike and dear: those that the quick profile tries, and those that the slow
+one does (`tests/slow_checks.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# of a file: of a test
+# By file and test: beginnings of ids. The slow profile tries the other cases.
 QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "attention/test_flash_backend.py": {
         "test_any_mix_of_prefills_chunks_and_decodes_is_attended_as_defined_while_unused_slots_are_nan": (
@@ -834,5 +834,49 @@ QUICK_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "tiers/test_random_worlds.py": {
         "test_no_traffic_reads_what_was_not_restored": ("4",),
+    },
+}
+
+# By file and test: beginnings of ids of the slow cases that the slow profile tries. The full one
+# tries the others, which make the same claim of another component.
+SLOW_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "e2e/test_deterministic.py": {
+        # with windows, selecting from latents, with sinks and experts
+        "test_a_request_has_the_same_bits_in_any_engine": (
+            "gemma3_text-float32",
+            "deepseek_v32-bfloat16",
+            "gpt_oss-bfloat16",
+        ),
+        "test_so_it_has_where_slabs_and_lines_are_computed_together": ("qwen3_moe-float32",),
+    },
+    "e2e/test_draft_model.py": {
+        "test_answers_are_those_without_drafts": ("small memory",),
+    },
+    "examples/test_samplers_extra.py": {
+        "test_processors_pass_their_suite": ("dry-",),
+    },
+    "models/test_encoders.py": {
+        "test_ranks_share_the_heads_of_an_encoder": ("DebertaV2",),
+    },
+    "models/test_transformers_layers.py": {
+        # each sort of norm, block, attention, experts and state
+        "test_a_type_is_served_with_its_layers": (
+            "bailing_hybrid",
+            "bitnet",
+            "cohere2_moe",
+            "deepseek_v3",
+            "gemma3n",
+            "gemma4_text",
+            "gpt_oss",
+            "jamba",
+            "kimi_linear",
+            "minimax]",
+            "mixtral",
+            "olmo2",
+            "qwen3]",
+            "stablelm",
+            "starcoder2",
+            "zaya",
+        ),
     },
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tests.quick_cases import QUICK_CASES
+from tests.quick_cases import QUICK_CASES, SLOW_CASES
 
 MANY_CASES = "tries many cases"
 LARGE = "computes with large inputs"
@@ -333,40 +333,48 @@ SLOW_CHECKS = {
 LIKE_OTHERS = "does what another of its cases does, which is quick"
 
 
-def without_a_quick_case(nodeids: Iterable[str]) -> list[str]:
-    """Return those of `QUICK_CASES` all of whose tests would be slow, because ids have changed."""
-    quick: dict[str, bool] = {}
+Cases = Mapping[str, Mapping[str, tuple[str, ...]]]
+
+
+def without_a_case(nodeids: Iterable[str]) -> list[str]:
+    """Return those of `QUICK_CASES` and `SLOW_CASES` none of whose tests would be tried in their
+    profile, because ids have changed."""
+    tried: dict[tuple[str, str], bool] = {}
     for nodeid in nodeids:
-        if _quick_cases(nodeid) is not None:
-            test = nodeid.partition("[")[0]
-            quick[test] = quick.get(test, False) or reason_for(nodeid) is None
-    return [test for test, has_one in quick.items() if not has_one]
+        test = nodeid.partition("[")[0]
+        for profile, cases in (("quick", QUICK_CASES), ("slow", SLOW_CASES)):
+            if _cases(cases, nodeid) is not None:
+                known = tried.get((profile, test), False)
+                tried[profile, test] = known or not _is_like_others(cases, nodeid)
+    return [f"{test} ({profile})" for (profile, test), has_one in tried.items() if not has_one]
 
 
-def _quick_cases(nodeid: str) -> tuple[str, ...] | None:
+def _cases(cases: Cases, nodeid: str) -> tuple[str, ...] | None:
     file, _, test = nodeid.partition("[")[0].partition("::")
-    return QUICK_CASES.get(file.removeprefix("tests/"), {}).get(test)
+    return cases.get(file.removeprefix("tests/"), {}).get(test)
 
 
-def _is_like_others(nodeid: str) -> bool:
-    quick = _quick_cases(nodeid)
-    return quick is not None and not nodeid.partition("[")[2].startswith(quick)
+def _is_like_others(cases: Cases, nodeid: str) -> bool:
+    tried = _cases(cases, nodeid)
+    return tried is not None and not nodeid.partition("[")[2].startswith(tried)
 
 
 def is_tried_with_another(nodeid: str) -> bool:
-    """Whether a test is a dear check of a built-in that runs the code of another."""
+    """Whether `SLOW_CASES` leaves a slow test to the full profile, or it is a dear check of a
+    built-in that runs the code of another."""
+    if _is_like_others(SLOW_CASES, nodeid):
+        return True
     kind, _, component = nodeid.removeprefix(OF_BUILTINS).partition("::")[0].partition("_")
     return (
         nodeid.startswith(OF_BUILTINS)
         and component in LIKE_ANOTHER.get(kind, ())
         and nodeid.rpartition("::")[2] != "test_spawn"  # one process for all of them
-        and reason_for(nodeid) is not None
     )
 
 
 def reason_for(nodeid: str) -> str | None:
     """Return why a test is slow, if it is listed here."""
-    if _is_like_others(nodeid):
+    if _is_like_others(QUICK_CASES, nodeid):
         return LIKE_OTHERS
     if nodeid.startswith(OF_BUILTINS):
         suite, _, check = nodeid.removeprefix(OF_BUILTINS).partition("::")

@@ -125,7 +125,7 @@ def require_equal_bits(world: World, seed: int, least_tokens: int = 32) -> None:
     find prefixes."""
     chance = random.Random(seed)
     config = random_config(chance, least_tokens)
-    asked = [random_request(chance) for _ in range(chance.randint(3, 7))]
+    asked = [random_request(chance) for _ in range(chance.randint(3, 7 if FULL else 4))]
     company = [one if chance.random() < 0.7 else one.unmarked() for one in asked]
     pages = -(-LENGTH // config["block_size"]) * chance.choice([4, 12])
     wrong = chance.choice([0.0, 0.05, 0.7])

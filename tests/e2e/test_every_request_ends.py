@@ -29,7 +29,7 @@ from tests.support import FULL
 torch.set_num_threads(1)
 
 MAX_LEN = 96
-ENGINES = 120 if FULL else 4  # of each model, with some eight requests each
+ENGINES = 120 if FULL else 2  # of each model, with some eight requests each
 POLICIES = ("fcfs", "fcfs", "sarathi", "vtc", "mlfq", "priority", "prefill_first", "lpm")
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

@@ -47,7 +47,7 @@ def test_layers_that_few_models_have_are_compared_too(monkeypatch: pytest.Monkey
         Suite().test_transformers()
 
 
-@pytest.mark.slow("runs all checks of models")
+@pytest.mark.full  # as those of `plugins new`; `test_builtins.py` runs the suite with built-in models
 def test_it_conforms() -> None:
     verdict = run("model", Exaone4)
     assert verdict.conformant, "\n".join(verdict.report())
