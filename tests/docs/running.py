@@ -45,6 +45,7 @@ SIMULATE_OFTEN = (
 )
 # of many seconds: only the full profile runs them
 LONG_SUITE = re.compile(r"\brun\(\"(model|attention|sampler|logits_processor|kv_tier)\"")
+LONG_SUITE_OF_A_COMMAND = re.compile(r"dovetail plugins test (scheduler|model|sampler)\b")
 # commands of seconds that a page shows too: outside of the full profile this other page runs them
 RUN_BY = {"dovetail doctor determinism demo --schedules 2": "docs/cli.md"}
 FEW = 8  # requests of each simulation otherwise
@@ -134,7 +135,7 @@ def addressed(text: str, url: str) -> str:
 def run_console(block: Block, url: str) -> None:
     for command in commands_of(block):
         words = shlex.split(command.line, comments=True)
-        if not FULL and RUN_BY.get(command.line, block.page) != block.page:
+        if not FULL and is_left_out(command.line, block.page):
             continue
         if words[0] == "curl":
             run_curl(block, words, command.output, url)
@@ -144,6 +145,11 @@ def run_console(block: Block, url: str) -> None:
             run_dovetail(block, words[1:], command.output)
         else:
             check_that_it_could_run(block, words)
+
+
+def is_left_out(line: str, page: str) -> bool:
+    """Whether only the full profile runs a command of this page."""
+    return RUN_BY.get(line, page) != page or LONG_SUITE_OF_A_COMMAND.match(line) is not None
 
 
 def run_dovetail(block: Block, args: list[str], expected: str) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.testing import run
+from dovetail.testing import run, runner
+from tests.conformance import fewer
+from tests.support import FULL
 
 PACKAGE = Path(__file__).parents[2] / "examples/plugins/dovetail-gdsf"
 sys.path.insert(0, str(PACKAGE / "src"))
@@ -19,9 +21,11 @@ globals().update({name: value for name, value in THEIRS.items() if name.startswi
 
 
 @pytest.mark.slow("runs the suite of the kind, in processes of their own, too")
-def test_the_manager_conforms() -> None:
+def test_the_manager_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
     from dovetail_gdsf.manager import GDSF
 
+    if not FULL:
+        monkeypatch.setattr(runner, "COMMAND", fewer.COMMAND)
     verdict = run("kv_cache", GDSF)
     assert verdict.conformant, verdict.line
 

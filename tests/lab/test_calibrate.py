@@ -695,7 +695,7 @@ def test_what_an_image_takes_is_found_out_by_its_rows() -> None:
 
     sizes = {"shortest_edge": 256, "longest_edge": 10**7}
     config = {**pretended(image_s=0.02, image_row_s=3e-5), "media": {"processor": {"size": sizes}}}
-    profile = calibrate({**config, "model": str(checkpoint("qwen3_vl"))}).profile
+    profile = calibrate({**config, "model": str(checkpoint("qwen3_vl"))}, quick=True).profile
     assert profile.image_s == pytest.approx(0.02, rel=0.05)
     assert profile.image_row_s == pytest.approx(3e-5, rel=0.05)
 
