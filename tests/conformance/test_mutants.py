@@ -11,12 +11,14 @@ import signal
 import socket
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dovetail.api.component import KINDS
+from dovetail.testing import elsewhere
 from dovetail.testing.checks import checks_of
 from dovetail.testing.suites import (
     executor,
@@ -24,8 +26,10 @@ from dovetail.testing.suites import (
     holding,
     kv_tier_world,
     repeatable,
+    scheduler_replay,
     suite_for,
 )
+from tests.conformance.kept_processes import KeptProcesses
 from tests.conformance.mutants import Mutant, mutants
 from tests.support import FULL
 
@@ -69,7 +73,22 @@ def process_as_it_was() -> Iterator[None]:
     logging.addLevelName(logging.DEBUG, "DEBUG")
 
 
-@pytest.mark.usefixtures("process_as_it_was")
+@pytest.fixture(scope="module")
+def kept_processes() -> Iterator[KeptProcesses]:
+    modules = [f"dovetail.testing.suites.{kind}" for kind in KINDS]
+    with closing(KeptProcesses((), modules, forks=True)) as processes:
+        yield processes
+
+
+@pytest.fixture
+def forked_processes(kept_processes: KeptProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutants are found out in forks of a process that has imported the suites."""
+    if not FULL:
+        for module in (elsewhere, scheduler_replay):
+            monkeypatch.setattr(module, "run_python", kept_processes.run_python)
+
+
+@pytest.mark.usefixtures("process_as_it_was", "forked_processes")
 @pytest.mark.parametrize("mutant", TRIED, ids=repr)
 def test_mutant_is_caught_by_its_check(
     mutant: Mutant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

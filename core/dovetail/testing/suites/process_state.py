@@ -162,7 +162,7 @@ def _torch() -> object:
     if torch is None:
         return None
     return (
-        torch.get_rng_state().tolist(),
+        torch.get_rng_state().numpy().tobytes(),
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         torch.get_num_threads(),
@@ -170,6 +170,11 @@ def _torch() -> object:
         torch.get_float32_matmul_precision(),
         repr(torch.tensor([1 / 3, 1e9])),  # by its print options
     )
+
+
+def _numpy_random() -> object:
+    name, numbers, *others = np.random.get_state(legacy=True)
+    return name, np.asarray(numbers).tobytes(), others
 
 
 def _decimals() -> object:
@@ -185,7 +190,7 @@ def _of_the_process() -> dict[str, object]:
     return {
         "the state of torch": _torch(),
         "the state of random": random.getstate(),
-        "the state of numpy.random": repr(np.random.get_state()),
+        "the state of numpy.random": _numpy_random(),
         "os.environ": dict(os.environ),
         "the working directory": Path.cwd(),
         "sys.stdout or sys.stderr": (sys.stdout, sys.stderr),
