@@ -858,6 +858,17 @@ SLOW_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "models/test_encoders.py": {
         "test_ranks_share_the_heads_of_an_encoder": ("DebertaV2",),
     },
+    "models/test_hybrids_in_engine.py": {
+        "test_greedy_tokens_are_those_of_transformers": ("qwen3_next", "nemotron_h", "mamba2"),
+    },
+    "models/test_quantized_mixtures.py": {
+        "test_experts_in_a_format_compute_what_their_values_do": (
+            "compressed-tensors NVFP4",
+            "FP8, a scale per block",
+            "AWQ",
+        ),
+        "test_mixtures_whose_names_transformers_changes_are_read": ("ernie4_5_moe",),
+    },
     "models/test_transformers_layers.py": {
         # each sort of norm, block, attention, experts and state
         "test_a_type_is_served_with_its_layers": (
@@ -878,5 +889,9 @@ SLOW_CASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "starcoder2",
             "zaya",
         ),
+    },
+    "models/test_windows.py": {
+        "test_greedy_tokens_are_those_of_transformers": ("gemma4", "gpt_oss"),
+        "test_preempted_requests_write_the_same_tokens": ("gemma4", "gpt_oss"),
     },
 }

@@ -191,6 +191,8 @@ LIKE_ANOTHER: Mapping[str, Mapping[str, str]] = {
         "glm_moe_dsa": "deepseek_v32",
         "glm4": "gemma2",
         "jina_embeddings_v3": "bert",
+        "nomic_bert": "modernbert",
+        "qwen3_moe": "deepseek_v32",
         "xlm_roberta": "bert",
     },
     "parser": {
@@ -266,7 +268,6 @@ SLOW_CHECKS = {
     f"{OF_BUILTINS}model_gpt_oss::test_weight_use": MANY_CASES,
     f"{OF_BUILTINS}observer_prometheus::test_no_event_makes_it_raise": WAITS,
     f"{OF_BUILTINS}observer_prometheus::test_nothing_is_left_behind": WAITS,
-    f"{OF_BUILTINS}model_qwen3_moe::test_weight_use": MANY_CASES,
     f"{OF_BUILTINS}sampler_default::test_rules_before_temperature": MANY_CASES,
     f"{OF_BUILTINS}sampler_default::test_large_vocabulary": MANY_CASES,
     f"{OF_BUILTINS}sampler_default::test_rules_before_filters": MANY_CASES,
