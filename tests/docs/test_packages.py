@@ -11,9 +11,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import typer
 from tools import downstream
 
-from tests.docs.pages import ROOT
+from tests.support import FULL
 
 OBSERVER = """
 from dovetail.api import ComponentSpec, hookimpl
@@ -59,23 +60,54 @@ def wheel(folder: Path, version: str) -> None:
             archive.writestr(name, text)
 
 
-@pytest.mark.slow("builds wheels and installs them")
-def test_the_last_two_releases_are_tried_and_a_broken_package_fails(tmp_path: Path) -> None:
+class Unpacked(downstream.Environment):
+    """This environment, with a wheel unpacked on the path of its processes, in place of one that
+    pip fills."""
+
+    def __init__(self, folder: Path) -> None:
+        self.python = Path(sys.executable)
+        self._folder = folder
+
+    def install(self, *what: str) -> None:
+        release = what[-1].replace("-", "_").replace("==", "-")
+        [links] = [Path(one.partition("=")[2]) for one in what if one.endswith("/releases")]
+        with zipfile.ZipFile(links / f"{release}-py3-none-any.whl") as archive:
+            archive.extractall(self._folder / release)
+        os.environ["PYTHONPATH"] = str(self._folder / release)
+
+    def dovetail(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(self.python), "-P", "-m", "dovetail", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with three releases of a package, in an environment that needs no wheel of
+    Dovetail, outside of the full profile."""
+    folder = tmp_path / "releases"
+    folder.mkdir()
     for version in ("1.0", "1.1", "1.2"):
-        wheel(tmp_path, version)
+        wheel(folder, version)
+    monkeypatch.setenv("EXAMPLES", "")  # none of them is listed
+    if not FULL:
+        monkeypatch.setattr(downstream, "Environment", Unpacked)
+        monkeypatch.setenv("PYTHONPATH", "")
+        monkeypatch.setenv("WHEELS", str(tmp_path))
+        for name in (".built", "dovetail_llm-1-py3-none-any.whl"):
+            (tmp_path / name).touch()
+    return folder
+
+
+@pytest.mark.slow("starts processes that import everything")
+def test_the_last_two_releases_are_tried_and_a_broken_package_fails(
+    releases: Path, tmp_path: Path
+) -> None:
     listing = tmp_path / "packages.toml"
     listing.write_text('[[package]]\nname = "dovetail-mine"\n')
     out = tmp_path / "results.json"
-    command = [sys.executable, "-m", "tools.downstream", "--packages", str(listing)]
-    done = subprocess.run(
-        [*command, "--results", str(out), "--find-links", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"EXAMPLES": ""},  # none of them is listed
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1, done.stderr
+    with pytest.raises(typer.Exit) as end:
+        downstream.main(packages=listing, results=out, find_links=[releases])
+    assert end.value.exit_code == 1
     results = json.loads(out.read_text())
     assert [(one["version"], one["passed"]) for one in results] == [("1.1", False), ("1.2", False)]
     assert all("contract-broken" in one["says"] for one in results)
