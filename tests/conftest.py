@@ -273,6 +273,19 @@ def preloaded() -> Iterator[Preloaded]:
         yield process
 
 
+@pytest.fixture
+def ranks_in_threads() -> Iterator[None]:
+    """Ranks of the executor `tensor` are threads of this process, but in the full profile: for
+    tests of what they compute."""
+    if FULL:
+        yield
+        return
+    from tests.executors.rank_threads import ranks_as_threads
+
+    with ranks_as_threads():
+        yield
+
+
 @pytest.fixture(scope="module")
 def shared_image_processes() -> Iterator[None]:
     """Engines of a module's tests share the processes that prepare images, which may take any time:

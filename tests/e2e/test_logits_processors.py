@@ -183,6 +183,7 @@ def test_an_engine_without_processors_gives_the_others_the_same_to_the_bit(
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.usefixtures("ranks_in_threads")
 def test_tokens_are_the_same_together_cut_preempted_or_drafted(
     alone: list[RequestOutput], way: str, site: Site
 ) -> None:

@@ -206,6 +206,7 @@ def test_the_second_text_of_a_pair_has_another_token_type(tmp_path: Path) -> Non
 
 @pytest.mark.slow("starts ranks: processes that import torch")
 @pytest.mark.parametrize("family", ["MPNet", "NomicBert", "DebertaV2"])
+@pytest.mark.usefixtures("ranks_in_threads")
 def test_ranks_share_the_heads_of_an_encoder(family: str, tmp_path: Path) -> None:
     model = saved(tmp_path, family)
     with started(tmp_path, ranks=2) as bench:

@@ -108,6 +108,7 @@ def scarce(directory: Any, requests: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"] if FULL else ["nemotron_h"])
 @pytest.mark.slow("starts ranks: processes that import torch")
+@pytest.mark.usefixtures("ranks_in_threads")
 def test_two_ranks_write_the_same_tokens(name: str) -> None:
     prompts = random_prompts([70, 33, 1], SHAPE["vocab_size"], seed=1)
     ranks = {"name": "tensor", "size": 2, "device": "cpu"}

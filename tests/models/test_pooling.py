@@ -267,6 +267,7 @@ def test_a_generator_scores_by_two_tokens(by: str, tied: bool, tmp_path: Path) -
 
 
 @pytest.mark.slow("starts ranks: processes that import torch")
+@pytest.mark.usefixtures("ranks_in_threads")
 def test_ranks_pool_together(tmp_path: Path) -> None:
     model = save(tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=False)
     with started(tmp_path, ranks=2, pooling={"method": "mean", "score_tokens": (11, 5)}) as bench:

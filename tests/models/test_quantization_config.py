@@ -726,6 +726,7 @@ def test_a_wrong_tensor_is_reported_with_those_that_are_stored_with_it(
 
 
 @pytest.mark.slow("starts ranks: processes that import torch")
+@pytest.mark.usefixtures("ranks_in_threads")
 def test_two_ranks_write_what_a_quantized_checkpoint_writes_and_tell_its_format() -> None:
     directory = SMALL / "ct-fp8-dynamic"
     expected = json.loads((directory / "expected.json").read_text())["greedy"]

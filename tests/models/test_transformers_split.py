@@ -28,6 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow("starts ranks: processes that import torch")
 @pytest.mark.parametrize("model_type", [pytest.param("qwen3", marks=pytest.mark.full), "qwen2_moe"])
+@pytest.mark.usefixtures("ranks_in_threads")
 def test_two_ranks_write_the_tokens_of_one(tmp_path: Path, model_type: str) -> None:
     random_model(tiny(model_type)).save_pretrained(tmp_path)
     alone = tokens_of(tmp_path, "transformers")

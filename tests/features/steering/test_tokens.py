@@ -105,7 +105,6 @@ def test_tokens_are_those_of_a_hook(way: str, engine: Engine, expected: list[lis
 
 
 AGAIN = pytest.mark.slow("two ranks compute again what was preempted, in step with each other")
-PROCESS = pytest.mark.slow("starts a rank: a process that imports torch")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +113,8 @@ PROCESS = pytest.mark.slow("starts a rank: a process that imports torch")
         ("plain", ranks_as_threads),
         ("drafts", ranks_as_threads),
         pytest.param("scarce memory", ranks_as_threads, marks=AGAIN),
-        pytest.param("plain", nullcontext, marks=PROCESS),
+        # tests/executors shows that ranks in processes compute the same
+        pytest.param("plain", nullcontext, marks=pytest.mark.full),
     ],
     ids=["plain", "drafts", "scarce memory", "processes"],
 )
