@@ -6,16 +6,33 @@ from __future__ import annotations
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-SPREAD = ("tests/docs/test_code_blocks.py",)  # long files whose tests have nothing in common
+# files that share what takes seconds: each worker would have its own
+TOGETHER = {
+    "the preloaded process": (
+        "tests/cli/test_plugins_new.py",
+        "tests/cli/test_streams.py",
+        "tests/docs/test_code_blocks.py",
+        "tests/docs/test_write_a_scheduler.py",
+        "tests/testing/test_preloaded.py",
+    ),
+    "the import of Anthropic's client": (
+        "tests/server/test_agents.py",
+        "tests/server/test_messages.py",
+        "tests/server/test_service.py",
+        "tests/server/test_structured.py",
+    ),
+}
+_SHARED = {file: what for what, files in TOGETHER.items() for file in files}
 
 
 class FilesToWorkers(LoadFileScheduling):
-    """The tests of a file run in one process, which makes its fixtures once; those of `SPREAD` in
-    any. If a test ends its worker, it fails, and the rest of its file goes to another one:
+    """The tests of a file run in one process, which makes its fixtures once, as do those of files
+    that are `TOGETHER`. If a test ends its worker, it fails, and the rest of its file goes to another one:
     `LoadFileScheduling` would assign the same test again and again, and then wait forever."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid if nodeid.startswith(SPREAD) else super()._split_scope(nodeid)
+        file: str = super()._split_scope(nodeid)
+        return _SHARED.get(file, file)
 
     def remove_node(self, node: WorkerController) -> str | None:
         """Return the test that was running, if a worker with tests left has gone, and deal out the

@@ -78,15 +78,24 @@ def pages() -> list[str]:
     return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md"))]
 
 
+def has_blocks(page: str) -> bool:
+    """Return True if `blocks_of` would find any, which takes longer: it parses the page."""
+    return re.search(r"^ *```", _written(page), re.MULTILINE) is not None
+
+
 @cache
 def blocks_of(page: str) -> tuple[Block, ...]:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    # lines keep their numbers
-    text = _GENERATED.sub(lambda part: "\n" * part[0].count("\n"), text)
+    text = _written(page)
     lines = text.splitlines()
     return tuple(
         _block(page, lines, token) for token in MarkdownIt().parse(text) if token.type == "fence"
     )
+
+
+def _written(page: str) -> str:
+    """Return a page with empty lines for what is generated: lines keep their numbers."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return _GENERATED.sub(lambda part: "\n" * part[0].count("\n"), text)
 
 
 def commands_of(block: Block) -> Iterator[Command]:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from dovetail.cli.app import app
 from dovetail.errors import DISTRIBUTION, DovetailError
-from tests.docs.pages import ROOT, SHOWN_URL, Block, blocks_of, commands_of, pages
+from tests.docs.pages import ROOT, SHOWN_URL, Block, blocks_of, commands_of, has_blocks, pages
 from tests.docs.running import RUN_BY, check_config, check_docker, run_console
 from tests.preloaded import Preloaded
 from tests.registry.fakes import Site
@@ -94,7 +94,7 @@ def tried(page: str) -> object:
 
 
 @pytest.mark.parametrize(
-    "page", [tried(page) for page in pages() if blocks_of(page) and page not in OWN_TEST]
+    "page", [tried(page) for page in pages() if has_blocks(page) and page not in OWN_TEST]
 )
 def test_blocks_of_the_page_run(
     page: str,

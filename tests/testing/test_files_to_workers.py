@@ -49,5 +49,11 @@ def test_a_test_that_ends_its_worker_fails_and_all_others_run(tmp_path: Path) ->
     assert "2 failed, 4 passed" in done.stdout
 
 
-def test_the_files_that_go_first_are_there() -> None:
-    assert not [name for name in LONG if not Path(__file__).parents[1].joinpath(name).is_file()]
+def test_files_that_are_named_are_there() -> None:
+    pytest.importorskip("xdist")
+    from tests.files_to_workers import TOGETHER
+
+    tests = Path(__file__).parents[1]
+    named = [tests / name for name in LONG]
+    named += [tests.parent / name for files in TOGETHER.values() for name in files]
+    assert not [path for path in named if not path.is_file()]
