@@ -99,6 +99,7 @@ DEAR = {
     "sampler.temperature",
     "sampler.top_k",
     "sampler.top_p",
+    "scheduler.replay",
     "tokenizer.exact_long",
 }
 # of a style that makes long texts dear; its base class passes them in the slow profile

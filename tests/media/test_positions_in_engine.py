@@ -47,7 +47,7 @@ def check(name: str, samples: int = 1, new: int = NEW, **settings: Any) -> list[
     return outputs
 
 
-@pytest.mark.slow("an engine with two processes")
+@pytest.mark.full  # `test_in_engine.py` has two ranks compute with such positions
 def test_two_ranks_compute_what_one_does() -> None:
     check("qwen3_vl", tensor_parallel_size=2)
 
