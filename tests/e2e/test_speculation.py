@@ -148,7 +148,7 @@ def in_parts(cases: Sequence[tuple[str, ...]], each: int) -> Iterator[Any]:
     the others."""
     for case in cases:
         ranks = "two ranks" in case
-        if not FULL and not ranks:
+        if PROFILE not in ("slow", "full") and not ranks:
             yield pytest.param(*case, each // 3, id="-".join(case))
         reason = (
             "starts ranks: processes that import torch" if ranks else "answers many requests twice"
@@ -259,6 +259,7 @@ def config_of(directory: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.usefixtures("ranks_in_threads")
 @pytest.mark.parametrize(
     ("model", "drafter", "way", "count"), list(in_parts(TRIPLES, EACH_OF_OTHERS))
 )
