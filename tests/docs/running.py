@@ -45,7 +45,7 @@ SIMULATE_OFTEN = (
 )
 # of many seconds: only the full profile runs them
 LONG_SUITE = re.compile(r"\brun\(\"(model|attention|sampler|logits_processor|kv_tier)\"")
-LONG_SUITE_OF_A_COMMAND = re.compile(r"dovetail plugins test (scheduler|model|sampler)\b")
+LONG_SUITE_OF_A_COMMAND = re.compile(r"dovetail plugins test (scheduler\b|observer log$)")
 # commands of seconds that a page shows too: outside of the full profile this other page runs them
 RUN_BY = {"dovetail doctor determinism demo --schedules 2": "docs/cli.md"}
 FEW = 8  # requests of each simulation otherwise
