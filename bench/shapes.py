@@ -121,6 +121,9 @@ class Shape:
 
 
 SHAPES = {
+    # no models: little to compute; the second has much K and V for that, 16 KiB per token in bfloat16
+    "tiny": Shape("Qwen3ForCausalLM", 1, 64, 2, 1, 32, 128, 1024, True, 40_960, 1e6),
+    "wide-kv": Shape("Qwen3ForCausalLM", 4, 128, 8, 8, 128, 256, 1024, True, 40_960, 1e6),
     "qwen3-0.6b": Shape("Qwen3ForCausalLM", 28, 1024, 16, 8, 128, 3072, 151_936, True, 40_960, 1e6),
     "qwen3-8b": Shape(
         "Qwen3ForCausalLM", 36, 4096, 32, 8, 128, 12_288, 151_936, False, 40_960, 1e6
