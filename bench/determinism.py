@@ -2,11 +2,14 @@
 
     python -m bench.determinism [MODEL] [--requests 12] [--tokens 24] [--dtype float32]
     python -m bench.determinism --workload nano one 8b-64 --limit 600
+    python -m bench.determinism --workload nano --certain
     python -m bench.determinism --workload nano --ladder 8 8,1,64 8,64 --lines 32 256 --rounds 1
 
 The second form needs a GPU: random weights in the true shape of each workload's model, in bfloat16,
-as `bench.throughput` measures. After `--limit` seconds the process ends, with the lines printed so
-far. The third starts an engine for each ladder of slabs of a forward, the first of which is the
+as `bench.throughput` measures. Such a model is never sure of a token, so rounding changes more
+tokens than with real weights; with `--certain` its layers add little to the embeddings, and hardly
+any token changes. After `--limit` seconds the process ends, with the lines printed so
+far. The last starts an engine for each ladder of slabs of a forward, the first of which is the
 reference, and for each number of lines that are sampled together. Each line is followed by what
 steps took that check windows, and other steps. `dovetail doctor determinism MODEL` tries the promise itself.
 """
@@ -19,8 +22,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
 
 from bench.engines import settings_of
 from bench.limits import require_gpu
@@ -28,6 +36,8 @@ from bench.shapes import SHAPES, write_checkpoint
 from bench.workloads import WORKLOADS, Workload
 from dovetail import LLM, SamplingParams
 from dovetail.api.observer import Observer, StepFinished
+from dovetail.nn import weights
+from dovetail.nn.weights import random_numbers
 from dovetail_executors.runtime import slabs
 
 # every how many requests one is deterministic; 0: none
@@ -60,16 +70,27 @@ class StepTimes(Observer):
                 f"{len(chosen)} {what} steps of {rows:.0f} windows: {device:.2f} ms on the device, "
                 f"{idle:.2f} idle before, {core:.2f} in the core"
             )
+        drafts = sum(step.draft_tokens for step in self.steps)
+        if drafts:
+            right = sum(sum(step.accepted_drafts) for step in self.steps)
+            told.append(f"{right:,} of {drafts:,} provisional tokens were right")
         return "; ".join(told)
 
 
-def speed(llm: LLM, prompts: Sequence[list[int]], tokens: Sequence[int], every: int) -> float:
+def speed(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    tokens: Sequence[int],
+    every: int,
+    temperature: float,
+) -> float:
     """Return the tokens per second of requests that arrive together, and generate so many `tokens`
     each. Each `every`th is deterministic, none with 0."""
     params = [
         SamplingParams(
             max_tokens=count,
-            temperature=0.0,
+            temperature=temperature,
+            seed=index,
             ignore_eos=True,
             deterministic=every > 0 and index % every == 0,
         )
@@ -93,10 +114,10 @@ def measure(name: str, llm: LLM, work: Workload, rounds: int) -> None:
     times = StepTimes()
     llm.engine.core.observers.add("times", times)
     for share, every in SHARES.items():
-        speed(llm, work.prompts(seed=1000), few, every)
+        speed(llm, work.prompts(seed=1000), few, every, work.temperature)
         times.steps.clear()
         for number in range(rounds):
-            found = speed(llm, work.prompts(seed=number), tokens, every)
+            found = speed(llm, work.prompts(seed=number), tokens, every, work.temperature)
             speeds[share].append(found)
         usual = median(speeds["none"])
         own = median(speeds[share])
@@ -124,6 +145,12 @@ def choose(ladder: tuple[int, ...], lines: int) -> None:
         if lines:
             slabs.LINES[device] = lines
             print(f"{device}: {lines} lines", flush=True)
+
+
+def certain(shape: Sequence[int], name: str, *others: Any) -> torch.Tensor:
+    """Do as `weights.random_numbers`, but let layers add little to the residual stream."""
+    numbers = random_numbers(shape, name, *others)
+    return numbers.mul_(0.02) if name.endswith(("o_proj.weight", "down_proj.weight")) else numbers
 
 
 def end_after(seconds: float) -> None:
@@ -158,6 +185,9 @@ def main() -> None:
         help="numbers of slabs of a forward, the reference first",
     )
     parser.add_argument("--lines", nargs="+", type=int, default=[0], help="sampled together")
+    parser.add_argument(
+        "--certain", action="store_true", help="weights that rounding hardly changes"
+    )
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, help="instead of a model")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml"
@@ -165,10 +195,11 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.limit is not None:
         end_after(asked.limit)
-    for ladder in asked.ladder:
-        for lines in asked.lines:
-            choose(ladder, lines)
-            measure_all(asked)
+    with patch.object(weights, "random_numbers", certain) if asked.certain else nullcontext():
+        for ladder in asked.ladder:
+            for lines in asked.lines:
+                choose(ladder, lines)
+                measure_all(asked)
 
 
 def measure_all(asked: argparse.Namespace) -> None:

@@ -80,6 +80,17 @@ def check_steps(world: World) -> list[int]:
     return [number for number, count in enumerate(drafts_of(world)) if count]
 
 
+def test_what_ends_beyond_its_window_is_checked_with_the_others() -> None:
+    world = World(
+        shape=replace(RIGHT, token_budget=512, max_lines=500, max_num_seqs=16, num_pages=900)
+    )
+    for number in range(16):  # which end at different times
+        prompt = tuple(range(1, 8 + number))
+        world.add(marked(str(number), prompt, max_tokens=33 + 35 * number % 97))
+    world.drain(check=True)
+    assert set(np.diff(check_steps(world))) == {SIZE}
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_windows_of_all_are_checked_in_few_steps(overlap: bool) -> None:
     world = World(shape=replace(RIGHT, overlap=overlap, token_budget=512, max_num_seqs=16))

@@ -76,7 +76,7 @@ def test_slabs_are_computed_together_in_forwards_of_one_size(
     lengths = dict(enumerate(LENGTHS))
     bench = Bench(max_len=96)
     together = bits_of(bench, lengths, marked=(0, 1, 2))
-    tried = [([SLAB] * place, 4 * SLAB, True) for place in (1, 2, 3, 4)]
+    tried = [([SLAB] * 4, 4 * SLAB, True)]
     prefill = [([SLAB] * 4, 4 * SLAB, True), ([SLAB], 4 * SLAB, True)]
     decode = ([SLAB] * 3, 4 * SLAB, True)
     assert forwards(bench) == [*tried, *prefill, decode, decode]
@@ -110,7 +110,7 @@ def test_few_slabs_take_a_small_forward(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(MORE_PLACES, "cpu", (1, 2))
     bench = Bench(max_len=96)
     assert bits_of(bench, lengths, marked=(0, 1, 2)) == fixed
-    tried = [(1, 4), (2, 4), (3, 4), (4, 4), (1, 1), (1, 2), (2, 2)]
+    tried = [(4, 4), (1, 1), (2, 2)]
     prefill = [(4, 4), (1, 1)]
     decode = (3, 4)
     assert [(len(lens), size // SLAB) for lens, size, _ in forwards(bench)] == [
@@ -143,8 +143,8 @@ def test_a_size_that_answers_otherwise_is_not_used(monkeypatch: pytest.MonkeyPat
 
 
 def test_forwards_fit_a_step() -> None:
-    assert sizes_of_forwards("cuda", 8192) == [1, 8, 64]
-    assert sizes_of_forwards("cuda", 64 * SLAB - 1) == [1, 8]
+    assert sizes_of_forwards("cuda", 8192) == [1, 2, 8, 16, 64]
+    assert sizes_of_forwards("cuda", 64 * SLAB - 1) == [1, 2, 8, 16]
     assert sizes_of_forwards("cpu", 8192) == [1]
     assert [cheapest([1, 8, 64], slabs) for slabs in (1, 8, 30, 64, 300)] == [1, 8, 8, 64, 64]
 

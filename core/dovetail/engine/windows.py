@@ -28,7 +28,7 @@ beyond the multiple, which costs 16 steps of each window; or to let requests pau
 until they are in phase, which costs 16 steps once, but whenever requests arrive, either these make
 others wait, or there are checks for each phase. What waits is a request whose end isn't certain yet:
 it has nothing to decode, and drains like one whose last token is in flight. If the check doesn't
-come to its end, the next step checks the rest.
+come to its end, the rest waits likewise.
 
 Nothing provisional leaves this module. `LiveRequest.output` has final tokens only, so clients,
 watchers, penalties of canonical rows, policies and KV-cache managers see no others. K and V of
@@ -56,7 +56,7 @@ from dovetail.engine.flight import Delivery, InFlightStep
 from dovetail.engine.live_request import ALL_TOKENS, LiveRequest, Status
 from dovetail.engine.step_times import DraftRoom
 
-LEAST_SHARE = 2  # drafts reserve at most one part in so many of a step's tokens
+LEAST_SHARE = 2  # drafts may reserve one part in so many of a step's tokens
 
 
 class Window:
@@ -162,15 +162,14 @@ class Windows(EngineFeature):
     @property
     def awaits_results(self) -> bool:
         """True if the next step must be planned while none is in flight."""
-        return bool(self._due) or self._checks_ready
+        return bool(self._due) or self._checks_ready(len(self._open))
 
-    @property
-    def _checks_ready(self) -> bool:
-        """True if the next step checks the windows that are ready."""
+    def _checks_ready(self, windows: int) -> bool:
+        """Return True if the next step checks those that are ready of so many `windows`."""
         ready = self._ready
         return bool(ready) and (
             self._is_urgent
-            or len(ready) == len(self._open)
+            or len(ready) == windows
             or self._steps - next(iter(ready.values())) >= self._size
         )
 
@@ -192,15 +191,32 @@ class Windows(EngineFeature):
             return 0
         due = self._due
         self._due = {}
-        most = budget // LEAST_SHARE
-        wanted = sum([self._settle(request, books) for request in due])
-        if self._checks_ready:
+        to_check = [self._settle(each, books) for each in due if not self._waits(each, books)]
+        wanted = sum(to_check)
+        if self._checks_ready(len(self._open) + to_check.count(0)):
             for request in [*self._ready]:
-                if wanted >= max(1, most):  # one at least, even if a step has a single token
+                if wanted >= max(
+                    1, most_drafts(budget, books)
+                ):  # one, even if a step has one token
                     break
                 wanted += self._settle(request, books)
         self._is_urgent = self._is_urgent and bool(self._ready)
-        return min(wanted, most)
+        return min(wanted, most_drafts(budget, books))
+
+    def _waits(self, request: LiveRequest, books: Books) -> bool:
+        """Let a request that ended beyond its check wait for that of others, in a window of its
+        tokens there. Returns False if it hasn't, or if these must be checked now."""
+        window = self._of[request]
+        if window.is_open or self._is_urgent:
+            return False
+        window.drafts(request)
+        if not window.has_end or not window.keeps_kv or request.num_computed % self._size:
+            return False
+        window.open(request, self._size)
+        self._open[request] = None
+        self._ready[request] = self._steps
+        books.drain(request)
+        return True
 
     def _settle(self, request: LiveRequest, books: Books) -> int:
         """Close the request's window, if it is open. Returns the number of drafts to check."""
@@ -313,6 +329,12 @@ class Windows(EngineFeature):
         self._ready.pop(request, None)
         self._ended.pop(request, None)
         self._of[request].close(request)
+
+
+def most_drafts(budget: int, books: Books) -> int:
+    """Return how many tokens of a step's `budget` drafts may reserve: all but one for each running
+    request, unless these are very many."""
+    return max(budget // LEAST_SHARE, budget - len(books.running))
 
 
 def is_end(request: LiveRequest, token: int) -> bool:

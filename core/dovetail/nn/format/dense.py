@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dovetail.nn.activation import silu_mul
+from dovetail.nn.fixed_shapes import shapes_are_fixed
 from dovetail.nn.format.base import WeightFormat, in_one_piece, stacked
 from dovetail.nn.kernels import stored_experts
 from dovetail.nn.kernels.available import has_many_rows, use_kernels
@@ -55,6 +56,9 @@ class Dense(WeightFormat):
         if not _on_matrix_units(weight):
             return _plain_columns(weight, x, bias, norm, gated, into)
         stream, norm = with_fusable_norm(x, norm)
+        if shapes_are_fixed():
+            y = _in_order(weight, stream.read(norm), bias, None if gated else into)
+            return silu_mul(y) if gated else y
         if norm is not None and stream.is_pending:
             stream = Residual(stream.normed(norm))
             norm = None
@@ -75,7 +79,9 @@ class Dense(WeightFormat):
         return _plain_columns(weight, x, bias, None, gated, into)
 
     def add_to(self, weight: torch.Tensor, residual: Residual, x: torch.Tensor) -> None:
-        if not _on_matrix_units(weight) or not _added_by_kernel(weight, residual, x):
+        if shapes_are_fixed() and _on_matrix_units(weight):
+            residual.add_parts(_in_order(weight, x, None, None)[None])
+        elif not _on_matrix_units(weight) or not _added_by_kernel(weight, residual, x):
             residual.summed().addmm_(x, weight.t())
 
     def for_kernels(self, weights: Sequence[Any]) -> stored_experts.Stored | None:
@@ -108,6 +114,22 @@ def _plain_columns(
     if bias is None:
         return torch.mm(x, weight.t(), out=into)
     return torch.addmm(bias, x, weight.t(), out=into)
+
+
+def _in_order(
+    weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, into: torch.Tensor | None
+) -> torch.Tensor:
+    """`Dense.columns` that adds up over the inputs in their order, so that a row has the same bits
+    with any number of rows. So do torch's products of many rows; of few they may split the
+    inputs."""
+    x = x.contiguous()
+    if has_many_rows(weight.device):
+        from dovetail.nn.kernels import many_rows
+
+        if (tiling := many_rows.tiling_in_order(weight, len(x))) is not None:
+            with suppress(KernelUnavailable):
+                return many_rows.linear(x, weight, bias, tiling=tiling, into=into)
+    return _plain_columns(weight, x, bias, None, False, into)
 
 
 def _added_by_kernel(weight: torch.Tensor, residual: Residual, x: torch.Tensor) -> bool:

@@ -304,8 +304,7 @@ def tiling_for(
         )
         if tiling is not None:
             return tiling
-    # round up to a power of two: each tiling is a kernel to compile
-    tiles = 1 << (ceil(rows / GROUP_ROWS) - 1).bit_length()
+    tiles = _in_groups(rows) // GROUP_ROWS
     if rows > MOST_ROWS or weight.nbytes > MOST_BYTES[tiles]:
         return None
     if rows <= GROUP_ROWS // (4 if in_parts else 2) and weight.nbytes > LARGE_BYTES:
@@ -315,6 +314,21 @@ def tiling_for(
     return _cheapest(
         tiles * GROUP_ROWS, inputs, outputs // (2 if gated else 1), 2 if gated else 1, in_parts
     )
+
+
+def tiling_in_order(weight: torch.Tensor, rows: int) -> Tiling | None:
+    """Return a tiling that adds up over all inputs of a 16-bit weight [outputs, inputs] in their
+    order, whatever the number of rows; None if torch is faster or no tiling fits."""
+    outputs, inputs = weight.shape
+    if rows > MOST_ROWS:
+        return None
+    return _cheapest(_in_groups(rows), inputs, outputs, 1, in_parts=False)
+
+
+def _in_groups(rows: int) -> int:
+    """Return the number of rows, up to `GROUP_ROWS` times a power of two: each tiling is a kernel
+    to compile."""
+    return GROUP_ROWS << (ceil(rows / GROUP_ROWS) - 1).bit_length()
 
 
 def _tiling_of_large(

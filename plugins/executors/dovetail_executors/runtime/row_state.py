@@ -124,7 +124,8 @@ class RowState:
         self.logprobs = np.full(max_rows, -1, np.int64)
         self.prompt_logprobs: dict[int, int] = {}  # the same of prompt tokens, of rows that ask
         self.deterministic = set[int]()  # rows whose results must not depend on the others
-        self.fixed_lines = 1  # of such rows, whose logits are computed together
+        # of such rows, whose logits are computed together: of few, and of many with the same bits
+        self.fixed_lines = self.many_lines = 1
         self.history = RowHistory(self.token_ids, self.num_tokens, self.prompt_lens)
         self.request_ids = [""] * max_rows  # replaced when changed: steps in flight keep theirs
 

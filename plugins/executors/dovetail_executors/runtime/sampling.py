@@ -168,8 +168,9 @@ class Sampling:
         deterministic rows apart from all others. `changes_logits`: True for a row of the step whose
         logits features change.
 
-        A deterministic line is in a part of `fixed_lines` lines, whose work a graph could record:
-        its operations have shapes that don't follow from the other lines. Or it is alone."""
+        A deterministic line is in a part of `fixed_lines` or `many_lines`, whose work a graph could
+        record: its operations have shapes that don't follow from the other lines. Or it is
+        alone."""
         others = np.flatnonzero(~step.apart)
         parts = [LinePart(others, len(others))] if len(others) else []
         apart = np.flatnonzero(step.apart)
@@ -181,14 +182,14 @@ class Sampling:
         if step.masked is not None:
             alone |= step.masked[apart] >= 0
         parts += [LinePart(np.array([line]), 1) for line in apart[alone].tolist()]
-        size = self.rows.fixed_lines
         for capture in dict.fromkeys(filter(None, captures)):
             own = np.array([each is capture for each in captures], np.bool_)[row_of]
             lines = apart[own & ~alone]
-            parts += [
-                LinePart(lines[start : start + size], size, capture)
-                for start in range(0, len(lines), size)
-            ]
+            while len(lines):
+                is_many = len(lines) > 2 * self.rows.fixed_lines
+                size = self.rows.many_lines if is_many else self.rows.fixed_lines
+                parts.append(LinePart(lines[:size], size, capture))
+                lines = lines[size:]
         return parts
 
     def _fixed_for(self, row: int) -> Capture | None:

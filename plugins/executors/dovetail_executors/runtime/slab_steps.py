@@ -19,6 +19,8 @@ from dovetail_executors.runtime.model_io import SLABS, ModelOutputs, StepTokens
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.slabs import (
     LINES,
+    MANY_LINES,
+    MOST_LOGITS,
     PLACES,
     SLAB,
     Slabs,
@@ -44,7 +46,7 @@ class SlabSteps:
         device = parts.rows.device.type
         self._places = PLACES.get(device, 1)  # whose bits all sizes have
         self._sizes = sizes_of_forwards(device, max_tokens or self._places * SLAB)
-        parts.rows.fixed_lines = LINES.get(device, 1)
+        parts.rows.fixed_lines = parts.rows.many_lines = LINES.get(device, 1)
         self._tried = self._sizes == [1] and parts.rows.fixed_lines == 1
         # of launched forwards by their number of slabs, made when first needed
         self._inputs: dict[int, MixedInputs] = {}
@@ -115,42 +117,46 @@ class SlabSteps:
         Sizes whose bits differ from those of `_places` aren't used. Where bits differ between its
         own places, or lines, the engine computes single ones from now on."""
         self._tried = True
-        states = self._of_place(slab, self._places, 0, works, graphs)
-        sizes = [self._places, *(size for size in self._sizes if size != self._places)]
-        kept = list[int]()
-        for size in sizes:
-            others = range(size == self._places, size)
-            places = (self._of_place(slab, size, at, works, graphs) for at in others)
-            if all(_same_bits(found, states) for found in places):
-                kept.append(size)
-            elif size == self._places:
-                kept = [1]
-                self._places = 1
-                break
-        if len(kept) < len(sizes):
-            log.info("deterministic requests: forwards of %s slabs on this device", sorted(kept))
-        self._sizes = sorted(kept)
+        states = self._in_all_places(slab, self._places, works, graphs)
+        if not _all_alike(states, states[:1]):
+            self._places = 1
+            self._sizes = [1]
+        else:
+            tried = self._sizes
+            self._sizes = [
+                size
+                for size in tried
+                if size == self._places
+                or _all_alike(self._in_all_places(slab, size, works, graphs), states[:1])
+            ]
+            if self._sizes != tried:
+                log.info("deterministic requests: forwards of %s slabs on this device", self._sizes)
         self._inputs.clear()
-        lines = self._parts.rows.fixed_lines
-        logits = self._parts.model.model.logits(states[-1:].repeat(lines, 1))
-        if not _same_bits(logits, logits[:1].expand_as(logits)):
-            self._parts.rows.fixed_lines = 1
-            log.info("deterministic requests: lines are sampled one by one on this device")
+        self._try_lines(states[0, -1:])
 
-    def _of_place(
-        self,
-        slab: Slabs,
-        size: int,
-        place: int,
-        works: Sequence[DeviceWork],
-        graphs: Graphs | None,
+    def _try_lines(self, state: torch.Tensor) -> None:
+        """Compute logits of a state [1, hidden] in each of the lines."""
+        rows = self._parts.rows
+        logits_of = self._parts.model.model.logits
+        one = logits_of(state.repeat(rows.fixed_lines, 1))
+        if not _all_alike(one, one[:1]):
+            rows.fixed_lines = rows.many_lines = 1
+            log.info("deterministic requests: lines are sampled one by one on this device")
+            return
+        many = MANY_LINES.get(rows.device.type, 1)
+        fits = rows.fixed_lines < many <= MOST_LOGITS // one.shape[1]
+        if fits and _all_alike(logits_of(state.repeat(many, 1)), one[:1]):
+            rows.many_lines = many
+
+    def _in_all_places(
+        self, slab: Slabs, size: int, works: Sequence[DeviceWork], graphs: Graphs | None
     ) -> torch.Tensor:
-        """Return the states [SLAB, hidden] of a slab in this place of a forward of `size` slabs,
-        after others like it."""
-        repeated = slab.take(np.zeros(place + 1, np.int64))
-        host = repeated.inputs(self._parts.rows, unstored=place)
-        found = self._forward(host, size, works, graphs)
-        return found[place * SLAB : (place + 1) * SLAB].clone()
+        """Return the states [size, SLAB, hidden] of a slab in each place of a forward. The last one
+        stores K and V."""
+        repeated = slab.take(np.zeros(size, np.int64))
+        host = repeated.inputs(self._parts.rows, unstored=size - 1)
+        states = self._forward(host, size, works, graphs)
+        return states.clone().view(size, SLAB, -1)
 
 
 class RecordedSlabs(MixedSteps):
@@ -191,7 +197,7 @@ def states_of(parts: StepParts, inputs: MixedInputs, works: Sequence[DeviceWork]
         return parts.model.states(tokens, works)
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors of one shape and dtype have the same bits, those of NaN too."""
-    one, other = (each.contiguous().view(torch.uint8) for each in (one, other))
-    return torch.equal(one, other)
+def _all_alike(each: torch.Tensor, one: torch.Tensor) -> bool:
+    """Return True if all of `each` [n, ...] have the bits of `one` [1, ...], those of NaN too."""
+    bits = [tensor.contiguous().view(torch.uint8) for tensor in (each, one)]
+    return torch.equal(bits[0], bits[1].expand_as(bits[0]))

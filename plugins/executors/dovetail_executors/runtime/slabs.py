@@ -13,7 +13,8 @@ itself (`AttentionBatch.fixed_shapes`). A token's bits depend on itself, and on 
 tokens before it, which were computed likewise. Required of kernels is that they compute each token
 by itself, in an order that follows from the shapes; and, where a forward has several slabs, that
 this order is the same in each place. `SlabSteps` tries that before it relies on it. Forwards of
-other sizes are used only if a trial shows that they compute the same bits.
+other sizes are used only if a trial shows that they compute the same bits: products of plain
+weights do, on matrix units that multiply the inputs in their order (`format.dense`).
 
 This file says which tokens a slab has; `slab_steps` computes them.
 """
@@ -35,10 +36,13 @@ SLAB = 32  # tokens
 # model, and doubled that of a single one; a forward of one needs no trial of its places.
 PLACES = {"cuda": 8}
 # Other numbers that are tried against it, so that few slabs take less time, and many fewer forwards
-MORE_PLACES: dict[str, tuple[int, ...]] = {"cuda": (1, 64)}
+MORE_PLACES: dict[str, tuple[int, ...]] = {"cuda": (1, 2, 16, 64)}
 READING = 4  # slabs that take as long as reading the weights, roughly
 # Lines whose logits are computed together, likewise
-LINES = {"cuda": 32}
+LINES = {"cuda": 256}
+# Another number that is tried against it for many lines, each of which costs the host as much
+MANY_LINES = {"cuda": 1024}
+MOST_LOGITS = 1 << 28  # of that many lines
 
 
 @dataclass(frozen=True, slots=True)
