@@ -21,7 +21,6 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -46,6 +45,7 @@ from dovetail.nn.attention import spec_of_rank
 from dovetail.nn.build import of_runtime
 from dovetail.nn.format.stored import StoredWeight
 from dovetail.nn.model_files import model_length
+from dovetail.nn.skeletons import ONE_AT_A_TIME, skeleton
 from dovetail.nn.weights import (
     dummy_weights,
     load_weights,
@@ -616,30 +616,20 @@ def _states_of(
 
 
 def _of_config(text: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_config(
-        copy.deepcopy(text), dtype=dtype, attn_implementation="eager", experts_implementation=NAME
-    )
-    return ready(model)
+    with ONE_AT_A_TIME:
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(text),
+            dtype=dtype,
+            attn_implementation="eager",
+            experts_implementation=NAME,
+        )
+        return ready(model)
 
 
 def _skeleton(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model with buffers and vectors created by transformers, and with matrices on the
     meta device."""
-
-    def without_memory(
-        _: nn.Module, __: str, parameter: nn.Parameter | None
-    ) -> nn.Parameter | None:
-        return (
-            nn.Parameter(parameter.to("meta"), requires_grad=False)
-            if parameter is not None and parameter.ndim > 1 and not parameter.is_meta
-            else None
-        )
-
-    handle = register_module_parameter_registration_hook(without_memory)  # type: ignore[arg-type] # torch's annotation lacks the result
-    try:
-        return _of_config(config, dtype)
-    finally:
-        handle.remove()
+    return skeleton(partial(_of_config, config, dtype), least_dims=2)
 
 
 def _fill(model: PreTrainedModel, seed: int, device: torch.device) -> None:

@@ -22,6 +22,7 @@ from dovetail.api.media_types import OTHER_PARTS
 from dovetail.api.model import WeightRule
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.format.stored import StoredWeight
+from dovetail.nn.skeletons import ONE_AT_A_TIME
 from dovetail.nn.weights import (
     TEXT_PARTS,
     for_each_tensor,
@@ -216,7 +217,7 @@ def _load(
         "key_mapping": {f"^{re.escape(old)}": new for old, new in TEXT_PARTS.items()},
     }
     try:
-        with _quiet():
+        with ONE_AT_A_TIME, _quiet():
             if not elsewhere.parameters:
                 found: Any = AutoModelForCausalLM.from_pretrained(
                     str(directory),

@@ -14,18 +14,19 @@ import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from dovetail.api.json_files import read_json_object
 from dovetail.api.media_types import MediaType, media_type_of
 from dovetail.errors import DovetailError, ModelLoadError
 from dovetail.nn.model_files import first_lines, read_config
+from dovetail.nn.skeletons import ONE_AT_A_TIME, skeleton
 from dovetail.nn.transfer import to_device
 from dovetail.nn.weights import (
     COMPUTED,
@@ -286,7 +287,8 @@ def _of_config(config: Any, dtype: torch.dtype) -> nn.Module:
     """Return transformers' whole model without its language model."""
     from transformers import AutoModel
 
-    model: nn.Module = AutoModel.from_config(config, dtype=dtype)
+    with ONE_AT_A_TIME:
+        model: nn.Module = AutoModel.from_config(config, dtype=dtype)
     for name in _OTHER_MODULES:
         if getattr(model, name, None) is not None:
             setattr(model, name, None)
@@ -296,19 +298,7 @@ def _of_config(config: Any, dtype: torch.dtype) -> nn.Module:
 def _without_parameters(config: Any, dtype: torch.dtype) -> nn.Module:
     """Return the model with parameters on the meta device, and buffers as transformers computes
     them."""
-
-    def without_memory(
-        _: nn.Module, __: str, parameter: nn.Parameter | None
-    ) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return None
-        return nn.Parameter(parameter.to("meta"), requires_grad=False)
-
-    handle = register_module_parameter_registration_hook(without_memory)  # type: ignore[arg-type] # torch's annotation lacks the result
-    try:
-        return _of_config(config, dtype)
-    finally:
-        handle.remove()
+    return skeleton(partial(_of_config, config, dtype))
 
 
 def _random(
