@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from pydantic import BaseModel, ByteSize, ConfigDict
 
@@ -779,7 +780,7 @@ class SharesATemporaryName(InPlace):
 class HasAFolderOfItsOwn(DiskTier):
     def __init__(self, options: Any, context: TierContext) -> None:
         super().__init__(options, context)
-        folder = Path("frames", str(id(self)))
+        folder = Path("frames", uuid4().hex)
         folder.mkdir()
         self._folder = FrameFolder(folder, options.size)
 
