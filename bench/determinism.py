@@ -8,10 +8,11 @@
 The second form needs a GPU: random weights in the true shape of each workload's model, in bfloat16,
 as `bench.throughput` measures. Such a model is never sure of a token, so rounding changes more
 tokens than with real weights; with `--certain` its layers add little to the embeddings, and hardly
-any token changes. After `--limit` seconds the process ends, with the lines printed so
-far. The last starts an engine for each ladder of slabs of a forward, the first of which is the
-reference, and for each number of lines that are sampled together. Each line is followed by what
-steps took that check windows, and other steps. `dovetail doctor determinism MODEL` tries the promise itself.
+any token changes, if the output layer shares their weight. After `--limit` seconds the process
+ends, with the lines printed so far. The last starts an engine for each ladder of slabs of a
+forward, the first of which is the reference, and for each number of lines that are sampled
+together. Each line is followed by what steps took that check windows, and other steps, and by how
+many provisional tokens were right. `dovetail doctor determinism MODEL` tries the promise itself.
 """
 
 from __future__ import annotations

@@ -195,9 +195,8 @@ class Windows(EngineFeature):
         wanted = sum(to_check)
         if self._checks_ready(len(self._open) + to_check.count(0)):
             for request in [*self._ready]:
-                if wanted >= max(
-                    1, most_drafts(budget, books)
-                ):  # one, even if a step has one token
+                most = most_drafts(budget, books)
+                if wanted >= max(1, most):  # one at least, even if a step has a single token
                     break
                 wanted += self._settle(request, books)
         self._is_urgent = self._is_urgent and bool(self._ready)

@@ -40,9 +40,9 @@ MORE_PLACES: dict[str, tuple[int, ...]] = {"cuda": (1, 2, 16, 64)}
 READING = 4  # slabs that take as long as reading the weights, roughly
 # Lines whose logits are computed together, likewise
 LINES = {"cuda": 256}
-# Another number that is tried against it for many lines, each of which costs the host as much
+# Another number that is tried against it, for many lines: launching either takes the host as long
 MANY_LINES = {"cuda": 1024}
-MOST_LOGITS = 1 << 28  # of that many lines
+MOST_LOGITS = 1 << 28  # which that many lines may have
 
 
 @dataclass(frozen=True, slots=True)
