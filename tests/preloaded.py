@@ -17,6 +17,7 @@ import gc
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
@@ -113,14 +114,24 @@ class Preloaded:
                 stderr=errors,
             )
             theirs.close()
+            self._link.settimeout(TIME_LIMIT_S)
             if not self._link.recv(MAX_MESSAGE):
                 self.close()
                 errors.seek(0)
                 raise PreloadError(errors.read().decode(errors="replace"))
 
     def close(self) -> None:
+        """End the process and its programs, also where a fork of this process has a copy of the
+        link."""
+        with suppress(OSError):  # it has ended
+            self._link.shutdown(socket.SHUT_RDWR)
         self._link.close()
-        self._process.wait()
+        try:
+            self._process.wait(TIME_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise
 
     def run(
         self,
@@ -181,8 +192,14 @@ class Preloaded:
                     os.killpg(pid, signal.SIGKILL)
                 raise TimeoutError(f"the program took more than {timeout_s:g} s") from None
             finally:
-                self._link.settimeout(None)
+                self._link.settimeout(TIME_LIMIT_S)
         return self._ended.pop(pid)
+
+    def poll(self, pid: int) -> Ended | None:
+        """Return how a program has ended, or None while it runs."""
+        while pid not in self._ended and select.select([self._link], [], [], 0)[0]:
+            self._note(self._answer())
+        return self._ended.pop(pid, None)
 
     def _answer(self) -> dict[str, Any]:
         message = self._link.recv(MAX_MESSAGE)

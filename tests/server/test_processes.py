@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from bench.toy import installed_in
 from typer.testing import CliRunner
 
 from dovetail.cli.app import app
+from dovetail_server import child, supervisor
+from tests.preloaded import Preloaded
+from tests.server.forked import MODULES, SHORTER, ForkedProcess
 from tests.support import FULL
 
 PATIENCE_S = 120.0  # on a loaded machine a front end needs several seconds to start
@@ -33,6 +37,13 @@ TOLD_S = 5.0 if FULL else PATIENCE_S
 FREED_S = 1.0 if FULL else PATIENCE_S  # until a dead front end's requests have left the engine
 ENDLESS = {"prompt": "ROMEO:", "max_tokens": 900, "ignore_eos": True}
 TOY = {"step_s": 0.05}  # for longer than any test: 8000 tokens
+
+# Limits of a server that `forked.py` starts, which are shorter outside of the full profile.
+_SHORTER = {} if FULL else SHORTER
+_OF_SUPERVISOR = {**vars(supervisor), **_SHORTER.get("dovetail_server.supervisor", {})}
+HANGS_S: float = _OF_SUPERVISOR["FRONT_END_HANGS_S"]
+STOPPED_S: float = _OF_SUPERVISOR["STOPPED_S"]
+PAUSE_S: float = {**vars(child), **_SHORTER.get("dovetail_server.child", {})}["PAUSE_S"]
 
 
 def until(what: Callable[[], Any], why: str, seconds: float = PATIENCE_S) -> Any:
@@ -57,9 +68,11 @@ class Server:
         *options: str,
         toy: dict[str, Any] | None = None,
         listens: bool = True,
+        preloaded: Preloaded | None = None,
     ) -> None:
         """`toy`: options of the executor of that name, with which the engine's process starts in a
-        fifth of the time, as it imports no torch. `listens`: wait until it does, or has ended."""
+        fifth of the time, as it imports no torch. `listens`: wait until it does, or has ended.
+        `preloaded`: fork its processes from this one, see `forked.py`."""
         self.directory = directory
         environment = {**os.environ, "TMPDIR": str(directory), "OMP_NUM_THREADS": "1"}
         source = "demo"
@@ -76,21 +89,38 @@ class Server:
                 )
             )
         self.errors = (directory / "stderr").open("ab")
-        command = [sys.executable, "-m", "dovetail", "serve", source, "--port", "0", *options]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=self.errors, env=environment
-        )
-        assert self.process.stdout is not None
-        self.line = self.process.stdout.readline().decode() if listens else ""
+        arguments = ["serve", source, "--port", "0", *options]
+        self.process: subprocess.Popen[bytes] | ForkedProcess
+        if preloaded is not None:
+            self.process = ForkedProcess(preloaded, arguments, environment, self.errors)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "dovetail", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=self.errors,
+                env=environment,
+            )
+        self.line = self._first_line() if listens else ""
         self.port = int(self.line.rsplit(":", 1)[1]) if "http" in self.line else 0
+
+    def _first_line(self) -> str:
+        """Return what it prints once it listens, or nothing if it has ended: its children have its
+        output, too, so what they leave must not be waited for."""
+        output = self.process.stdout
+        assert output is not None
+
+        def is_there() -> bool:
+            return bool(select.select([output], [], [], 0.0)[0]) or self.process.poll() is not None
+
+        until(is_there, "it listens")
+        return output.readline().decode() if select.select([output], [], [], 0.0)[0] else ""
 
     def children(self, module: str = "") -> list[int]:
         """Processes that it started, and that run that module."""
         found = []
         for pid in children_of(self.process.pid):
             with suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                if any(module.encode() in word for word in words):
+                if module in words_of(pid):
                     found.append(pid)
         return found
 
@@ -108,6 +138,15 @@ class Server:
 
     def end(self) -> int:
         return self.process.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        """Kill it if it runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(PATIENCE_S)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self.errors.close()
 
     def left(self, pids: list[int]) -> list[str]:
         """Return what was left: processes, and files in its temporary directory."""
@@ -146,6 +185,12 @@ def children_of(pid: int) -> list[int]:
         with suppress(OSError):
             found += map(int, entry.read_text().split())
     return sorted(found)
+
+
+def words_of(pid: int) -> str:
+    """What a process runs: its command line, or the name that `forked.py` has given it."""
+    name = Path(f"/proc/{pid}/comm").read_text().strip()
+    return Path(f"/proc/{pid}/cmdline").read_text() if name.startswith("python") else name
 
 
 def _runs(pid: int) -> bool:
@@ -189,24 +234,32 @@ def directory() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.fixture(scope="module")
+def server_to_fork() -> Iterator[Preloaded | None]:
+    """What the servers of the executor `toy` are forked from; None in the full profile."""
+    if FULL:
+        yield None
+        return
+    with closing(Preloaded(MODULES)) as preloaded:
+        yield preloaded
+
+
 @pytest.fixture
-def start(directory: Path) -> Iterator[Callable[..., Server]]:
+def start(directory: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Server]]:
     servers = []
 
-    def start(*options: str, **how: Any) -> Server:
-        servers.append(Server(directory, *options, **how))
+    def start(*options: str, toy: dict[str, Any] | None = None, **how: Any) -> Server:
+        preloaded = None if toy is None else request.getfixturevalue("server_to_fork")
+        servers.append(Server(directory, *options, toy=toy, preloaded=preloaded, **how))
         return servers[-1]
 
     yield start
     for server in servers:
-        if server.process.poll() is None:
-            server.process.kill()
-        server.process.wait()
-        server.errors.close()
+        server.close()
 
 
 @pytest.fixture(scope="module")
-def started_once() -> Iterator[Callable[[], Server]]:
+def started_once(server_to_fork: Preloaded | None) -> Iterator[Callable[[], Server]]:
     """Return the server of the fixture `server`, started if it isn't running."""
     with tempfile.TemporaryDirectory(prefix="dt-") as name:
         servers: list[Server] = []
@@ -214,15 +267,13 @@ def started_once() -> Iterator[Callable[[], Server]]:
         def start() -> Server:
             if not servers or servers[-1].process.poll() is not None:
                 (directory := Path(name) / str(len(servers))).mkdir()
-                servers.append(Server(directory, "--front-ends", "2", toy=TOY))
+                options = ("--front-ends", "2")
+                servers.append(Server(directory, *options, toy=TOY, preloaded=server_to_fork))
             return servers[-1]
 
         yield start
         for server in servers:
-            if server.process.poll() is None:
-                server.process.kill()
-            server.process.wait()
-            server.errors.close()
+            server.close()
 
 
 @pytest.fixture
@@ -314,7 +365,7 @@ def test_a_step_that_hangs_ends_the_server_and_all_clients_are_notified(
             ("--step-timeout", "1"),
             "it had sent no heartbeat for 1 s (--step-timeout)",
         ),  # as with code that never lets another thread run
-        ((), "it had been stopped (SIGSTOP) for 5 s"),
+        ((), f"it had been stopped (SIGSTOP) for {STOPPED_S:g} s"),
     ],
 )
 @pytest.mark.slow("starts a server's processes")
@@ -346,7 +397,7 @@ def test_a_front_end_that_is_stopped_is_replaced_and_takes_no_waiting_request_wi
         lambda: len(server.children("front_end")) == 2 and stopped not in server.children(),
         "there is another",
     )
-    assert "it had been stopped (SIGSTOP) for 5 s; restarting it" in server.told()
+    assert f"had been stopped (SIGSTOP) for {STOPPED_S:g} s; restarting it" in server.told()
 
 
 HANGS_AT_A_SIGNAL = """
@@ -356,7 +407,7 @@ if any("front_end" in word for word in sys.orig_argv):
 """
 
 
-@pytest.mark.slow("hangs for 30 s")
+@pytest.mark.slow("hangs for seconds")
 def test_a_front_end_whose_event_loop_hangs_is_replaced(
     start: Callable[..., Server], directory: Path
 ) -> None:
@@ -372,17 +423,19 @@ def test_a_front_end_whose_event_loop_hangs_is_replaced(
     until(
         lambda: server.children("front_end") and hung not in server.children(), "there is another"
     )
-    assert "its event loop had been blocked for 30 s; restarting it" in server.told()
+    assert f"its event loop had been blocked for {HANGS_S:g} s; restarting it" in server.told()
     assert until(lambda: _status(server), "it serves") == 200
 
 
-@pytest.mark.slow("is busy for 12 s")
+@pytest.mark.slow("is busy for seconds")
 def test_a_front_end_that_is_busy_is_not_replaced(
     start: Callable[..., Server], directory: Path
 ) -> None:
     (directory / "toy").mkdir()
     installed_in(directory / "toy")
-    (directory / "toy" / "sitecustomize.py").write_text(HANGS_AT_A_SIGNAL.replace("3600", "12"))
+    (directory / "toy" / "sitecustomize.py").write_text(
+        HANGS_AT_A_SIGNAL.replace("3600", f"{0.4 * HANGS_S}")
+    )
     server = start(toy={"step_s": 0.01})
     [busy] = server.children("front_end")
     os.kill(busy, signal.SIGUSR1)
@@ -401,7 +454,7 @@ def test_front_ends_that_die_again_and_again_do_not_end_the_server(
         os.kill(pid, signal.SIGKILL)
         until(lambda pid=pid: pid not in server.children(), "it is gone")
     assert until(lambda: _status(server), "it serves") == 200
-    assert "restarting it in 4 s" in server.told()
+    assert f"restarting it in {4 * PAUSE_S:g} s" in server.told()
 
 
 CANNOT_START = """
@@ -528,8 +581,8 @@ def test_what_is_ready_has_rendered_a_conversation_and_is_not_harmed_by_a_second
     server = start(toy=TOY)
     [front_end] = server.children("front_end")
     started = children_of(front_end)
-    assert any("chat_worker" in Path(f"/proc/{pid}/cmdline").read_text() for pid in started)
-    other = start("--port", str(server.port))
+    assert any("chat_worker" in words_of(pid) for pid in started)
+    other = start("--port", str(server.port), toy=TOY)
     assert other.end() == 2
     assert f"127.0.0.1:{server.port}: Address already in use" in other.told()
     assert server.get("/health")[0] == 200
@@ -601,7 +654,7 @@ def test_a_second_signal_does_not_wait_for_requests(start: Callable[..., Server]
 def test_what_keeps_it_from_starting_is_reported_in_a_sentence(
     start: Callable[..., Server], options: list[str], said: str
 ) -> None:
-    server = start(*options)
+    server = start(*options, toy=None if FULL else TOY)
     assert server.end() == 2
     assert said in server.told()
     assert "Traceback" not in server.told()
@@ -648,7 +701,7 @@ def test_when_the_only_front_end_is_killed_another_serves_and_a_drain_lets_reque
     until(lambda: Scraper(server.port).running == 0, "its requests are freed")
     assert server.children("engine_process") == [engine]
     pids = server.children()
-    [stream] = begin(server, 1, max_tokens=100)
+    [stream] = begin(server, 1, max_tokens=50)
     server.process.send_signal(signal.SIGTERM)
     until(lambda: server.get("/ready")[0] == 503, "it is not ready any more")
     assert stream.over.wait(PATIENCE_S)
