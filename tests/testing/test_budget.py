@@ -81,7 +81,8 @@ def test_a_test_far_over_its_budget_fails_and_a_fixture_of_its_module_does_not_c
     done = run_pytest(tmp_path, "-rN")
     assert "1 failed, 1 passed" in done.stdout, done.stdout
     [(cpu_s, wall_s)] = re.findall(r"took (.*) CPU s and (.*) s; a test has ", done.stdout)
-    assert burnt_s <= float(cpu_s) + 0.01 < 1.5 * burnt_s, "without that of the fixture"
+    # the system counts in hundredths, each kind of time for itself
+    assert 0.95 * burnt_s <= float(cpu_s) < 1.5 * burnt_s, "without that of the fixture"
     assert float(wall_s) >= burnt_s / 2
     assert "tests over their budget" in done.stdout
 
