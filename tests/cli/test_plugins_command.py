@@ -109,6 +109,18 @@ def test_info_tells_options_claims_and_origin(site: Site) -> None:
     assert "capabilities.order" in dovetail("plugins", "info", "scheduler", "fcfs").stdout
 
 
+def test_info_of_models_alone_lists_formats_of_weights() -> None:
+    def facts(*names: str) -> list[str]:
+        return [
+            line.split()[0]
+            for line in dovetail("plugins", "info", *names).stdout.split("\n")
+            if line
+        ]
+
+    assert "quantizations" in facts("model", "qwen3")
+    assert "quantizations" not in facts("scheduler", "fcfs")
+
+
 def test_info_tells_what_requests_may_say_to_a_logits_processor(site: Site) -> None:
     spec = 'kind="logits_processor", name="shun", target="tests.e2e.processing:Shun"'
     site.install("dovetail-processing", modules={"processing": components(spec)})

@@ -396,6 +396,14 @@ def test_prompts_that_fit_the_model_are_pooled_and_longer_ones_refused() -> None
         one.classify([7] * 65)
 
 
+def test_an_unknown_name_of_a_parameter_is_answered_with_the_nearest() -> None:
+    assert PoolingParams.of({"dimensions": 8}) == PoolingParams(dimensions=8)
+    with pytest.raises(
+        RequestError, match=r"^dimension: unknown pooling parameter.*did you mean dimensions\?"
+    ):
+        PoolingParams.of({"dimension": 8})
+
+
 def test_calls_that_a_model_can_t_serve_name_those_that_it_can() -> None:
     with llm(EMBEDDER) as one:
         with pytest.raises(

@@ -229,6 +229,18 @@ def test_a_process_that_ended_before_it_was_ready_is_noticed() -> None:
     assert process.has_ended
 
 
+def test_only_a_channel_with_a_message_or_without_its_other_end_need_not_wait() -> None:
+    ours, theirs = map(Channel, Channel.pair())
+    assert not ours.has_message()
+    theirs.send(b"context")
+    assert ours.has_message()
+    assert ours.receive() == b"context"
+    assert not ours.has_message()
+    theirs.close()
+    assert ours.has_message()
+    ours.close()
+
+
 @STARTS_PROCESSES
 def test_a_grammar_that_is_slow_to_compile_is_followed_in_the_engine_s_process(
     remote: LLGuidance, monkeypatch: pytest.MonkeyPatch
