@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -111,7 +112,11 @@ def test_two_hosts_generate_the_tokens_of_one_and_one_that_is_lost_is_named(
 ) -> None:
     expected = alone()
     before = Footprint.now()
+    threads = threading.enumerate()
     with over_hosts(port) as one:
+        assert all(each.daemon for each in threading.enumerate() if each not in threads), (
+            "a program that doesn't close its engine can't end"
+        )
         assert tokens(generate(one, PROMPTS, SEEDED)) == expected
         details = one.capacity.details
         assert (
