@@ -24,8 +24,9 @@ class Hung(BaseException):
 @contextmanager
 def ended_after(seconds: float | None) -> Iterator[None]:
     """Raise `Hung` in the body, in Python code or a wait, after `seconds` as counted by `OwnTime`;
-    None: no limit. There is no limit outside of the main thread, which alone receives signals, or
-    on systems without such signals."""
+    None: no limit. The count begins after `ASKED_S`, since most checks have ended by then and to
+    begin it asks for each thread; a shorter limit is doubled. There is no limit outside of the main
+    thread, which alone receives signals, or on systems without such signals."""
     if (
         seconds is None
         or threading.current_thread() is not threading.main_thread()
@@ -34,14 +35,18 @@ def ended_after(seconds: float | None) -> Iterator[None]:
         yield
         return
 
-    own = OwnTime(os.getpid())
+    interval_s = min(seconds, ASKED_S)
+    own: OwnTime | None = None
 
     def check_time(number: int, frame: FrameType | None) -> None:
-        if own.elapsed_s() >= seconds:
+        nonlocal own
+        if own is None:
+            own = OwnTime(os.getpid())
+        elif own.elapsed_s() >= seconds:
             raise Hung(frame)
 
     handler = signal.signal(signal.SIGALRM, check_time)
-    timer = signal.setitimer(signal.ITIMER_REAL, min(seconds, ASKED_S), ASKED_S)
+    timer = signal.setitimer(signal.ITIMER_REAL, interval_s, interval_s)
     try:
         yield
     finally:

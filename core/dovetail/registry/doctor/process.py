@@ -70,14 +70,19 @@ def waits(process: int) -> Iterator[tuple[str, int]]:
     except OSError:  # it has ended, or this isn't Linux
         return
     for thread in threads:
-        folder = Path("/proc", str(process), "task", thread)
+        folder = f"/proc/{process}/task/{thread}"
         with suppress(
             OSError, ValueError, IndexError
         ):  # it has ended since, or the system doesn't keep this
-            yield thread, int((folder / "schedstat").read_text().split()[1])
+            yield thread, int(_read(f"{folder}/schedstat").split()[1])
         with suppress(OSError):
-            for child in (folder / "children").read_text().split():
+            for child in _read(f"{folder}/children").split():
                 yield from waits(int(child))
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
 
 
 def limit_files() -> None:
