@@ -81,11 +81,13 @@ class SuiteWatch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: Any) -> Generator[None, Any, Any]:
-        """Fail a check that hangs, so that the others can run."""
-        if getattr(pyfuncitem.function, "check", None) is None:
+        """Fail a check that hangs, so that the others can run. Skip one that doesn't apply: of an
+        error, pytest would format the traceback, and with `--pdb` open a debugger."""
+        check = getattr(pyfuncitem.function, "check", None)
+        if check is None:
             return (yield)
         from dovetail.testing import frames
-        from dovetail.testing.checks import fail
+        from dovetail.testing.checks import Absent, Untried, fail
         from dovetail.testing.hanging import Hung, ended_after
 
         limit_s = getattr(pyfuncitem.cls, "time_limit_s", None)
@@ -97,17 +99,27 @@ class SuiteWatch:
                 f"it hung, and was ended after {limit_s:g} s; the suite's time_limit_s gives it "
                 f"longer{frames.of_frame(error.frame)}"
             )
+        except (Absent, Untried) as error:
+            if not self._is_expected(pyfuncitem) or error.capability != check.capability:
+                raise
+            raise pytest.skip.Exception(str(error)) from error
+
+    def _is_expected(self, item: Any) -> bool:
+        """Return True if an item is the check of a suite, with its name."""
+        check = getattr(getattr(item, "function", None), "check", None)
+        node = getattr(item.parent, "nodeid", "")
+        return check is not None and node in self.expected and item.name == check.attribute
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
         """Add the check and its outcome to the report; show absent ones as skipped and waived ones
         as expected failures."""
         report = yield
-        check = getattr(getattr(item, "function", None), "check", None)
-        node = getattr(item.parent, "nodeid", "")
         uneventful = call.when != "call" and report.passed
-        if check is None or uneventful or node not in self.expected or item.name != check.attribute:
+        if uneventful or not self._is_expected(item):
             return report
+        check = item.function.check
+        node = item.parent.nodeid
         outcome = _outcome(check, report, call, item.instance)
         report.dovetail = {"node": node, "id": check.id, "outcome": asdict(outcome)}
         if outcome.status in ("absent", "untried"):
@@ -177,6 +189,8 @@ def _outcome(check: Check, report: Any, call: Any, suite: Any) -> Outcome:
     from dovetail.testing.ledger import Outcome
 
     error = call.excinfo.value if call.excinfo is not None else None
+    if isinstance(error, pytest.skip.Exception) and error.__cause__ is not None:
+        error = error.__cause__  # of one that doesn't apply
     notes = tuple(getattr(suite, "notes", ()))
     if isinstance(error, Absent | Untried) and error.capability == check.capability:
         return Outcome(
