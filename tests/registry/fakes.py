@@ -117,9 +117,12 @@ class Site:
 def modules_forgotten(path: Path) -> Iterator[None]:
     """Forget modules imported from a folder in the block, so that another test can import its own
     of that name."""
+    before = dict(sys.modules)
     try:
         yield
     finally:
         for name, module in list(sys.modules.items()):
+            if before.get(name) is module:
+                continue
             if str(getattr(module, "__file__", None) or "").startswith(str(path)):
                 del sys.modules[name]
