@@ -3,7 +3,6 @@ and results don't depend on the machine; and slow tests only on request."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import socket
@@ -24,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import floats, integers, text
 
 from tests.budget import Budget, pytest_terminal_summary  # noqa: F401 (a hook)
-from tests.frozen import count_once, freeze_what_lasts
+from tests.frozen import count_once, freeze_what_lasts, uncollected
 from tests.preloaded import MODULES, SLOW_MODULES, Preloaded
 from tests.slow_checks import is_tried_with_another, reason_for, without_a_case
 from tests.support import FULL, PROFILE, examples
@@ -151,12 +150,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection() -> Generator[None, Any, Any]:
     """While tests are imported the garbage collector would look through them again and again, and
     find little; and afterwards, too."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
+    with uncollected():
+        result = yield
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -200,11 +196,12 @@ def an_engine_has_run(nothing_is_kept_for_the_next_run: None) -> None:
     first."""
     if not MEASURED or find_spec("torch") is None:
         return
-    import transformers
+    with uncollected():
+        import transformers
 
-    from dovetail import LLM, SamplingParams, Structured
+        from dovetail import LLM, SamplingParams, Structured
 
-    assert transformers.BertModel  # the first name of a model reads those of all
+        assert transformers.BertModel  # the first name of a model reads those of all
     with LLM("demo", max_model_len=64, kv_cache_memory="64MiB") as llm:
         llm.generate(
             "R", SamplingParams(max_tokens=2, structured=Structured(regex="[a-z]+")), use_tqdm=False

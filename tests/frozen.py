@@ -21,6 +21,17 @@ def freeze_what_lasts() -> None:
 
 
 @contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no garbage while things are imported, which last; freeze them then."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@contextmanager
 def count_once() -> Iterator[None]:
     """`gc.get_freeze_count` says how many things there were when they were frozen: to count them,
     it walks through all, which takes a tenth of a second, and each engine that is made asks
