@@ -9,10 +9,12 @@ from xdist.workermanage import WorkerController
 # files that share what takes seconds: each worker would have its own
 TOGETHER = {
     "the preloaded process": (
+        "tests/bench/test_all_reduce.py",
         "tests/cli/test_plugins_new.py",
         "tests/cli/test_streams.py",
         "tests/docs/test_code_blocks.py",
         "tests/docs/test_write_a_scheduler.py",
+        "tests/runtime/test_rank_shares.py",
         "tests/testing/test_preloaded.py",
     ),
     "the import of Anthropic's client": (

@@ -59,8 +59,14 @@ MODULES = (
     "transformers.tokenization_utils_tokenizers",
     "triton",
 )
-# What slow tests import besides: pages of the lab.
+# What slow tests import besides: pages of the lab, suites and batch jobs.
 SLOW_MODULES = (
+    "_pytest.assertion",
+    "_pytest.python",
+    "dovetail.testing.child",
+    "dovetail.testing.pytest_plugin",
+    "dovetail_batch.engine_process",
+    "dovetail_batch.runner",
     "dovetail_lab.compare_command",
     "dovetail_lab.metrics",
     "dovetail_lab.report.curves",
@@ -70,6 +76,10 @@ SLOW_MODULES = (
     "dovetail_lab.simulated",
     "dovetail_lab.sweep_command",
     "dovetail_lab.workloads",
+    "hypothesis",
+    "tests.conformance.fewer",
+    "tests.executors.rank_threads",
+    "tests.forking",
 )
 FIXED = {
     "HF_HUB_OFFLINE": "1",

@@ -39,8 +39,7 @@ from dovetail.config.engine import COMPONENT_KEYS, EngineConfig
 from dovetail.errors import DISTRIBUTION, ConfigError
 from dovetail.registry.doctor.examine import examine
 from dovetail.registry.registry import Registry
-from dovetail.testing import run, runner
-from tests.conformance import fewer
+from dovetail.testing import run
 from tests.preloaded import Preloaded
 from tests.registry.fakes import Site, modules_forgotten
 from tests.support import FULL, examples
@@ -142,15 +141,36 @@ SUITES = [
 ]
 
 
+# the suite's process is a fork of this one
+RUN_SUITE = """
+import sys
+from dovetail.testing import run, runner
+from tests.conformance import fewer
+from tests.forking import forking
+
+runner.COMMAND = fewer.COMMAND
+with forking(runner):
+    verdict = run(*sys.argv[1:])
+sys.exit(str(verdict) if verdict.findings else 0)
+"""
+
+
 @pytest.mark.parametrize("kind", SUITES)
 @pytest.mark.slow("runs suites of components in processes")
 def test_it_passes_the_suite_of_its_kind(
-    installed: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+    installed: Path, kind: Kind, request: pytest.FixtureRequest
 ) -> None:
-    if not FULL:
-        monkeypatch.setattr(runner, "COMMAND", fewer.COMMAND)
-    verdict = run(kind, f"my_{kind}")
-    assert not verdict.findings, str(verdict)
+    if FULL:
+        verdict = run(kind, f"my_{kind}")
+        assert not verdict.findings, str(verdict)
+        return
+    preloaded: Preloaded = request.getfixturevalue("preloaded")
+    ended = preloaded.run(
+        ["-c", RUN_SUITE, kind, f"my_{kind}"],
+        environ=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout_s=600,
+    )
+    assert ended.exit_code == 0, f"{ended.output}\n{ended.errors}"
 
 
 def test_its_config_names_it_and_an_engine_runs_with_it(

@@ -13,7 +13,8 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +31,7 @@ from dovetail_batch.job import load_plan
 from dovetail_cluster.settings import load_cluster
 from tests.conformance import fewer
 from tests.docs.pages import ROOT, SHOWN_URL, Block, blocks_of, commands_of
+from tests.forking import forking
 from tests.support import FULL
 
 NOT_INSTALLED = {"dovetail-fair", "dovetail-experimental"}  # distributions that pages make up
@@ -37,7 +39,7 @@ NOT_INSTALLED = {"dovetail-fair", "dovetail-experimental"}  # distributions that
 LANGUAGES = {"python", "py", "yaml", "console", "text", "toml", "json", "bash"}
 ENDLESS = ("serve", "chat", "ranks", "cluster")  # commands that run until they are told to end
 CURL_S = 60
-# commands of the lab: only the full profile compares what they print with the page
+# commands of the lab, as those that simulate a given time: only the full profile compares what they print with the page
 SIMULATE_OFTEN = (
     "compare",
     "sweep",
@@ -49,6 +51,7 @@ LONG_SUITE_OF_A_COMMAND = re.compile(r"dovetail plugins test (scheduler\b|observ
 # commands of seconds that a page shows too: outside of the full profile this other page runs them
 RUN_BY = {"dovetail doctor determinism demo --schedules 2": "docs/cli.md"}
 FEW = 8  # requests of each simulation otherwise
+FEW_S = 20  # its time, where that is given instead
 MANY = 200  # requests that take seconds: only the full profile replays more in a page's Python
 FEW_OF_EACH = 2  # of each of a workload's clients, in a page's Python
 
@@ -60,6 +63,23 @@ def run_page(page: str, url: str) -> None:
     os.cpu_count = lambda: 1
     if not FULL:
         runner.COMMAND = fewer.COMMAND
+    with nullcontext() if FULL else cheap_processes():
+        run_blocks(page, url)
+
+
+@contextmanager
+def cheap_processes() -> Iterator[None]:
+    """Processes of suites, batch jobs and the doctor are forks of this one, which has imported what
+    they do, and ranks are its threads."""
+    from dovetail.registry.doctor import process
+    from dovetail_batch import runner as batch_runner
+    from tests.executors.rank_threads import ranks_as_threads
+
+    with forking(runner, batch_runner, process), ranks_as_threads():
+        yield
+
+
+def run_blocks(page: str, url: str) -> None:
     module = ModuleType("documentation_page")
     sys.modules[module.__name__] = module
     printed: str | None = ""
@@ -159,7 +179,7 @@ def run_dovetail(block: Block, args: list[str], expected: str) -> None:
     args = [str(ROOT / arg) if arg.startswith("examples/") else arg for arg in args]
     if args[0] == "lab" and not FULL:
         draw_once()
-        if args[1] in SIMULATE_OFTEN:
+        if args[1] in SIMULATE_OFTEN or "duration=" in str(args):
             args, expected = abridged(args), ""
     result = CliRunner().invoke(app, args, prog_name="dovetail")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -193,7 +213,8 @@ def draw_once() -> None:
 def abridged(args: list[str]) -> list[str]:
     """Return this command of the lab with two seeds, few requests, one rate, the first two of
     several values and no warm-up. What it prints isn't what the page shows then."""
-    args = [re.sub(r"requests=\d+", f"requests={FEW}", arg) for arg in args]
+    args = [re.sub(r"\brequests=\d+", f"requests={FEW}", arg) for arg in args]
+    args = [re.sub(r"\bduration=\d+", f"duration={FEW_S}", arg) for arg in args]
     for index, (option, value) in enumerate(pairwise(args), start=1):
         if option == "--seeds":
             args[index] = "2"
