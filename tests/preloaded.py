@@ -192,15 +192,22 @@ class Preloaded:
     def wait(self, pid: int, timeout_s: float = TIME_LIMIT_S) -> Ended:
         """Return how a program has ended. One that takes longer is killed with its group, and
         `TimeoutError` raised."""
-        until = time.monotonic() + timeout_s
+        ended = self.ended(pid, timeout_s)
+        if ended is None:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            raise TimeoutError(f"the program took more than {timeout_s:g} s")
+        return ended
+
+    def ended(self, pid: int, within_s: float) -> Ended | None:
+        """Return once how a program has ended; None if it still runs after that time."""
+        until = time.monotonic() + within_s
         while pid not in self._ended:
             self._link.settimeout(max(0.001, until - time.monotonic()))
             try:
                 self._note(self._answer())
             except TimeoutError:
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-                raise TimeoutError(f"the program took more than {timeout_s:g} s") from None
+                return None
             finally:
                 self._link.settimeout(TIME_LIMIT_S)
         return self._ended.pop(pid)

@@ -37,6 +37,9 @@ def the_first(hash_seeds: tuple[str, ...]) -> tuple[str, ...]:
 # module of `dovetail.testing.suites`, name in it, and what its value becomes
 FEWER: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("drafter", "HASH_SEEDS", the_first),
+    ("executor", "LONG", one_in(4)),
+    ("grammar", "EVERY", lambda step: 4 * step),
+    ("grammar", "OFTEN", one_in(4)),
     ("kv_cache", "GROUP_SCRIPTS", one_in(12)),
     ("kv_cache", "GROWTH", one_in(2)),
     ("kv_cache", "LONG", one_in(2)),
@@ -45,8 +48,11 @@ FEWER: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("observer", "LONG", one_in(5)),
     ("parser", "HASH_SEEDS", the_first),
     ("parser", "MIXED", one_in(6)),
+    ("proportional", "LONG", one_in(2)),
+    ("proportional", "SHORT", one_in(2)),
     ("sampler", "MANY_DRAWS", one_in(4)),  # they tell temperatures apart
     ("sampler_rules", "DRAWS", one_in(4)),
+    ("sampler_updates", "CALLS", one_in(3)),
     ("scheduler", "HASH_SEEDS", the_first),
     ("scheduler", "LONG_BATCHES", one_in(3)),
     ("scheduler", "for_all", a_twelfth),

@@ -10,27 +10,31 @@ import random
 import signal
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dovetail.api.component import KINDS
+from dovetail.api.component import KINDS, Kind
 from dovetail.testing import elsewhere
 from dovetail.testing.checks import checks_of
 from dovetail.testing.suites import (
     executor,
     footprint,
     holding,
+    kv_cache,
     kv_tier_world,
     repeatable,
+    scheduler,
     scheduler_replay,
     suite_for,
 )
+from tests.conformance.fewer import one_in
 from tests.conformance.kept_processes import KeptProcesses
 from tests.conformance.mutants import Mutant, mutants
+from tests.frozen import freeze_what_lasts
 from tests.support import FULL
 
 MUTANTS = list(mutants())
@@ -47,9 +51,14 @@ TRIED = (
 CAUGHT_ELSEWHERE = {"hygiene.declaration"}  # in test_runner.py: its mutant has to be installed
 
 
+# kinds whose suites import torch
+WITH_TORCH = {"attention", "executor", "logits_processor", "model", "sampler"}
+
+
 @pytest.fixture
 def process_as_it_was() -> Iterator[None]:
     """Undoes what mutants change for the whole process, in which other tests run afterwards."""
+    freeze_what_lasts()  # the first executor imports transformers, and each collects garbage
     timeout, collects, level, engines_level, handler, state, printed, dumps = (
         socket.getdefaulttimeout(),
         gc.isenabled(),
@@ -73,19 +82,34 @@ def process_as_it_was() -> Iterator[None]:
     logging.addLevelName(logging.DEBUG, "DEBUG")
 
 
-@pytest.fixture(scope="module")
-def kept_processes() -> Iterator[KeptProcesses]:
-    modules = [f"dovetail.testing.suites.{kind}" for kind in KINDS]
+def keep_processes(kinds: Iterable[Kind]) -> Iterator[KeptProcesses]:
+    modules = [f"dovetail.testing.suites.{kind}" for kind in kinds]
     with closing(KeptProcesses((), modules, forks=True)) as processes:
         yield processes
 
 
+@pytest.fixture(scope="module")
+def without_torch() -> Iterator[KeptProcesses]:
+    yield from keep_processes(kind for kind in KINDS if kind not in WITH_TORCH)
+
+
+@pytest.fixture(scope="module")
+def with_torch() -> Iterator[KeptProcesses]:
+    yield from keep_processes(KINDS)
+
+
 @pytest.fixture
-def forked_processes(kept_processes: KeptProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+def forked_processes(
+    mutant: Mutant,
+    without_torch: KeptProcesses,
+    with_torch: KeptProcesses,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Mutants are found out in forks of a process that has imported the suites."""
     if not FULL:
+        kept = with_torch if mutant.kind in WITH_TORCH else without_torch
         for module in (elsewhere, scheduler_replay):
-            monkeypatch.setattr(module, "run_python", kept_processes.run_python)
+            monkeypatch.setattr(module, "run_python", kept.run_python)
 
 
 @pytest.mark.usefixtures("process_as_it_was", "forked_processes")
@@ -101,6 +125,9 @@ def test_mutant_is_caught_by_its_check(
     if not FULL:
         # what grows is no buffer that will be full after a few more
         monkeypatch.setattr(holding, "DOUBLINGS", 1)
+        monkeypatch.setattr(kv_cache, "GROUP_SCRIPTS", one_in(12)(kv_cache.GROUP_SCRIPTS))
+        monkeypatch.setattr(kv_cache, "LONG", one_in(2)(kv_cache.LONG))
+        monkeypatch.setattr(scheduler, "LONG_BATCHES", one_in(3)(scheduler.LONG_BATCHES))
     if mutant.kind == "kv_tier":
         monkeypatch.chdir(tmp_path)  # where its files are
     check = checks_of(mutant.suite)[mutant.caught_by]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import UserDict, deque
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from dovetail.api.scheduler import Scheduler
 from dovetail.api.tokenizer import Tokenizer
 from dovetail.errors import UnsupportedError
 from dovetail.request import Request
+from dovetail.testing import elsewhere
 from dovetail.testing.checks import Absent, CheckFailed, checks_of
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites import suite_for
@@ -50,6 +52,7 @@ from dovetail.testing.suites.scheduler import SchedulerSuite
 from dovetail.testing.suites.tokenizer import TokenizerSuite
 from dovetail_models.qwen3 import Qwen3
 from tests.conformance.fewer import use_fewer
+from tests.conformance.kept_processes import KeptProcesses
 from tests.conformance.odd_backends import (
     AtFirstUse,
     LazyLists,
@@ -63,6 +66,7 @@ from tests.conformance.odd_samplers import InClosures, OneBuffer, OnTheHost, Slo
 from tests.conformance.odd_schedulers import FromItsHeap, InAGenerator
 from tests.conformance.odd_tiers import OnALoop
 from tests.conformance.odd_tokenizers import BytesAsIds, Reluctant
+from tests.frozen import freeze_what_lasts
 from tests.support import FULL
 
 OF_ALL_KINDS = "hygiene."  # in processes of their own; `test_builtins.py` runs them
@@ -72,13 +76,18 @@ DEAR = {
     "drafter.client",
     "drafter.first_use",
     "executor.adapter_merged",
+    "executor.adapter_slots",
     "executor.adapters",
+    "executor.capacity",
     "executor.deterministic",
     "executor.draft_model",
     "executor.drafts",
     "executor.drafts_beside",
     "executor.drafts_limits",
     "executor.drafts_masks",
+    "executor.drafts_sampling",
+    "executor.limits",
+    "executor.long_use",
     "executor.pooled_again",
     "executor.pooled_beside",
     "executor.settings",
@@ -88,9 +97,12 @@ DEAR = {
     "grammar.regexes",
     "grammar.same_text",
     "logits_processor.first_use",
+    "logits_processor.large_ids",
     "observer.first_use",
     "sampler.filter_order",
     "sampler.first_use",
+    "sampler.draft_rules",
+    "sampler.large_ids",
     "sampler.large_vocabulary",
     "sampler.many_calls",
     "sampler.min_p",
@@ -222,11 +234,20 @@ ITS_TOKENIZER = DrafterContext(
 )
 
 
+@pytest.fixture(scope="module")
+def kept_processes() -> Iterator[KeptProcesses]:
+    kinds = [f"dovetail.testing.suites.{kind}" for kind in ("drafter", "parser", "tokenizer")]
+    with closing(KeptProcesses((), kinds)) as processes:
+        yield processes
+
+
 @pytest.fixture(autouse=True)
-def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the checks with few examples: the mutants show what checks find, with all examples."""
+def fewer_examples(kept_processes: KeptProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the checks with few examples: the mutants show what checks find, with all examples. One
+    process answers for all components."""
     if not FULL:
         use_fewer(monkeypatch.setattr)
+        monkeypatch.setattr(elsewhere, "run_python", kept_processes.run_python)
 
 
 def run_checks(suite: type[Suite], **settings: Any) -> None:
@@ -236,6 +257,7 @@ def run_checks(suite: type[Suite], **settings: Any) -> None:
     dear = DEAR | (DEAR_OF_ALL_EVENTS if settings["component"] is CharByChar else set())
     for id, check in checks_of(suite).items():
         if not id.startswith(OF_ALL_KINDS) and (FULL or id not in dear):
+            freeze_what_lasts()  # the first executor imports transformers, and each collects garbage
             with contextlib.suppress(Absent):
                 getattr(made, check.attribute)()
 

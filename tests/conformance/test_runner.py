@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from dovetail.testing import ObserverSuite, Waiver, run, runner
 from dovetail.testing.checks import checks_of
 from dovetail.testing.child import SuiteRun, generated_suite
 from tests.conformance import unruly
+from tests.conformance.forked_suites import MODULES, ForkedSuites
+from tests.preloaded import Preloaded
 from tests.registry.fakes import Site, components
 from tests.registry.site import site  # noqa: F401
 from tests.support import FULL
@@ -50,10 +54,26 @@ process_state.answer_elsewhere = lambda *args, **named: ([], [])
 {SHORTER}"""
 
 
+@pytest.fixture(scope="module")
+def suites_imported() -> Iterator[Preloaded]:
+    with closing(Preloaded(MODULES)) as process:
+        yield process
+
+
 @pytest.fixture(autouse=True)
-def fewer_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not FULL:
-        monkeypatch.setattr(runner, "COMMAND", COMMAND)
+def fewer_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run shorter suites, in forks of one process unless the test uses `executed`."""
+    if FULL:
+        return
+    monkeypatch.setattr(runner, "COMMAND", COMMAND)
+    if request.node.get_closest_marker("slow") and "executed" not in request.fixturenames:
+        forks = ForkedSuites(request.getfixturevalue("suites_imported"))
+        monkeypatch.setattr(runner, "subprocess", forks)
+
+
+@pytest.fixture
+def executed() -> None:
+    """Each suite of this test has a process that isn't forked from another one."""
 
 
 @pytest.mark.parametrize(
@@ -130,6 +150,7 @@ def test_an_error_whose_message_holds_the_time_is_one_finding() -> None:
 
 
 @pytest.mark.slow("runs suites of components in processes")
+@pytest.mark.usefixtures("executed")  # numbers of threads are read as libraries are imported
 @pytest.mark.parametrize("own", [None, "2"])
 def test_tensors_of_a_suite_are_computed_in_one_thread_unless_told_otherwise(
     own: str | None, monkeypatch: pytest.MonkeyPatch

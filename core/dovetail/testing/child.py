@@ -12,6 +12,7 @@ traceback in the trace file.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import sys
@@ -105,6 +106,7 @@ def main(job_path: str) -> None:
         ledger = Ledger(job, file)
         if not ledger.load(job_path):
             return
+        gc.freeze()  # what was imported lasts: collections needn't look through it
         config = Path(job.folder, "pytest.ini")
         config.write_text("[pytest]\n")
         code = pytest.main([*PYTEST, str(config), str(job.module)], plugins=[ledger])

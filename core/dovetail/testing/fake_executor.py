@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,7 +97,11 @@ class FakeExecutorOptions(BaseModel):
 def prefix_ids(tokens: tuple[int, ...] | list[int], digest: str = "") -> list[int]:
     """Return, for each position, a number that identifies all tokens up to it, and the adapter of
     this digest ("": none)."""
-    value = zlib.crc32(digest.encode())
+    return _ids_after(zlib.crc32(digest.encode()), tokens)
+
+
+def _ids_after(value: int, tokens: Iterable[int]) -> list[int]:
+    """Return `prefix_ids` of tokens after those that `value` identifies."""
     values = []
     for token in tokens:
         value = zlib.crc32(int(token).to_bytes(4, "little"), value)
@@ -194,10 +198,15 @@ class _Row:
     deterministic: bool = False
     provisional: bool = False  # its request has had a deterministic row
     is_wrong: bool = False  # the step samples a wrong token for it
+    ids: list[int] = field(default_factory=list)  # `prefix_ids` of its tokens, which only grow
 
     def prefix_ids(self) -> list[int]:
-        """Return the numbers of its tokens and drafts."""
-        return prefix_ids(self.tokens + self.drafts, self.adapter[1])
+        """Return the numbers of its tokens and drafts, to be read only."""
+        known = len(self.ids)
+        if known < len(self.tokens):
+            value = self.ids[-1] if known else zlib.crc32(self.adapter[1].encode())
+            self.ids += _ids_after(value, self.tokens[known:])
+        return self.ids + _ids_after(self.ids[-1], self.drafts) if self.drafts else self.ids
 
 
 class FakeExecutor(Executor):
@@ -225,6 +234,7 @@ class FakeExecutor(Executor):
                 CacheGroup((len(layout),), every, None, options.state_pages, recurrent=True),
             )
         self._layout = KVLayout(layout, 1, "none")
+        self._paged = [(index, group) for index, group in enumerate(layout) if not group.recurrent]
         self._memory = FakePages(max(group.block_tokens for group in layout))
         self._adapters = {0: ""}  # slot -> digest of what it holds
         # step, tokens, seconds that it takes, when it was submitted
@@ -539,47 +549,42 @@ class FakeExecutor(Executor):
             }
 
     def _write(self, row: _Row, count: int) -> None:
-        tokens = row.tokens + row.drafts
-        self._require(
-            count >= 1 and row.computed + count <= len(tokens),
-            "more tokens to compute than are known",
-        )
+        tokens = len(row.tokens) + len(row.drafts)
+        end = row.computed + count
+        self._require(count >= 1 and end <= tokens, "more tokens to compute than are known")
         values = row.prefix_ids()
-        for position in range(row.computed, row.computed + count):
-            for index, group in self._paged():
-                pages, offset = self._block(row, index, position)
-                self._require(
-                    len(pages) == group.pages_per_block,
-                    f"token {position} of {len(tokens)} has no block in group {index}",
-                )
-                mark = PROVISIONAL if row.provisional else 0
+        mark = PROVISIONAL if row.provisional else 0
+        for index, group in self._paged:
+            for pages, offset, position in self._blocks(row, index, row.computed, end):
+                if len(pages) != group.pages_per_block:
+                    self._break(f"token {position} of {tokens} has no block in group {index}")
                 for place, page in enumerate(pages):
-                    self._require(
-                        0 <= page < self.options.num_pages,
-                        f"token {position} is written to page {page}, which isn't in the pool",
-                    )
+                    if not 0 <= page < self.options.num_pages:
+                        self._break(
+                            f"token {position} is written to page {page}, which isn't in the pool"
+                        )
                     self._require_restored(page)
                     self._memory[page, offset] = index, place + mark, values[position]
-        row.computed += count
+        row.computed = end
 
     def _read(self, row: _Row, count: int) -> None:
         values = row.prefix_ids()
-        for index, group in self._paged():
+        for index, group in self._paged:
             # seen by the first of its tokens
             first = 0 if group.window is None else max(0, row.computed - count - group.window + 1)
-            for position in range(first, row.computed):
-                pages, offset = self._block(row, index, position)
-                found = [self._memory[page, offset] for page in pages]
-                if row.provisional:
-                    found = [_unmarked(written) for written in found]
-                expected = [
-                    (index, place, values[position]) for place in range(group.pages_per_block)
-                ]
-                rule = (
-                    f"position {position} of {len(row.tokens)} would read another sequence's K "
-                    f"and V, or another group's"
-                )
-                self._require(found == expected, rule)
+            for pages, offset, position in self._blocks(row, index, first, row.computed):
+                expected = values[position]
+                right = len(pages) == group.pages_per_block
+                for place, page in enumerate(pages):
+                    found = self._memory[page, offset]
+                    if row.provisional:
+                        found = _unmarked(found)
+                    right = right and found == (index, place, expected)
+                if not right:
+                    self._break(
+                        f"position {position} of {len(row.tokens)} would read another sequence's K "
+                        f"and V, or another group's"
+                    )
 
     def _spread_nan(self, batch: Batch, rows: list[_Row]) -> None:
         """Let rows write NaN, if they read any or `writes_nan`; of these, those that yield a token
@@ -595,10 +600,9 @@ class FakeExecutor(Executor):
     def _places(self, row: _Row, count: int) -> Iterator[tuple[tuple[int, int], bool]]:
         """Yield the places that a row reads, and whether its last `count` tokens write them."""
         start = row.computed - count
-        for index, group in self._paged():
+        for index, group in self._paged:
             first = 0 if group.window is None else max(0, start - group.window + 1)
-            for position in range(first, row.computed):
-                pages, offset = self._block(row, index, position)
+            for pages, offset, position in self._blocks(row, index, first, row.computed):
                 for page in pages:
                     yield (page, offset), position >= start
 
@@ -652,23 +656,20 @@ class FakeExecutor(Executor):
             self._memory[page, 0] = len(self._layout.groups) - 1, place, value
 
     def _require_restored(self, page: int) -> None:
-        self._require(
-            page not in self._memory.restoring, f"page {page} is written while it is restored"
-        )
+        if page in self._memory.restoring:
+            self._break(f"page {page} is written while it is restored")
 
-    def _paged(self) -> list[tuple[int, CacheGroup]]:
-        return [
-            (index, group) for index, group in enumerate(self._layout.groups) if not group.recurrent
-        ]
-
-    def _block(self, row: _Row, index: int, position: int) -> tuple[list[int], int]:
-        """Return the pages of the block of group `index` with this position, and the position's
-        offset in it."""
+    def _blocks(
+        self, row: _Row, index: int, start: int, end: int
+    ) -> Iterator[tuple[list[int], int, int]]:
+        """Yield, for each position from `start` to before `end`, the pages of its block of group
+        `index`, its offset in the block, and the position."""
         group = self._layout.groups[index]
-        block, offset = divmod(position, group.block_tokens)
-        return row.tables[index][
-            block * group.pages_per_block : (block + 1) * group.pages_per_block
-        ], offset
+        table = row.tables[index]
+        size = group.pages_per_block
+        for position in range(start, end):
+            block, offset = divmod(position, group.block_tokens)
+            yield table[block * size : (block + 1) * size], offset, position
 
     def _sample_all(
         self,
@@ -717,7 +718,7 @@ class FakeExecutor(Executor):
         self._require(
             row.computed == len(row.tokens), "a row samples before its last token is computed"
         )
-        token = next_token(row.tokens, row.seed, self.options.vocab_size, row.adapter[1])
+        token = _token_after(row.prefix_ids()[-1], row.seed, self.options.vocab_size)
         token = (token + row.is_wrong) % self.options.vocab_size
         if words is not None:
             token = next_allowed(token, words, self.options.vocab_size)
@@ -726,8 +727,11 @@ class FakeExecutor(Executor):
 
     def _require(self, condition: bool, rule: str) -> None:
         if not condition:
-            self._broken = rule
-            raise DovetailError(f"fake executor: {rule}")
+            self._break(rule)
+
+    def _break(self, rule: str) -> NoReturn:
+        self._broken = rule
+        raise DovetailError(f"fake executor: {rule}")
 
 
 def _unmarked(written: Written | None) -> Written | None:

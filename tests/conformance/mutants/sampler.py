@@ -1297,7 +1297,7 @@ class RemovesTheNextRowToo(DefaultSampler):
         super().update(removed, added)
 
 
-@mutant(caught_by="sampler.many_calls")
+@mutant(caught_by="sampler.many_calls", soon=True)
 class NoiseAgesWithCalls(DefaultSampler):
     def sample(self, inputs: SampleInputs) -> SampledTokens:
         self.calls = getattr(self, "calls", 0) + 1

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from dovetail.api.grammar import UInt32
 
 OFTEN = 300  # specs that a backend compiles
+EVERY = 7  # ids from one to the next that is tried though a mask forbids it
 STATES = 60  # states per case whose masks are compared
 STEPS = 12  # tokens per random answer
 ANSWERS = 20  # random answers per schema
@@ -176,7 +177,7 @@ class GrammarSuite(Suite):
             before = _mask(matcher)
             allowed = _allowed(matcher)
             for token in {
-                *range(0, CONTEXT.vocab_size, 7),
+                *range(0, CONTEXT.vocab_size, EVERY),
                 CONTEXT.vocab_size,
                 CONTEXT.vocab_size + 1000,
                 -1,

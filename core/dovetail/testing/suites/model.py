@@ -184,7 +184,7 @@ class ModelSuite(Suite):
         softcap, a scale, a weight format). Reject fields by name unless they are known to be
         harmless."""
         for architecture in self.served:
-            known = vars(configs.tiny(architecture))
+            known = configs.plain(architecture)
             for field, value in configs.UNHEARD_OF.items():
                 if field in known:
                     continue  # of this architecture
@@ -1048,7 +1048,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
 
 def _told(config: Any) -> str:
     """Return the config's differences from the tiny one, in words."""
-    plain = vars(configs.tiny(config.architectures[0]))
+    plain = configs.plain(config.architectures[0])
     known = {name for name in plain if not name.startswith("_") and name != "transformers_version"}
     different = {
         name: value

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 TINY: dict[str, Any] = {
@@ -201,6 +203,19 @@ def config_class(architecture: str) -> type[Any]:
     return cls
 
 
+@cache
+def usual(architecture: str) -> Mapping[str, Any]:
+    """Return the fields of an architecture's config that transformers makes without arguments, to
+    be read only: making one takes longer than a step of a tiny model."""
+    return MappingProxyType(vars(config_class(architecture)()))
+
+
+@cache
+def plain(architecture: str) -> Mapping[str, Any]:
+    """Return the fields of its tiny config, to be read only."""
+    return MappingProxyType(vars(tiny(architecture)))
+
+
 def is_of_transformers(architecture: str) -> bool:
     """Return True if transformers has a class of this name."""
     import transformers
@@ -228,7 +243,7 @@ def ties(architecture: str) -> bool:
 def tiny(architecture: str, **fields: Any) -> Any:
     """Return a config with TINY's values for its fields, and `fields`."""
     cls = config_class(architecture)
-    known = vars(cls())
+    known = usual(architecture)
     values = TINY | OF_ENCODERS if encodes(architecture) else TINY
     if "kv_lora_rank" in known:
         values = TINY | OF_LATENTS
@@ -301,7 +316,7 @@ def with_rope(parameters: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[st
 
 def variants(architecture: str, more: tuple[Mapping[str, Any], ...]) -> list[Any]:
     """Return the configs that numbers are compared for."""
-    known = set(vars(config_class(architecture)()))
+    known = set(usual(architecture))
     if not ties(architecture):
         known -= {"tie_word_embeddings"}
     if "mamba_num_heads" in known:
@@ -329,13 +344,13 @@ def _rotating_pairs(architecture: str, fields: Mapping[str, Any]) -> Any:
 def _all_kinds_of_layers(architecture: str) -> list[dict[str, Any]]:
     """Return fields for a layer of each kind that the class's own default has and `tiny` lacks: few
     layers have the first kinds of a pattern only."""
-    usual = vars(config_class(architecture)())
-    small = vars(tiny(architecture))
+    default = usual(architecture)
+    small = plain(architecture)
     found = []
     for field in ("layer_types", "no_rope_layers"):
-        kinds = list(dict.fromkeys(usual.get(field) or ()))
+        kinds = list(dict.fromkeys(default.get(field) or ()))
         if not set(kinds) <= set(small.get(field) or kinds):
-            window = {"sliding_window": 3} if usual.get("sliding_window") else {}
+            window = {"sliding_window": 3} if default.get("sliding_window") else {}
             found.append({field: kinds, "num_hidden_layers": len(kinds), **window})
     return found
 
@@ -356,7 +371,7 @@ def changes(architecture: str) -> Iterator[Change]:
     import transformers
 
     common = vars(transformers.PretrainedConfig())
-    own = vars(tiny(architecture))
+    own = plain(architecture)
     for field, value in own.items():
         if field in common or field.startswith("_"):
             continue
@@ -377,7 +392,7 @@ def changes(architecture: str) -> Iterator[Change]:
 _WINDOWS = {"sliding_window": (3, 1), "local_attention": (8, 2, 1)}
 
 
-def _switched(field: str, own: dict[str, Any]) -> Iterator[Change]:
+def _switched(field: str, own: Mapping[str, Any]) -> Iterator[Change]:
     """Yield a switch the other way, with what it needs."""
     windows = (WITH_A_WINDOW, WITH_THE_LEAST_WINDOW)
     for needed in windows if field == "use_sliding_window" else ({},):

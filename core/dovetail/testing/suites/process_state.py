@@ -40,6 +40,7 @@ from dovetail.testing.elsewhere import answer_elsewhere
 
 _MODULES = (json, logging, math, os, random, signal, socket, subprocess, sys, threading, time)
 _ENGINES_CLASSES = (EngineCore, LiveRequest, Request, ObserverHub, StepFinished, Observer)
+_SIGNALS = tuple(map(int, signal.valid_signals()))  # the set is made anew for each question
 _ENGINES_LOGGERS = {
     name: logging.getLogger(name)
     for name in sorted(logging.root.manager.loggerDict)
@@ -126,14 +127,16 @@ def _engine_loggers(own: str) -> dict[str, object]:
     }
 
 
-def _functions(of: Iterable[object]) -> dict[str, object]:
-    """Return the callables of modules or classes."""
-    return {
-        f"{getattr(one, '__name__', one)}.{name}": value
+def _functions(of: Iterable[object]) -> list[dict[str, object]]:
+    """Return the callables of modules or classes, of each by their names."""
+    return [
+        {
+            name: value
+            for name, value in vars(one).items()
+            if callable(value) or isinstance(value, property)
+        }
         for one in of
-        for name, value in vars(one).items()
-        if callable(value) or isinstance(value, property)
-    }
+    ]
 
 
 def _limits() -> object:
@@ -197,7 +200,7 @@ def _of_the_process() -> dict[str, object]:
         "sys.path": list(sys.path),
         "sys.excepthook or threading.excepthook": (sys.excepthook, threading.excepthook),
         "the recursion limit": sys.getrecursionlimit(),
-        "a signal handler": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "a signal handler": [signal.getsignal(number) for number in _SIGNALS],
         "the garbage collector": (gc.isenabled(), gc.get_threshold()),
         "warnings.filters": list(warnings.filters),
         "the umask": _umask(),
