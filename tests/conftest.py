@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import _pytest.logging
 import pytest
+import typer.main
+from _pytest.logging import catching_logs
 from _pytest.runner import runtestprotocol
 from hypothesis import given, settings
 from hypothesis.strategies import floats, integers, text
@@ -94,6 +97,8 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[
 def pytest_configure(config: pytest.Config) -> None:
     if MEASURED and not getattr(config.option, "collectonly", False):
         config.pluginmanager.register(Budget(float(BUDGET)), "budget")
+    if hasattr(catching_logs, "attached_loggers"):  # since pytest 9.1
+        _pytest.logging.catching_logs = CatchingLogs
 
 
 def leave_unjudged(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
@@ -159,6 +164,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """With `-n`, report a setup or teardown only if it didn't pass: each report is a message to the
     controller, and three for each test took as long as the median test."""
+    find_loggers_apart()
     if not os.environ.get("PYTEST_XDIST_WORKER"):
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -167,6 +173,32 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
             item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+APART: list[logging.Logger] = []  # loggers that don't propagate, as of a test's beginning
+
+
+def find_loggers_apart() -> None:
+    APART[:] = (
+        logger
+        for logger in logging.root.manager.loggerDict.values()
+        if isinstance(logger, logging.Logger) and not logger.propagate
+    )
+
+
+class CatchingLogs(catching_logs[Any]):
+    """pytest's, which looks through all loggers six times a test for those that don't propagate.
+    There are thousands."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Any:
+        if self.level is not None:
+            return super().__enter__()
+        for logger in (logging.root, *APART):
+            logger.addHandler(self.handler)
+            self.attached_loggers.append(logger)
+        return self.handler
 
 
 def let_loggers_propagate() -> None:
@@ -227,6 +259,15 @@ def hypothesis_has_its_tables() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def imported_things_are_counted_once() -> Iterator[None]:
     with count_once():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def commands_are_read_once() -> Iterator[None]:
+    """Typer reads the signatures of all commands twice for each command that a test runs."""
+    with patch.object(
+        typer.main, "get_params_from_function", cache(typer.main.get_params_from_function)
+    ):
         yield
 
 
