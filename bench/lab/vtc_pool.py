@@ -56,7 +56,7 @@ class TokenPool:
         self._slots.setdefault(row, []).append(slots)
 
 
-class SLoRAOptions(SimulatedOptions, frozen=True):
+class SLoRAOptions(SimulatedOptions):
     """Options of the executor `s-lora`."""
 
     scattered_s: float = Field(
