@@ -242,12 +242,12 @@ def _equations(run: ServedRun, device: PiecewiseStepTime) -> tuple[Floats, Float
         total = until[high - 1] - until[low]
         if one.output_tokens < FEWEST or total[-1] <= 0.0:
             continue
-        decodes = one.output_tokens - 1
+        count = one.output_tokens - 1
         mean = total[:-1] / total[-1]
         meanwhile = (admitted_s > one.first_s + TOGETHER_S) & (admitted_s <= one.last_s)
-        device = decodes * mean[:-1] + prompts[meanwhile].sum(axis=0)
-        host = [decodes, decodes * mean[-1], int(meanwhile.sum()), int(requests[meanwhile].sum())]
-        copied = scattered[begin + decodes] - scattered[begin]
+        device = count * mean[:-1] + prompts[meanwhile].sum(axis=0)
+        host = [count, count * mean[-1], int(meanwhile.sum()), int(requests[meanwhile].sum())]
+        copied = scattered[begin + count] - scattered[begin]
         factors.append(np.concatenate([device, host, [copied]]))
         seconds.append(one.last_s - one.first_s)
     return np.stack(factors), np.array(seconds)
