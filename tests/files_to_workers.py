@@ -14,6 +14,7 @@ TOGETHER = {
         "tests/cli/test_streams.py",
         "tests/docs/test_code_blocks.py",
         "tests/docs/test_write_a_scheduler.py",
+        "tests/executors/test_served_ranks.py",
         "tests/runtime/test_rank_shares.py",
         "tests/testing/test_preloaded.py",
     ),

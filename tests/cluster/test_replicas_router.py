@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +32,7 @@ from dovetail_cluster.probes import ask
 from dovetail_cluster.settings import ClusterSettings
 from dovetail_cluster.smg_router import SmgRouter
 from tests.http_server import http_server
+from tests.support import FULL
 
 PATIENCE_S = 60.0
 needs_smg = pytest.mark.skipif(
@@ -94,15 +96,33 @@ def worker() -> Iterator[str]:
         yield url
 
 
-@pytest.fixture
-def keyed_worker() -> Iterator[str]:
-    """A worker that requires the key "internal"."""
-    with http_server(KeyedWorker) as url:
-        yield url
+def settings(**keys: Any) -> ClusterSettings:
+    usual = {"engine": "demo", "router": {"port": free_port()}}
+    return ClusterSettings.model_validate(usual | keys)
 
 
-def settings() -> ClusterSettings:
-    return ClusterSettings.model_validate({"engine": "demo", "router": {"port": free_port()}})
+@pytest.fixture(scope="module")
+def open_router() -> Iterator[SmgRouter]:
+    """A router without keys, which listens on a name. It has no replicas, or that of a test that
+    adds one."""
+    with closing(SmgRouter(settings(router={"host": "localhost", "port": free_port()}))) as router:
+        until(lambda: router.poll() is not None)
+        yield router
+
+
+@pytest.fixture(scope="module")
+def keyed_router() -> Iterator[tuple[SmgRouter, str]]:
+    """A router with the keys "mine" and "yours", and the URL of its replica, which requires the key
+    "internal" and takes bodies of 10 kB."""
+    keys = (("mine", "yours"), "internal")
+    with (
+        http_server(KeyedWorker) as worker,
+        closing(SmgRouter(settings(serve={"max_body_bytes": 10_000}), *keys)) as router,
+    ):
+        until(lambda: router.poll() is not None)
+        router.add(worker)
+        until(lambda: router.poll() == {worker: Listed.READY})
+        yield router, worker
 
 
 def complete(url: str, key: str | None = None) -> int:
@@ -117,32 +137,28 @@ def complete(url: str, key: str | None = None) -> int:
 
 @needs_smg
 @pytest.mark.slow("starts a server's processes")
-def test_replicas_come_and_go(worker: str) -> None:
-    with closing(SmgRouter(settings())) as router:
-        assert until(lambda: router.poll() is not None)
-        assert router.poll() == {}
-        router.add(worker)
-        until(lambda: router.poll() == {worker: Listed.READY})
-        assert complete(router.url) == 200
-        router.remove(worker)
-        # it forgets a replica some seconds later
-        until(lambda: router.poll() in ({}, {worker: Listed.LEAVING}))
-        assert complete(router.url) in (404, 503)
+def test_replicas_come_and_go(open_router: SmgRouter, worker: str) -> None:
+    router = open_router
+    assert router.poll() == {}
+    router.add(worker)
+    until(lambda: router.poll() == {worker: Listed.READY})
+    assert complete(router.url) == 200
+    router.remove(worker)
+    # it forgets a replica some seconds later
+    until(lambda: router.poll() in ({}, {worker: Listed.LEAVING}))
+    assert complete(router.url) in (404, 503)
 
 
 @needs_smg
 @pytest.mark.slow("starts a server's processes")
-def test_the_router_takes_no_larger_bodies_than_its_replicas(worker: str) -> None:
-    limited = ClusterSettings.model_validate(
-        {"engine": "demo", "router": {"port": free_port()}, "serve": {"max_body_bytes": 10_000}}
-    )
-    with closing(SmgRouter(limited)) as router:
-        until(lambda: router.poll() is not None)
-        router.add(worker)
-        until(lambda: router.poll() == {worker: Listed.READY})
-        assert complete(router.url) == 200
-        body = {"model": "m", "prompt": "a" * 10_000}
-        assert ask(f"{router.url}/v1/completions", method="POST", body=body, timeout_s=20)[0] == 413
+def test_the_router_takes_no_larger_bodies_than_its_replicas(
+    keyed_router: tuple[SmgRouter, str],
+) -> None:
+    router, _ = keyed_router
+    assert complete(router.url, "mine") == 200
+    body = {"model": "m", "prompt": "a" * 10_000}
+    url = f"{router.url}/v1/completions"
+    assert ask(url, key="mine", method="POST", body=body, timeout_s=20)[0] == 413
 
 
 @needs_smg
@@ -217,17 +233,9 @@ def test_a_router_is_asked_at_its_host_or_over_loopback_if_it_listens_on_all_add
 
 @needs_smg
 @pytest.mark.slow("starts a server's processes")
-def test_a_router_may_listen_on_a_name() -> None:
-    port = free_port()
-    with closing(
-        SmgRouter(
-            ClusterSettings.model_validate(
-                {"engine": "demo", "router": {"host": "localhost", "port": port}}
-            )
-        )
-    ) as router:
-        assert until(lambda: router.poll() is not None)
-        assert router.url == f"http://localhost:{port}"
+def test_a_router_may_listen_on_a_name(open_router: SmgRouter) -> None:
+    assert open_router.url.startswith("http://localhost:")
+    assert ask(f"{open_router.url}/health")[0] == 200
 
 
 @pytest.mark.slow("starts a server's processes")
@@ -237,6 +245,9 @@ def test_a_router_that_ends_each_time_before_it_answers_ends_the_cluster(
     monkeypatch.setattr(smg_router, "find_spec", lambda name: name)
     monkeypatch.setattr(smg_router, "RESTART_S", 0.0)
     monkeypatch.setattr(SmgRouter, "_arguments", lambda self: ["--no-such-option"])
+    if not FULL:  # without the imports of three routers
+        ending = partial(subprocess.Popen, [sys.executable, "-S", "-c", "raise SystemExit(2)"])
+        monkeypatch.setattr(smg_router, "start_bound", lambda *_, **__: ending())
     with (
         closing(SmgRouter(settings())) as router,
         pytest.raises(DovetailError, match="the router ends before it answers"),
@@ -246,29 +257,31 @@ def test_a_router_that_ends_each_time_before_it_answers_ends_the_cluster(
 
 @needs_smg
 @pytest.mark.slow("starts a server's processes")
-def test_clients_need_their_own_key_and_may_not_change_the_replicas(keyed_worker: str) -> None:
-    worker = keyed_worker
-    with closing(SmgRouter(settings(), ("mine", "yours"), "internal")) as router:
-        until(lambda: router.poll() is not None)
-        router.add(worker)
-        until(lambda: router.poll() == {worker: Listed.READY})
-        assert [
-            complete(router.url, key) for key in (None, "other", "internal", "mine", "yours")
-        ] == [401, 401, 401, 200, 200]
-        for key in (None, "mine", "internal"):
-            status, _ = ask(
-                f"{router.url}/workers", key=key, method="POST", body={"url": "http://127.0.0.1:1"}
-            )
-            assert status in (401, 404)
-        assert router.poll() == {worker: Listed.READY}
-        command, environment = (
-            Path(f"/proc/{router.pid}/{name}").read_bytes() for name in ("cmdline", "environ")
+def test_clients_need_their_own_key_and_may_not_change_the_replicas(
+    keyed_router: tuple[SmgRouter, str],
+) -> None:
+    router, worker = keyed_router
+    assert [complete(router.url, key) for key in (None, "other", "internal", "mine", "yours")] == [
+        401,
+        401,
+        401,
+        200,
+        200,
+    ]
+    for key in (None, "mine", "internal"):
+        status, _ = ask(
+            f"{router.url}/workers", key=key, method="POST", body={"url": "http://127.0.0.1:1"}
         )
-        found = re.search(rb"cluster:cluster:admin:([\w-]+)", environment)
-        assert found, (
-            "the key that changes the replicas is in the environment, which only this user can read"
-        )
-        assert not any(secret in command for secret in (b"mine", b"internal", found[1]))
+        assert status in (401, 404)
+    assert router.poll() == {worker: Listed.READY}
+    command, environment = (
+        Path(f"/proc/{router.pid}/{name}").read_bytes() for name in ("cmdline", "environ")
+    )
+    found = re.search(rb"cluster:cluster:admin:([\w-]+)", environment)
+    assert found, (
+        "the key that changes the replicas is in the environment, which only this user can read"
+    )
+    assert not any(secret in command for secret in (b"mine", b"internal", found[1]))
 
 
 SMG_ROUTES = [
@@ -348,40 +361,29 @@ SERVED = (
 @needs_smg
 @pytest.mark.slow("starts a server's processes")
 def test_every_route_of_the_router_but_health_and_readiness_needs_a_key_and_clients_reach_those_of_replicas_only(
-    worker: str,
+    keyed_router: tuple[SmgRouter, str],
 ) -> None:
-    with closing(SmgRouter(settings(), ("mine",), "internal")) as router:
-        until(lambda: router.poll() is not None)
-        router.add(worker)
-        until(lambda: router.poll() == {worker: Listed.READY})
-        for path in SMG_ROUTES:
-            for method, body in (("GET", None), ("POST", {}), ("DELETE", None)):
-                told = {
-                    key: ask(f"{router.url}{path}", key=key, method=method, body=body)
-                    for key in (None, "other", "internal", "mine")
-                }
-                assert worker not in str(told)
-                if path in ("/health", "/ready"):
-                    assert {status for status, _ in told.values()} == {
-                        200 if method == "GET" else 405
-                    }
-                    continue
-                assert [told[key][0] for key in (None, "other", "internal")] == [401, 401, 401], (
-                    path
-                )
-                if path not in SERVED:
-                    assert told["mine"][0] == 404, path
+    router, worker = keyed_router
+    for path in SMG_ROUTES:
+        for method, body in (("GET", None), ("POST", {}), ("DELETE", None)):
+            told = {
+                key: ask(f"{router.url}{path}", key=key, method=method, body=body)
+                for key in (None, "other", "internal", "mine")
+            }
+            assert worker not in str(told)
+            if path in ("/health", "/ready"):
+                assert {status for status, _ in told.values()} == {200 if method == "GET" else 405}
+                continue
+            assert [told[key][0] for key in (None, "other", "internal")] == [401, 401, 401], path
+            if path not in SERVED:
+                assert told["mine"][0] == 404, path
 
 
 @needs_smg
 @pytest.mark.slow("starts a server's processes")
-def test_without_keys_too_strangers_may_not_change_the_replicas() -> None:
-    with closing(SmgRouter(settings())) as router:
-        until(lambda: router.poll() is not None)
-        assert (
-            ask(f"{router.url}/workers", method="POST", body={"url": "http://127.0.0.1:1"})[0]
-            == 404
-        )
+def test_without_keys_too_strangers_may_not_change_the_replicas(open_router: SmgRouter) -> None:
+    body = {"url": "http://127.0.0.1:1"}
+    assert ask(f"{open_router.url}/workers", method="POST", body=body)[0] == 404
 
 
 def test_without_the_router_the_error_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,20 +6,24 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from dovetail import LLMEngine, SamplingParams
+from dovetail.api import process_watch
 from dovetail.errors import DovetailError
+from dovetail_executors import ranks
+from tests.executors.rank_threads import ranks_as_threads
 from tests.executors.ranks import (
     LONG,
     SETTINGS,
@@ -36,6 +40,7 @@ PROMPTS = [[5, 17, 200, 31], [9, 12]]
 # two seconds where the processors are free
 NOTICED_S = 10.0 if FULL else 60.0
 KILLS = 50 if FULL else 1
+STOPPED_S = process_watch.STOPPED_S if FULL else 1.0
 PARENT = """
 import json, sys
 from dovetail import LLMEngine
@@ -62,7 +67,7 @@ torch.set_num_threads(1)
 def what_the_first_start_makes() -> None:
     if PROFILE == "quick":
         return  # the one test there starts no engine to its end
-    with engine(2) as one:
+    with nullcontext() if FULL else ranks_as_threads(), engine(2) as one:
         generate(one, PROMPTS, SamplingParams(max_tokens=2, detokenize=False))
 
 
@@ -114,14 +119,19 @@ def test_a_rank_that_hangs_is_named_once_its_step_is_too_slow() -> None:
 
 
 @pytest.mark.slow("starts ranks: processes that import torch")
-def test_a_rank_that_is_stopped_is_named_long_before_its_step_is_too_slow() -> None:
+def test_a_rank_that_is_stopped_is_named_long_before_its_step_is_too_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (process_watch, ranks):
+        monkeypatch.setattr(module, "STOPPED_S", STOPPED_S)
     with nothing_left(), engine(2) as one:
         [pid] = processes_of_ranks()
         os.kill(pid, signal.SIGSTOP)
         generate(one, PROMPTS)
         assert (
             str(one.core.dead)
-            == f"executor tensor: rank 1 (cpu), process {pid}, had been stopped (SIGSTOP) for 5 s"
+            == f"executor tensor: rank 1 (cpu), process {pid}, had been stopped (SIGSTOP) for "
+            f"{STOPPED_S:g} s"
         )
 
 
@@ -264,8 +274,11 @@ def _parent(code: str = PARENT) -> Iterator[subprocess.Popen[str]]:
 
 
 def _line(parent: subprocess.Popen[str]) -> str:
-    assert parent.stdout is not None
-    return parent.stdout.readline()
+    """Its first line, which it may be too late to write."""
+    output = parent.stdout
+    assert output is not None
+    wait_until(lambda: select.select([output], [], [], 0)[0], "it has said its ranks")
+    return output.readline()
 
 
 def _ranks_of(pid: int) -> list[int]:

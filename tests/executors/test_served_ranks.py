@@ -10,7 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.executors.ranks import children_of, processes_of_ranks
+from tests.preloaded import Preloaded
 from tests.server.test_processes import Server, begin, directory, start, until
+from tests.support import FULL
 
 __all__ = ["directory", "start"]  # fixtures
 RANKS = (
@@ -30,9 +32,9 @@ def ranks_of(server: Server) -> list[int]:
 
 @pytest.mark.slow("starts ranks: processes that import torch")
 def test_a_server_that_is_asked_nothing_ends_when_a_rank_dies_and_says_which(
-    start: Callable[..., Server],
+    start: Callable[..., Server], preloaded: Preloaded
 ) -> None:
-    server = start(*RANKS)
+    server = start(*RANKS, preloaded=None if FULL else preloaded)
     assert server.line.startswith("dovetail serves demo on 2 ranks (2 × cpu")
     assert "; sums by gloo) at http" in server.line
     pids = server.children()

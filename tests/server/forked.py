@@ -95,6 +95,8 @@ def main() -> None:
     from dovetail.cli.main import main as run_command
     from dovetail_server import supervisor
 
+    for name in MODULES:  # unless it has them
+        import_module(name)
     for name, limits in SHORTER.items():
         vars(import_module(name)).update(limits)
     tempfile.tempdir = None  # TMPDIR is another now

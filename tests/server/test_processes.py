@@ -249,8 +249,9 @@ def start(directory: Path, request: pytest.FixtureRequest) -> Iterator[Callable[
     servers = []
 
     def start(*options: str, toy: dict[str, Any] | None = None, **how: Any) -> Server:
-        preloaded = None if toy is None else request.getfixturevalue("server_to_fork")
-        servers.append(Server(directory, *options, toy=toy, preloaded=preloaded, **how))
+        if toy is not None:
+            how["preloaded"] = request.getfixturevalue("server_to_fork")
+        servers.append(Server(directory, *options, toy=toy, **how))
         return servers[-1]
 
     yield start
