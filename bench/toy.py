@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from dovetail.api.component import ComponentSpec, hookimpl
 from dovetail.api.executor import (
     Batch,
     Capacity,
@@ -142,33 +141,12 @@ class ToySampler(Sampler):
         raise NotImplementedError
 
 
-@hookimpl
-def dovetail_components() -> list[ComponentSpec]:
-    return [
-        ComponentSpec(
-            kind="executor",
-            name="toy",
-            target="bench.toy:ToyExecutor",
-            api="1.0",
-            options="bench.toy:ToyOptions",
-            summary="No model: tokens are a function of seed and position",
-        ),
-        ComponentSpec(
-            kind="sampler",
-            name="toy",
-            target="bench.toy:ToySampler",
-            api="1.0",
-            summary="Samples nothing, and needs no torch",
-        ),
-    ]
-
-
 def installed_in(directory: Path) -> dict[str, str]:
     """Install the toy as a distribution into a directory, and return an environment in which other
     processes find it."""
     info = directory / "dovetail_toy-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dovetail-toy\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[dovetail.plugins]\nmain = bench.toy\n")
+    (info / "entry_points.txt").write_text("[dovetail.plugins]\nmain = bench.toy_plugin\n")
     paths = [str(directory), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

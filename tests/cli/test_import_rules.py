@@ -34,6 +34,7 @@ QUICK = """
 import sys
 sys.argv = ["dovetail", *{args}]
 from dovetail.cli.main import main
+import dovetail_server.supervisor  # it watches only
 try:
     main()
 except SystemExit as stop:
@@ -61,8 +62,8 @@ def test_core_and_built_in_declarations_need_no_torch() -> None:
 
 
 @pytest.mark.slow("starts processes")
-def test_help_and_list_import_nothing_heavy() -> None:
-    for args in (["--help"], ["plugins", "list"]):
+def test_help_list_and_the_supervisor_of_a_server_import_nothing_heavy() -> None:
+    for args in (["--help"], ["plugins", "list"], ["serve", "--help"]):
         done = run(QUICK.format(args=args))
         assert done.returncode == 0, done.stderr
 

@@ -22,6 +22,7 @@ from tests.preloaded import TIME_LIMIT_S, Ended, Preloaded
 # What the processes of a server import, but torch.
 MODULES = (
     "bench.toy",
+    "bench.toy_plugin",
     "dovetail.cli.app",
     "dovetail.cli.main",
     "dovetail.front.assembly",

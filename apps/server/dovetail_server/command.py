@@ -19,7 +19,6 @@ from dovetail.api.spans import check_installed
 from dovetail.errors import ConfigError, MissingExtraError, shown
 from dovetail.serving import Registry, RequiredSources, Settings
 from dovetail_server.engine_flags import ENGINE_FLAGS, ServeCommand, flag_parameters, with_flags
-from dovetail_server.parsers.registry import check_names, named_parsers
 from dovetail_server.settings import ServerSettings
 
 NULL = "null"  # option value for "no limit"
@@ -76,8 +75,11 @@ def _check_plugins(server: ServerSettings, source: str, settings: Sequence[str])
     """Raise `ConfigError` or `PluginError` for parsers and routes that no plugin has which the
     engine's config admits, and for routes that can't be made. What else is wrong with the config is
     left to the engine."""
-    if not (server.routes or named_parsers(server)):
+    if not (server.routes or server.named_parsers):
         return
+    # these import what the server does, which takes as long as all the rest
+    from dovetail_server.parsers.registry import check_names
+
     config, _ = EngineConfig.load_what_is_right(
         source, EngineConfig.read_settings(settings), origin="--set"
     )

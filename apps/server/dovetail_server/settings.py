@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +13,9 @@ API_KEYS_VARIABLE = "DOVETAIL_API_KEYS"
 
 Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+Finds = Literal["calls", "reasoning"]  # what a parser may find, as fields of its capabilities
+PARSER_SETTINGS: Mapping[Finds, str] = {"calls": "tool_parser", "reasoning": "reasoning_parser"}
 
 
 def _keys_of_environment() -> tuple[str, ...]:
@@ -198,6 +202,15 @@ class ServerSettings(BaseModel):
             if not name or not path:
                 raise ValueError(f"expected NAME=PATH, got {one!r}")
         return given
+
+    @property
+    def named_parsers(self) -> dict[Finds, str]:
+        """The parsers that are named, rather than chosen by a chat template."""
+        return {
+            finds: name
+            for finds, setting in PARSER_SETTINGS.items()
+            if (name := getattr(self, setting)) not in (None, "auto")
+        }
 
     @model_validator(mode="after")
     def _consistent(self) -> ServerSettings:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -18,12 +18,11 @@ from dovetail.serving import AUTO, Registry, ResolvedComponent, Where
 from dovetail_server.engine import ServedEngine
 from dovetail_server.parsers import vllm_names
 from dovetail_server.parsers.reader import AnswerParser, GuardedParser, ParserChoice
-from dovetail_server.settings import ServerSettings
+from dovetail_server.settings import PARSER_SETTINGS, Finds, ServerSettings
 
 logger = logging.getLogger("dovetail.server")
 
 Tool = tuple[str, Mapping[str, Any]]  # a function's name, the JSON Schema of its arguments
-Finds = Literal["calls", "reasoning"]  # what a parser may find, as fields of its capabilities
 
 # Of built-in parsers, the first that matches is chosen: formats share marks.
 _ORDER = (
@@ -46,7 +45,6 @@ _VLLM_NAMES: Mapping[Finds, Mapping[str, str | None]] = {
     "calls": vllm_names.CALLS,
     "reasoning": vllm_names.REASONING,
 }
-_SETTINGS: Mapping[Finds, str] = {"calls": "tool_parser", "reasoning": "reasoning_parser"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,7 @@ class KnownParsers:
     def named(self, finds: Finds, choice: str) -> ParserChoice:
         """Return the parser that a setting names, as "name" or as "{name: …, option: …}" in YAML.
         Raises `ConfigError` or `PluginError`."""
-        where = Where((_SETTINGS[finds],))
+        where = Where((PARSER_SETTINGS[finds],))
         options = {}
         name: Any = choice
         if choice.lstrip().startswith("{"):
@@ -140,7 +138,7 @@ class KnownParsers:
             return built_in
         others = [one for one in self._of_plugins() if _matches(one, finds, template)]
         if len(others) > 1:
-            setting = _SETTINGS[finds]
+            setting = PARSER_SETTINGS[finds]
             names = " and ".join(one.name for one in others)
             raise ConfigError(
                 f"chat_template: it matches the parsers {names}: choose one with "
@@ -184,17 +182,8 @@ def check_names(settings: ServerSettings, registry: Registry) -> None:
     """Raise `ConfigError` or `PluginError` if a setting names a parser that isn't in the
     registry."""
     known = KnownParsers(registry)
-    for finds, name in named_parsers(settings).items():
+    for finds, name in settings.named_parsers.items():
         known.named(finds, name)
-
-
-def named_parsers(settings: ServerSettings) -> dict[Finds, str]:
-    """Return the parsers that settings name."""
-    return {
-        finds: name
-        for finds, setting in _SETTINGS.items()
-        if (name := getattr(settings, setting)) not in (None, AUTO)
-    }
 
 
 class AnswerParsing:
@@ -206,7 +195,7 @@ class AnswerParsing:
         match."""
         self._known = KnownParsers(registry)
         self._named: dict[Finds, ParserChoice | None] = {}  # `auto` has no entry
-        for finds, setting in _SETTINGS.items():
+        for finds, setting in PARSER_SETTINGS.items():
             if (name := getattr(settings, setting)) != AUTO:
                 self._named[finds] = None if name is None else self._known.named(finds, name)
         self._text = ""
@@ -238,7 +227,7 @@ class AnswerParsing:
                 self._named[finds]
                 if finds in self._named
                 else self._known.matching(finds, template)
-                for finds in _SETTINGS
+                for finds in PARSER_SETTINGS
             )
         )
 
