@@ -38,11 +38,13 @@ def png(width: int, height: int, *parts: bytes, depth: int = 8, color: int = 2) 
 
 
 def zeros(count: int) -> bytes:
-    """Return `count` zero bytes, compressed."""
-    packer = zlib.compressobj(9)
-    block = bytes(2**20)
-    done = b"".join(packer.compress(block) for _ in range(count >> 20))
-    return done + packer.compress(bytes(count % 2**20)) + packer.flush()
+    """Return `count` zero bytes, compressed. Each MiB is compressed by itself, so the first is
+    repeated."""
+    packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
+    block = packer.compress(bytes(2**20)) + packer.flush(zlib.Z_FULL_FLUSH)
+    last = packer.compress(bytes(count % 2**20)) + packer.flush()
+    adler32 = struct.pack(">I", (count % 65_521) << 16 | 1)
+    return b"\x78\xda" + block * (count >> 20) + last + adler32
 
 
 def webp(*, width: int, height: int) -> bytes:
