@@ -62,6 +62,7 @@ SUITE_VERSION = "1.1"
 hookimpl = pluggy.HookimplMarker("dovetail")
 
 _NAME = re.compile(r"[a-z0-9]+([_-][a-z0-9]+)*")
+_VERSION = re.compile(r"\d+\.\d+")
 # a check's id, the reason and the url of an issue, which may be in parentheses
 WAIVER = re.compile(r"\s*([\w.]+)\s*=\s*(\S.*?)\s*\(?(https?://[^\s()]+)\)?\s*", re.DOTALL)
 TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -129,7 +130,7 @@ def _is_target_or_none(value: object) -> bool:
 
 
 def _is_version(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"\d+\.\d+", value) is not None
+    return isinstance(value, str) and _VERSION.fullmatch(value) is not None
 
 
 def _is_line(value: object) -> bool:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from pydantic import BaseModel, ValidationError
@@ -295,6 +296,7 @@ def _description_problem(loaded: type[Any], base: type[Any]) -> str | None:
     return None
 
 
+@lru_cache(maxsize=128)  # to evaluate annotations takes longer than all else of an import
 def options_of(cls: type[Any]) -> type[BaseModel]:
     """Return the options model that a class is annotated with, as `options: Mine` or
     `__init__(self, options: Mine, …)`; `NoOptions` if there is none narrower than `BaseModel`, or

@@ -66,7 +66,7 @@ class Binding:
     def options_model(self) -> type[BaseModel]:
         """Return the options model; for a class, the annotation of its `options`."""
         return (
-            options_of(self.component)
+            options_of(self.component)  # type: ignore[arg-type]  # a class is hashable
             if isinstance(self.component, type)
             else self.resolved.options_model()
         )
