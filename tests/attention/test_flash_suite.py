@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
-from dovetail.testing import AttentionSuite
+from dovetail.testing import AttentionSuite, hygiene
+from dovetail.testing.processes import run_python
 from dovetail_attention import flash
 from dovetail_attention.flash import FlashAttention
 from dovetail_attention.flash_library import find_library, reason_against
@@ -25,6 +28,15 @@ def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         "reason_against",
         lambda library, device, dtype, head_size: reason_against(library, CPU, dtype, head_size),
     )
+
+
+@pytest.fixture(autouse=True)
+def one_process_starts_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both classes test one component."""
+    monkeypatch.setattr(hygiene, "run_python", run_once)
+
+
+run_once = cache(run_python)
 
 
 class TestFlashAttention2(AttentionSuite):

@@ -45,7 +45,7 @@ FEWER: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("kv_cache", "LONG", one_in(2)),
     ("kv_cache", "SCRIPTS", one_in(12)),
     ("kv_cache", "STATE_SCRIPTS", one_in(12)),
-    ("observer", "LONG", one_in(5)),
+    ("observer", "LONG", one_in(10)),
     ("parser", "HASH_SEEDS", the_first),
     ("parser", "MIXED", one_in(6)),
     ("proportional", "LONG", one_in(2)),

@@ -20,6 +20,7 @@ import pytest
 from dovetail.api.component import KINDS, Kind
 from dovetail.testing import elsewhere
 from dovetail.testing.checks import checks_of
+from dovetail.testing.hanging import ended_after
 from dovetail.testing.suites import (
     executor,
     footprint,
@@ -48,6 +49,7 @@ TRIED = (
         }.values()
     )
 )
+CHECK_S = 300.0  # of a check; the suite's own limit is that of pytest's plugin
 CAUGHT_ELSEWHERE = {"hygiene.declaration"}  # in test_runner.py: its mutant has to be installed
 
 
@@ -131,7 +133,7 @@ def test_mutant_is_caught_by_its_check(
     if mutant.kind == "kv_tier":
         monkeypatch.chdir(tmp_path)  # where its files are
     check = checks_of(mutant.suite)[mutant.caught_by]
-    with pytest.raises(mutant.error) as raised:
+    with ended_after(CHECK_S), pytest.raises(mutant.error) as raised:
         getattr(mutant.suite(), check.attribute)()
     assert "positional argument" not in str(raised.value), (
         "the mutant itself calls something wrongly"

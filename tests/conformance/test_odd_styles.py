@@ -35,6 +35,7 @@ from dovetail.errors import UnsupportedError
 from dovetail.request import Request
 from dovetail.testing import elsewhere
 from dovetail.testing.checks import Absent, CheckFailed, checks_of
+from dovetail.testing.hanging import ended_after
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites import suite_for
 from dovetail.testing.suites.attention import AttentionSuite
@@ -69,6 +70,7 @@ from tests.conformance.odd_tokenizers import BytesAsIds, Reluctant
 from tests.frozen import freeze_what_lasts
 from tests.support import FULL
 
+CHECK_S = 300.0  # of a check; the suite's own limit is that of pytest's plugin
 OF_ALL_KINDS = "hygiene."  # in processes of their own; `test_builtins.py` runs them
 # What takes most of a suite's time, and is about numbers or a new process, whatever a component's
 # style is: `test_builtins.py` runs them in the slow profile, and this file in the full one.
@@ -90,6 +92,9 @@ DEAR = {
     "executor.long_use",
     "executor.pooled_again",
     "executor.pooled_beside",
+    "executor.pooled_failed",
+    "executor.pooled_settings",
+    "executor.processors",
     "executor.settings",
     "executor.settings_used",
     "grammar.accept",
@@ -111,11 +116,19 @@ DEAR = {
     "sampler.temperature",
     "sampler.top_k",
     "sampler.top_p",
+    "scheduler.finishes",
+    "scheduler.no_starvation",
     "scheduler.replay",
     "tokenizer.exact_long",
 }
 # of a style that makes long texts dear; its base class passes them in the slow profile
-DEAR_OF_ALL_EVENTS = {"parser.held", "parser.linear", "parser.long", "parser.verbatim"}
+DEAR_OF_ALL_EVENTS = {
+    "parser.events",
+    "parser.held",
+    "parser.linear",
+    "parser.long",
+    "parser.verbatim",
+}
 
 
 class OfOneTokenizer(Drafter):
@@ -258,7 +271,7 @@ def run_checks(suite: type[Suite], **settings: Any) -> None:
     for id, check in checks_of(suite).items():
         if not id.startswith(OF_ALL_KINDS) and (FULL or id not in dear):
             freeze_what_lasts()  # the first executor imports transformers, and each collects garbage
-            with contextlib.suppress(Absent):
+            with contextlib.suppress(Absent), ended_after(CHECK_S):
                 getattr(made, check.attribute)()
 
 
