@@ -3,6 +3,9 @@ controller imports this."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
+
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
@@ -28,6 +31,17 @@ TOGETHER = {
 _SHARED = {file: what for what, files in TOGETHER.items() for file in files}
 
 
+class Collection(list[str]):
+    """The ids of all tests, of which `index` needs no search."""
+
+    def __init__(self, ids: Iterable[str]) -> None:
+        super().__init__(ids)
+        self._index = {test: index for index, test in enumerate(self)}
+
+    def index(self, test: str, *between: SupportsIndex) -> int:
+        return super().index(test, *between) if between else self._index[test]
+
+
 class FilesToWorkers(LoadFileScheduling):
     """The tests of a file run in one process, which makes its fixtures once, as do those of files
     that are `TOGETHER`. If a test ends its worker, it fails, and the rest of its file goes to another one:
@@ -36,6 +50,11 @@ class FilesToWorkers(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
         return _SHARED.get(file, file)
+
+    def add_node_collection(self, node: WorkerController, collection: Sequence[str]) -> None:
+        super().add_node_collection(node, collection)
+        if node in self.registered_collections:
+            self.registered_collections[node] = Collection(collection)
 
     def remove_node(self, node: WorkerController) -> str | None:
         """Return the test that was running, if a worker with tests left has gone, and deal out the
@@ -59,7 +78,11 @@ class FilesToWorkers(LoadFileScheduling):
 
     def _reschedule(self, node: WorkerController) -> None:
         """Give a worker more to do, or send it home: it begins its last test only once it knows
-        which of the two comes next."""
+        which of the two comes next. Files that are done are forgotten: all tests that a worker has
+        are counted after each."""
+        work = self.assigned_work.get(node, {})
+        for scope in [scope for scope, unit in work.items() if all(unit.values())]:
+            del work[scope]
         while (
             node in self.registered_collections
             and not node.shutting_down
