@@ -131,7 +131,13 @@ def test_they_install_are_listed_and_load(installed: Path, kind: Kind) -> None:
 
 
 @pytest.mark.slow("runs suites of components in processes")
-def test_the_doctor_finds_nothing_wrong(installed: Path) -> None:
+def test_the_doctor_finds_nothing_wrong(
+    site_packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for installed in site_packages.glob("dovetail_my_executor*"):
+        shutil.copytree(installed, tmp_path / installed.name)
+    monkeypatch.delenv("DOVETAIL_PLUGINS", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     assert examine("dovetail-my-executor").findings == ()
 
 

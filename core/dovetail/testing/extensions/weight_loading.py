@@ -146,12 +146,13 @@ def _no_attention(spec: Any) -> Any:
 
 @contextmanager
 def _filled_memory() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
+    # `torch.use_deterministic_algorithms` imports torch's compiler, which takes seconds
+    before = torch.get_deterministic_debug_mode()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")
         torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
