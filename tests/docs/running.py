@@ -207,7 +207,7 @@ def draw_once() -> None:
     simulation's report is their layout, and the same figures again as PNG."""
     from dovetail_lab.report import html
 
-    vars(html).update(lay_out=lambda figure: figure.set_layout_engine("none"), png=lambda _: b"")
+    vars(html).update(lay_out=lambda figure: figure.set_layout_engine(None), png=lambda _: b"")
 
 
 def abridged(args: list[str]) -> list[str]:

@@ -178,7 +178,8 @@ def lay_out(figure: Figure) -> None:
     """Lay out a figure once for all file formats."""
     with styled():
         figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+        # "none" would leave an engine, for which each file is drawn once more
+        figure.set_layout_engine(None)
 
 
 def png(figure: Figure) -> bytes:
