@@ -28,6 +28,7 @@ VALUES = st.recursive(
         | st.lists(inner).map(tuple)
         | st.frozensets(LEAVES)
     ),
+    max_leaves=20,
 )
 
 
