@@ -240,7 +240,7 @@ DEAR_MUTANTS = (
     "kv_cache-PinsTheHitOfARequestThatDoesNotFit",
     "kv_cache-TakesTheirHitsForNothing",
     "kv_cache-TakesTrimmedBlocksForLost",
-    "kv_cache-TrimsOneTokenLate",
+    "kv_cache-TrimsFullAttentionToo",
     "kv_tier-RemembersDroppedNamespaces",
     "logits_processor-KeepsIdsAsBfloat16",
     "model-ForgetsAcceptedDrafts",
@@ -325,7 +325,6 @@ SLOW_CHECKS = {
     f"{OF_MUTANTS}[tokenizer-MergesOneAfterTheOther]": MANY_CASES,
     f"{OF_BUILTINS}kv_cache_prefix::test_a_new_block_is_nobodys": MANY_CASES,
     "tests/e2e/test_logits_processors.py::test_tokens_are_the_same_together_cut_preempted_or_drafted[two ranks]": RANKS,
-    "tests/conformance/test_mutants.py::test_mutant_is_caught_by_its_check[kv_cache-CountsTheFirstGroupForAll]": MANY_CASES,
     "tests/grammars/test_bounded_strings.py::test_every_mask_of_an_answer_is_the_library_s_own[one-compact-byte-level]": MANY_CASES,
     "tests/e2e/test_same_tokens.py::test_tokens_are_the_same_whatever_is_around_them[vtc or mlfq]": MANY_CASES,
 }

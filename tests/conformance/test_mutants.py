@@ -127,7 +127,6 @@ def test_mutant_is_caught_by_its_check(
     if not FULL:
         # what grows is no buffer that will be full after a few more
         monkeypatch.setattr(holding, "DOUBLINGS", 1)
-        monkeypatch.setattr(kv_cache, "GROUP_SCRIPTS", one_in(12)(kv_cache.GROUP_SCRIPTS))
         monkeypatch.setattr(kv_cache, "LONG", one_in(2)(kv_cache.LONG))
         monkeypatch.setattr(scheduler, "LONG_BATCHES", one_in(3)(scheduler.LONG_BATCHES))
     if mutant.kind == "kv_tier":

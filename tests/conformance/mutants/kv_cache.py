@@ -676,7 +676,7 @@ class NeverTrims(PrefixCache):
     def trim(self, request: Request, computed: int) -> None: ...
 
 
-@mutant(caught_by="kv_cache.trim", soon=True)
+@mutant(caught_by="kv_cache.trim")
 class TrimsOneTokenLate(PrefixCache):
     def trim(self, request: Request, computed: int) -> None:
         super().trim(request, max(0, computed - 1))
@@ -688,7 +688,7 @@ class TrimsOneTokenEarly(PrefixCache):
         super().trim(request, computed + 1)
 
 
-@mutant(caught_by="kv_cache.trim")
+@mutant(caught_by="kv_cache.trim", soon=True)
 class TrimsFullAttentionToo(PrefixCache):
     """As far as the smallest window sees."""
 

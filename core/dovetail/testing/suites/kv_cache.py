@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from itertools import count, islice
+from itertools import count, islice, zip_longest
 from random import Random
 from typing import Any
 
@@ -1066,7 +1066,10 @@ class _Search:
             draws = [draw_shape] * SCRIPTS + [draw_groups] * (
                 GROUP_SCRIPTS if suite.capabilities.groups else 0
             )
-        self._left = iter(enumerate(draws))
+        numbered = list(enumerate(draws))
+        # in turn, since some breaches need several groups
+        turns = zip_longest(numbered[:SCRIPTS], numbered[SCRIPTS:])
+        self._left = (one for turn in turns for one in turn if one is not None)
 
     def breach(self, claim: str) -> Broken | None:
         """Return the first breach of `claim`, or None if all scripts have run without one."""
