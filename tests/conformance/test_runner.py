@@ -37,6 +37,7 @@ CHECKS = {
     "observer.no_effect",
 }  # those that play a failed run, up to the third: then the suite gives up
 LIMIT_S = 4.0
+RUN_S = 600.0  # of a process that no runner watches
 # `dovetail.testing.runner.COMMAND`, with a shorter long run, and with a suite that starts no
 # processes of its own, too: test_builtins.py shows what it finds with them.
 SHORTER = """
@@ -436,7 +437,9 @@ def test_the_pytest_plugin_imports_nothing_else_of_dovetail_and_no_torch() -> No
         "import sys, pytest; import dovetail.testing.pytest_plugin; print(*sorted(m for m in "
         "sys.modules if m.startswith(('dovetail', 'torch'))))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=RUN_S
+    )
     assert done.stdout.split() == [
         "dovetail",
         "dovetail.base",
@@ -484,6 +487,7 @@ def test_suites_that_need_no_torch_run_without_it_and_leave_nothing_in_the_folde
         text=True,
         env=environ,
         check=False,
+        timeout=RUN_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list(folder.iterdir()), (

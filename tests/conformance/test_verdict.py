@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WAIVER = 'Waiver("known", "https://example.org/issues/1")'
+RUN_S = 600.0  # of a session in a process
 SLOW = pytest.mark.slow("starts a session of pytest, as another option does in a quick test")
 
 HEAD = """
@@ -160,7 +161,13 @@ def print_of_pytest(
         args = ("-p", "dovetail.testing.pytest_plugin", *args)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args]
     done = subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, check=False
+        command,
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=RUN_S,
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
     return done.returncode, done.stdout
