@@ -17,7 +17,6 @@ import gc
 import json
 import os
 import runpy
-import select
 import selectors
 import signal
 import socket
@@ -194,13 +193,12 @@ class Preloaded:
         `TimeoutError` raised."""
         ended = self.ended(pid, timeout_s)
         if ended is None:
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            kill(pid)
             raise TimeoutError(f"the program took more than {timeout_s:g} s")
         return ended
 
     def ended(self, pid: int, within_s: float) -> Ended | None:
-        """Return once how a program has ended; None if it still runs after that time."""
+        """Return, once, how a program has ended; None if it still runs after that time."""
         until = time.monotonic() + within_s
         while pid not in self._ended:
             self._link.settimeout(max(0.001, until - time.monotonic()))
@@ -211,12 +209,6 @@ class Preloaded:
             finally:
                 self._link.settimeout(TIME_LIMIT_S)
         return self._ended.pop(pid)
-
-    def poll(self, pid: int) -> Ended | None:
-        """Return how a program has ended, or None while it runs."""
-        while pid not in self._ended and select.select([self._link], [], [], 0)[0]:
-            self._note(self._answer())
-        return self._ended.pop(pid, None)
 
     def _answer(self) -> dict[str, Any]:
         message = self._link.recv(MAX_MESSAGE)
@@ -230,6 +222,13 @@ class Preloaded:
     def _note(self, answer: dict[str, Any]) -> None:
         ended = Ended(**answer["ended"])
         self._ended[ended.pid] = ended
+
+
+def kill(pid: int) -> None:
+    """Kill a program with its group, which it may not have made yet."""
+    for kill_it in (os.killpg, os.kill):
+        with suppress(ProcessLookupError):
+            kill_it(pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +353,7 @@ def serve(link: socket.socket, operations: Operations) -> Program:
             message, fds, *_ = socket.recv_fds(link, MAX_MESSAGE, 3)
             if not message:
                 for pid in children.values():
-                    os.killpg(pid, signal.SIGKILL)
+                    kill(pid)
                 os._exit(0)
             if (reason := why_not_fork(operations)) is not None:
                 link.send(json.dumps({"refused": reason}).encode())

@@ -75,7 +75,7 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         if self._ended is None:
-            self._ended = self._preloaded.poll(self.pid)
+            self._ended = self._preloaded.ended(self.pid, 0.0)
         return None if self._ended is None else self._ended.exit_code
 
     def wait(self, timeout: float = TIME_LIMIT_S) -> int:
