@@ -322,7 +322,7 @@ SLOW_CHECKS = {
     f"{OF_MUTANTS}[parser-TriesMarksOfASet]": PROCESS,
     f"{OF_MUTANTS}[sampler-NoiseAgesWithCalls]": MANY_CASES,
     f"{OF_MUTANTS}[sampler-CachesRulesByTheirValues]": MANY_CASES,
-    f"{OF_MUTANTS}[tokenizer-MergesOneAfterTheOther]": MANY_CASES,
+    f"{OF_MUTANTS}[tokenizer-ReadsAllMessagesForEach]": MANY_CASES,
     f"{OF_BUILTINS}kv_cache_prefix::test_a_new_block_is_nobodys": MANY_CASES,
     "tests/e2e/test_logits_processors.py::test_tokens_are_the_same_together_cut_preempted_or_drafted[two ranks]": RANKS,
     "tests/grammars/test_bounded_strings.py::test_every_mask_of_an_answer_is_the_library_s_own[one-compact-byte-level]": MANY_CASES,

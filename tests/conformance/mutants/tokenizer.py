@@ -378,7 +378,7 @@ class MergesInTheOrderOfASet(Bytes):
         return super().encode(text)
 
 
-@mutant(caught_by="tokenizer.linear", soon=True)
+@mutant(caught_by="tokenizer.linear")
 class MergesOneAfterTheOther(Bytes):
     """Looks through all of a text for each merge that it makes."""
 
@@ -652,7 +652,7 @@ class WritesKeysInTheOrderOfASet(Tools):
         return super().written({key: value[key] for key in keys})
 
 
-@mutant(caught_by="tokenizer.linear")
+@mutant(caught_by="tokenizer.linear", soon=True)
 class ReadsAllMessagesForEach(Bytes):
     def encode_chat(self, chat: Chat) -> Sequence[int]:
         for at in range(len(chat.messages)):
