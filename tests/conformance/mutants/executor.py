@@ -1090,13 +1090,13 @@ class IgnoresAdapters(FakeExecutor):
 
 @mutant(caught_by="executor.adapters")
 class GivesAllRowsTheAdapterOfTheFirst(FakeExecutor):
-    def _sample_all(self, step: int, rows: list[_Row], *rest: Any) -> None:
-        own = [row.adapter for row in rows]
-        for row in rows:
-            row.adapter = rows[0].adapter
-        super()._sample_all(step, rows, *rest)
-        for row, adapter in zip(rows, own, strict=True):
-            row.adapter = adapter
+    def _change_rows(self, batch: Batch) -> None:
+        part = batch.part(AdapterRows)
+        if part is not None:
+            slots = [part.slots.get(new.row, 0) for new in batch.added]
+            same = {new.row: slots[0] for new in batch.added}
+            batch = with_part(batch, replace(part, slots=same))
+        super()._change_rows(batch)
 
 
 @mutant(caught_by="executor.adapter_slots")
