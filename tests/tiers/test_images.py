@@ -4,8 +4,9 @@ image of equal tokens isn't restored."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from PIL import Image
@@ -21,6 +22,7 @@ pytestmark = [
 ]
 SIZE = (33, 50)
 FRAME = 8  # tokens
+Result = TypeVar("Result")
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +54,17 @@ def prompt(text: str, *images: Image.Image) -> dict[str, Any]:
 def answers(llm: LLM, prompts: list[dict[str, Any]], n: int = 1) -> list[RequestOutput]:
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, n=n)
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    while llm.engine.core.finish_start():  # saves and stores end
+    core = llm.engine.core
+    while in_its_thread(llm, core.finish_start):  # saves and stores end
         pass
-    llm.engine.core.kv.check_integrity()
+    in_its_thread(llm, core.kv.check_integrity)
     return outputs
+
+
+def in_its_thread(llm: LLM, function: Callable[[], Result]) -> Result:
+    """Return what a function does to the engine, whose thread saves and stores, too, when it is
+    idle."""
+    return llm.engine.run_in_thread().call(function)
 
 
 def tokens(output: RequestOutput) -> list[list[int]]:
@@ -64,9 +73,9 @@ def tokens(output: RequestOutput) -> list[list[int]]:
 
 def forget(llm: LLM, *, host: bool = False) -> None:
     """Let the device forget all K and V, and the host pool, too, so that only the disk has any."""
-    llm.engine.core.kv.reset()
+    in_its_thread(llm, llm.engine.core.kv.reset)
     if host:
-        feature_of(llm).pool.clear()
+        in_its_thread(llm, feature_of(llm).pool.clear)
 
 
 def feature_of(llm: LLM) -> TierFeature:
