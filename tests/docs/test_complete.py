@@ -225,6 +225,7 @@ NN_INTERNAL = (
     "parallel",
     "placed_weights",
     "rehearsal",
+    "skeletons",
     "state",
     "transfer",
     "weights",
