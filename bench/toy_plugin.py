@@ -1,4 +1,5 @@
-"""What `bench/toy.py` has for Dovetail's registry, which reads it in every process: without imports."""
+"""This module declares the components of `bench/toy.py`. Every process of Dovetail imports it to
+find them, so it imports nothing that they need."""
 
 from __future__ import annotations
 

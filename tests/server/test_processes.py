@@ -188,7 +188,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def words_of(pid: int) -> str:
-    """What a process runs: its command line, or the name that `forked.py` has given it."""
+    """Return the command line of a process, or the name that `forked.py` has given it."""
     name = Path(f"/proc/{pid}/comm").read_text().strip()
     return Path(f"/proc/{pid}/cmdline").read_text() if name.startswith("python") else name
 
@@ -236,7 +236,8 @@ def directory() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def server_to_fork() -> Iterator[Preloaded | None]:
-    """What the servers of the executor `toy` are forked from; None in the full profile."""
+    """Yield the process from which servers with the executor `toy` are forked; None in the full
+    profile."""
     if FULL:
         yield None
         return

@@ -201,7 +201,7 @@ class _Row:
     ids: list[int] = field(default_factory=list)  # `prefix_ids` of its tokens, which only grow
 
     def prefix_ids(self) -> list[int]:
-        """Return the numbers of its tokens and drafts, to be read only."""
+        """Return the numbers of its tokens and drafts. The caller must not modify the list."""
         known = len(self.ids)
         if known < len(self.tokens):
             value = self.ids[-1] if known else zlib.crc32(self.adapter[1].encode())

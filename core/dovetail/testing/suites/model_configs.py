@@ -205,14 +205,14 @@ def config_class(architecture: str) -> type[Any]:
 
 @cache
 def usual(architecture: str) -> Mapping[str, Any]:
-    """Return the fields of an architecture's config that transformers makes without arguments, to
-    be read only: making one takes longer than a step of a tiny model."""
+    """Return the read-only fields of the config that transformers makes of an architecture without
+    arguments. They are cached, since making one takes longer than a step of a tiny model."""
     return MappingProxyType(vars(config_class(architecture)()))
 
 
 @cache
 def plain(architecture: str) -> Mapping[str, Any]:
-    """Return the fields of its tiny config, to be read only."""
+    """Return the read-only fields of an architecture's tiny config."""
     return MappingProxyType(vars(tiny(architecture)))
 
 
