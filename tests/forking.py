@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
@@ -21,14 +21,20 @@ from typing import Any, NoReturn
 _modules: list[ModuleType] = []
 
 
+def subprocess_with(popen: Callable[..., Any]) -> SimpleNamespace:
+    """Return what stands for the module `subprocess` in a module that starts processes by its
+    `Popen`."""
+    names = ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")
+    return SimpleNamespace(Popen=popen, **{name: getattr(subprocess, name) for name in names})
+
+
 @contextmanager
 def forking(*modules: ModuleType) -> Iterator[None]:
     """Let these modules, which import `subprocess`, start their processes by forks; in these they
     don't."""
-    names = ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")
-    forks = {name: getattr(subprocess, name) for name in names} | {"Popen": start_by_fork}
+    forks = subprocess_with(start_by_fork)
     for module in modules:
-        vars(module).update(subprocess=SimpleNamespace(**forks))
+        vars(module).update(subprocess=forks)
     _modules.extend(modules)
     try:
         yield

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +16,6 @@ from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +26,7 @@ from dovetail_executors import ranks
 from dovetail_executors.rank import Rank
 from dovetail_executors.rank_process import Message, RankJob, context_of, run
 from dovetail_executors.ring import WriterGone
+from tests.forking import subprocess_with
 
 LIMIT_S = 60
 _pids = count((1 << 22) + 1)  # above all that Linux gives to processes
@@ -36,10 +35,7 @@ _pids = count((1 << 22) + 1)  # above all that Linux gives to processes
 @contextmanager
 def ranks_as_threads() -> Iterator[None]:
     """Engines that are started here have threads for ranks."""
-    names = {
-        name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")
-    }
-    with patch.object(ranks, "subprocess", SimpleNamespace(Popen=RankThread, **names)):
+    with patch.object(ranks, "subprocess", subprocess_with(RankThread)):
         yield
 
 
