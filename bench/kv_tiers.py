@@ -64,7 +64,7 @@ def first_token_s(engine: LLMEngine, name: str, prompt: list[int], tokens: int =
             metrics = output.metrics
     assert metrics is not None
     assert metrics.first_token_time is not None
-    while engine.core.finish_start():  # saves and stores end
+    while engine.core.idle(finish_start=True):  # saves and stores end
         pass
     return metrics.first_token_time - metrics.arrival_time
 

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.testing.recording import Recording
 from dovetail_attention.sdpa import TorchAttention
 from dovetail_executors.runtime import graphs as graphs_module
 from dovetail_executors.runtime.graphs import Graphs, decode_builders, mixed_builders
@@ -199,6 +201,57 @@ def test_a_capture_that_cannot_end_leaves_its_pool_to_no_other(on_cpu: pytest.Mo
     assert graphs.find(DECODE, 2) is not None
     assert graphs.find(DECODE, 4) is not None
     assert len(pools) == 1
+
+
+class Breaking(Recording):  # type: ignore[misc]
+    """A capture that another thread breaks after some operations."""
+
+    def __torch_dispatch__(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(self.operations) == 5:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        return super().__torch_dispatch__(func, *args, **kwargs)
+
+
+class Broken(GraphOnCpu):
+    """What such a capture says at its end, too."""
+
+    def __init__(self) -> None:
+        self._recording = Breaking()
+
+    def capture_end(self) -> None:
+        super().capture_end()
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_engine_goes_on_if_another_thread_breaks_the_capture_of_a_step(
+    on_cpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, times: int
+) -> None:
+    """As where a program synchronizes the device meanwhile. Once: the size is recorded after all.
+    Twice: its steps are computed without; other sizes are recorded as before."""
+    bench, graphs = late()
+    tokens = begin(bench, PROMPTS)
+    captures = count()
+
+    def graph() -> GraphOnCpu:
+        return Broken() if next(captures) < times else GraphOnCpu()
+
+    on_cpu.setattr(torch.cuda, "CUDAGraph", graph)
+    with caplog.at_level(logging.WARNING, "dovetail"):
+        for rows in ((0, 1), (0, 1), (0, 1, 2)):
+            told = bench.run(dict.fromkeys(rows, 1))
+            assert told.failed == {}
+            for row, token in zip(rows, told.token_ids.tolist(), strict=True):
+                tokens[row].append(token)
+    assert tokens == [
+        generate(prompt, len(each)) for prompt, each in zip(PROMPTS, tokens, strict=True)
+    ]
+    assert [each for each in graphs.replayed if each[0] == "decode"] == [
+        *([] if times == 2 else [("decode", 2), ("decode", 2)]),
+        ("decode", 4),
+    ]
+    said = "steps of kind decode and size 2 aren't recorded: RuntimeError"
+    assert [record.message.startswith(said) for record in caplog.records] == [True] * (times == 2)
 
 
 def test_nothing_is_recorded_late_while_another_engine_starts(on_cpu: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def answer(engine: LLMEngine, name: str, prompt: list[int] = PROMPT) -> tuple[li
             tokens = [*output.outputs[0].token_ids]
             found = tokens, output.num_cached_tokens, restored
     assert found is not None
-    while engine.core.finish_start():
+    while engine.core.idle():
         pass
     engine.core.kv.check_integrity()
     return found

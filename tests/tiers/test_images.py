@@ -55,7 +55,7 @@ def answers(llm: LLM, prompts: list[dict[str, Any]], n: int = 1) -> list[Request
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, n=n)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     core = llm.engine.core
-    while in_its_thread(llm, core.finish_start):  # saves and stores end
+    while in_its_thread(llm, core.idle):  # saves and stores end
         pass
     in_its_thread(llm, core.kv.check_integrity)
     return outputs

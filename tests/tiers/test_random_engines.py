@@ -187,7 +187,7 @@ def answers(
         if chance.random() < 0.05:
             engine.core.kv.check_integrity()
     assert engine.core.dead is None, engine.core.dead
-    while engine.core.finish_start():
+    while engine.core.idle():
         pass
     engine.core.kv.check_integrity()
     assert engine.core.kv.counts.held == 0

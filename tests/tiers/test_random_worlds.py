@@ -116,7 +116,7 @@ def traffic(tiered: Tiered, seed: int, chance: random.Random) -> Counter[str]:
                 world.kv.check_integrity()
                 tiered.pool.check_integrity()
         else:
-            world.core.finish_start()
+            world.core.idle()
             world.clock.wait_until(world.clock.now() + 0.01)
     world.drain(20_000)
     for tier in tiered.tiers:

@@ -111,7 +111,7 @@ class Tiered:
 
     def settle(self) -> None:
         """Let everything end that was begun."""
-        while self.world.core.finish_start():
+        while self.world.core.idle():
             self.world.clock.wait_until(self.world.clock.now() + 0.01)
             self.feature.woken.set()
 

@@ -143,8 +143,8 @@ class Rig:
         )
         self._policy = engine.core.scheduler
         self._script = _Script(self._policy.options, context)
-        while engine.core.finish_start():  # recording would be part of the steps that are measured
-            pass
+        while engine.core.idle(finish_start=True):
+            pass  # else recording would be part of the steps that are measured
         self.probe = Probe(engine.core.executor, config.max_num_seqs, windows_of(capacity.layout))
         engine.core.swap(scheduler=self._script, executor=self.probe)
         self._random = np.random.default_rng(config.seed)

@@ -104,7 +104,7 @@ class EngineHost:
                 if not core.has_unfinished():
                     if self._changed:
                         self._tell_load()
-                    self._rest(0.0 if core.finish_start() else self._idle_s())
+                    self._rest(0.0 if core.idle(finish_start=True) else self._idle_s())
                     core.check_executor()
         finally:
             self.busy_since = None

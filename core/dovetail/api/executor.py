@@ -549,8 +549,9 @@ class Executor(ABC):
         """Do a piece of what `start` has left for later, such as recording a CUDA graph. Returns
         True if more is left.
 
-        Called again and again while the engine has no request; one that arrives meanwhile waits
-        for the piece, which should take some 10 ms at most. Raises like `submit`.
+        Called again and again while a server's engine has no request; one that arrives meanwhile
+        waits for the piece, which should take some 10 ms at most. Never called in a user's program,
+        whose other threads may use the device. Raises like `submit`.
         """
         return False
 

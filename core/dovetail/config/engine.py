@@ -427,7 +427,7 @@ class EngineConfig(BaseModel):
 
     cuda_graphs: bool = True
     """Record steps in CUDA graphs, where attention and sampler support it: some at the start,
-    others while the engine has no request, or just before the first step that needs them."""
+    others just before the first step that needs them, and by a server while it has no request."""
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
     """Seed of the generator that draws seeds for requests without one, and of all other random

@@ -556,10 +556,15 @@ class EngineCore:
             except Exception as error:
                 self._die(error)
 
-    def finish_start(self) -> bool:
-        """Let the executor and the features do a piece of what they have left for later, unless
-        there are requests. A step in flight, whose requests have all ended, is collected first.
-        Returns True if more is left; raises nothing."""
+    def idle(self, *, finish_start: bool = False) -> bool:
+        """Let the features do a piece of what they have left for later, unless there are requests.
+        A step in flight, whose requests have all ended, is collected first.
+
+        `finish_start`: the executor, too, does a piece of its start, such as recording a CUDA
+        graph. Only for a process in which no other code uses the device: CUDA refuses to
+        synchronize a device while a graph is recorded, in any thread. Returns True if more is left;
+        raises nothing.
+        """
         if self.dead is not None or self._requests:
             return False
         try:
@@ -567,7 +572,7 @@ class EngineCore:
                 self._collect(Delivery())
                 return True
             left = [feature.idle() for feature in self.features]
-            return self.executor.finish_start() or any(left)
+            return (finish_start and self.executor.finish_start()) or any(left)
         except Exception as error:
             self._die(error)
             return False

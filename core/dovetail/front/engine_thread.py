@@ -157,7 +157,7 @@ class EngineThread:
     def _run(self) -> None:
         failure = EngineDeadError("the engine was closed")
         try:
-            while self._take_calls(wait=not self._readers and not self._finish_start()):
+            while self._take_calls(wait=not self._readers and not self._idle()):
                 if self._readers:
                     self._step()
         except EngineDeadError as error:  # the core has logged it
@@ -206,10 +206,13 @@ class EngineThread:
                 unread.put(output)
         self._flush()
 
-    def _finish_start(self) -> bool:
-        """Return True if the start left more for later than what was done now."""
+    def _idle(self) -> bool:
+        """Do a piece of what the engine has left for later. Returns True if more is left.
+
+        The executor's start isn't finished: other threads of a program may use the device.
+        """
         engine = self._engine()
-        return engine is not None and engine.core.finish_start()
+        return engine is not None and engine.core.idle()
 
     def _take_unclaimed(self) -> list[EngineOutput]:
         with self._door:

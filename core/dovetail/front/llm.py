@@ -61,6 +61,10 @@ class LLM(SaysWhatIsMissing):
     ```python
     outputs = LLM("demo").generate(["ROMEO:", "JULIET:"], SamplingParams(max_tokens=50))
     ```
+
+    On a GPU, the first step of each size is recorded as a CUDA graph, unless `cuda_graphs` is
+    False: until `generate` returns, no other thread should synchronize the device, which may raise
+    `torch.AcceleratorError` there.
     """
 
     _engine_class = LLMEngine
