@@ -53,7 +53,7 @@ Rows = NDArray[np.int64]  # row indices, or indices in the batch, on the host
 # logits, or history tokens, that rules and penalties process at once: each needs some 30 bytes of
 # temporary memory
 AT_ONCE = 2**24
-UNCAPTURABLE = ~int(Needs.RANDOM | Needs.FILTERS)
+UNCAPTURABLE = ~(Needs.RANDOM | Needs.FILTERS)
 CAPTURED_LOGPROBS = 20  # most likely tokens; with more, a step is sampled outside of graphs
 CPU_CHUNK = 2**17  # logits processed at once on the CPU, to fit its cache
 
@@ -77,11 +77,9 @@ class DefaultSampler(Sampler):
             self._changes = DeviceChanges(max_rows, self.context)
 
     def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
-        for row in removed:
-            self._table.remove(row)
-        for one in added:
-            self._table.add(one.row, one.sampling)
+        self._table.remove(removed)
         if added:
+            self._table.add(added)
             rows = np.array(list(dict.fromkeys(one.row for one in added)), np.int64)
             self._device_rows.send(self._table, rows)
             if self._changes is not None:
@@ -104,7 +102,7 @@ class DefaultSampler(Sampler):
             return self._sample_captured(logits, lines, process, inputs.capture)
         host_rows = np.asarray(inputs.host_rows, dtype=np.int64)
         needs = self._table.needs[host_rows]
-        union = Needs(int(np.bitwise_or.reduce(needs))) if len(needs) else Needs(0)
+        union = int(np.bitwise_or.reduce(needs)) if len(needs) else 0
         raw = logits
         if (token_ids := self._drawn_by_kernels(logits, lines, union, process)) is None:
             if union & Needs.CHANGED_LOGITS or process is not None:
@@ -135,7 +133,7 @@ class DefaultSampler(Sampler):
         )
 
     def _drawn_by_kernels(
-        self, logits: torch.Tensor, lines: Lines, union: Needs, process: Process | None
+        self, logits: torch.Tensor, lines: Lines, union: int, process: Process | None
     ) -> torch.Tensor | None:
         """Return token ids [n] int64, or None without kernels, or if logits must be changed and
         those kernels are unavailable."""
@@ -209,7 +207,7 @@ class DefaultSampler(Sampler):
         lines: Lines,
         host_rows: Rows,
         needs: NDArray[np.uint8],
-        union: Needs,
+        union: int,
     ) -> torch.Tensor:
         """logits [n, vocab] -> token ids [n] int64."""
         if not union & Needs.RANDOM:
@@ -237,7 +235,7 @@ class DefaultSampler(Sampler):
         return to_device(indices, self._device)
 
     def _draw_alike(
-        self, way: Needs, logits: torch.Tensor, keys: torch.Tensor, host_rows: Rows
+        self, way: int, logits: torch.Tensor, keys: torch.Tensor, host_rows: Rows
     ) -> torch.Tensor:
         """Draw rows with the same way of drawing: logits [n, vocab], keys [n, 2] -> token ids
         [n]."""
@@ -261,7 +259,7 @@ class DefaultSampler(Sampler):
         )
 
     def _kept(
-        self, way: Needs, scores: torch.Tensor, weights: torch.Tensor, host_rows: Rows
+        self, way: int, scores: torch.Tensor, weights: torch.Tensor, host_rows: Rows
     ) -> torch.Tensor:
         """[n, vocab] float32: 1 for the tokens that pass the rows' filters, otherwise 0."""
         table = self._table
@@ -273,7 +271,7 @@ class DefaultSampler(Sampler):
                     scores,
                     cut_top_k(
                         scores,
-                        table.send(table.top_k, host_rows),
+                        table.send(table.top_k, host_rows).long(),
                         table.send(table.top_p, host_rows),
                         max_k,
                     ),
@@ -310,13 +308,13 @@ class DefaultSampler(Sampler):
         return first_argmax(weights)
 
 
-def _alike(needs: NDArray[np.uint8], most: int) -> Iterator[tuple[Needs, Rows]]:
+def _alike(needs: NDArray[np.uint8], most: int) -> Iterator[tuple[int, Rows]]:
     """Return the indices [n] in the batch, grouped by their way of drawing, at most `most` per
     group."""
-    ways = needs & int(Needs.RANDOM | Needs.FILTERS)
-    for way in np.unique(ways):
+    ways = needs & (Needs.RANDOM | Needs.FILTERS)
+    for way in np.unique(ways).tolist():
         for indices in _cut(np.flatnonzero(ways == way), most):
-            yield Needs(int(way)), indices
+            yield way, indices
 
 
 def _cut(indices: Rows, most: int) -> Iterator[Rows]:

@@ -14,6 +14,8 @@ public domain).
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 
@@ -30,9 +32,11 @@ MIX_64 = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 MIX_32 = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)
 SIGNED_64 = tuple(_signed(m, 64) for m in (*MIX_64, GOLDEN))
 SIGNED_32 = tuple(_signed(m, 32) for m in MIX_32)
+SEEDS = 4096  # whose states are kept
 BELOW_ONE = 1 - 2.0**-24  # float32 rounds the largest u up to this, never to 1
 
 
+@lru_cache(SEEDS)  # deterministic requests take a row again and again
 def seed_state(seed: int) -> int:
     """A request's seed (any integer; 64 bits count), mixed so that neighbouring seeds have
     unrelated streams. A signed 64-bit integer."""

@@ -48,6 +48,9 @@ class RowRules:
     @classmethod
     def of(cls, sampling: RowSampling, vocab_size: int, device: torch.device) -> RowRules | None:
         """Pack a row's rules; None if it has none. Ids outside of the vocabulary are ignored."""
+        has_rules = sampling.logit_bias or sampling.bad_words or sampling.min_tokens > 0
+        if not has_rules and sampling.allowed_token_ids is None:
+            return None
 
         def known(ids: tuple[int, ...]) -> list[int]:
             return sorted({i for i in ids if 0 <= i < vocab_size})

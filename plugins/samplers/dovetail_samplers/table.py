@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import IntFlag
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import Lines, RowHistory, RowSampling
+from dovetail.api.sampler import Lines, RowHistory, RowSampling, SampledRow
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.transfer import all_to_device, to_device
@@ -33,6 +32,7 @@ TEMPERATURES = (
     float(np.finfo(np.float32).tiny),
     float(np.finfo(np.float32).max),
 )
+GREEDY = RowSampling(temperature=0.0)
 NO_TOP_P = np.inf  # 1 would drop the last tokens due to rounding
 RECORD = np.dtype(
     [
@@ -43,10 +43,24 @@ RECORD = np.dtype(
         ("seed_state", np.int64),
     ]
 )
+# of a row on the host: what the device has as well, and the rest
+ROW = np.dtype(
+    [
+        ("record", RECORD),
+        ("logprobs", np.int64),
+        ("temperature", np.float32),  # also of greedy rows, to divide by
+        ("repetition", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("needs", np.uint8),
+    ],
+    align=True,
+)
 
 
-class Needs(IntFlag):
-    """Flags of a row's needs besides the most likely token."""
+class Needs:
+    """Flags of a row's needs besides the most likely token. They are plain integers, since an
+    operator of `IntFlag` takes as long as ten of these."""
 
     RANDOM = 1  # temperature above 0, and more than one token to choose from
     TOP_K = 2
@@ -61,8 +75,9 @@ class Needs(IntFlag):
     CHANGED_LOGITS = RULES | REPETITION | FREQUENCY
 
 
-def needs_of(sampling: RowSampling, rules: RowRules | None, vocab_size: int) -> Needs:
-    needs = Needs(0)
+def needs_of(sampling: RowSampling, has_rules: bool, vocab_size: int) -> int:
+    """Return a row's flags of `Needs`."""
+    needs = Needs.RULES if has_rules else 0
     if sampling.temperature > 0 and sampling.top_k != 1:  # top_k=1 is greedy
         needs |= Needs.RANDOM
         if 0 < sampling.top_k < vocab_size:
@@ -71,8 +86,6 @@ def needs_of(sampling: RowSampling, rules: RowRules | None, vocab_size: int) -> 
             needs |= Needs.TOP_P
         if sampling.min_p > 0:
             needs |= Needs.MIN_P
-    if rules is not None:
-        needs |= Needs.RULES
     if sampling.repetition_penalty != 1:
         needs |= Needs.REPETITION
     if sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
@@ -82,42 +95,66 @@ def needs_of(sampling: RowSampling, rules: RowRules | None, vocab_size: int) -> 
     return needs
 
 
+def row_of(sampling: RowSampling, has_rules: bool, vocab_size: int) -> tuple[Any, ...]:
+    """Return a row's values of ROW."""
+    needs = needs_of(sampling, has_rules, vocab_size)
+    temperature = sampling.temperature
+    if not TEMPERATURES[0] <= temperature <= TEMPERATURES[1]:
+        temperature = min(max(temperature, TEMPERATURES[0]), TEMPERATURES[1])
+    record = (
+        temperature if needs & Needs.RANDOM else 0,
+        sampling.top_k if needs & Needs.TOP_K else vocab_size,
+        sampling.top_p if needs & Needs.TOP_P else NO_TOP_P,
+        sampling.min_p,
+        seed_state(sampling.seed),
+    )
+    return (
+        record,
+        sampling.logprobs or 0,
+        temperature,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        needs,
+    )
+
+
 class RowTable:
     """Parameters by column, indexed by row; `rules`: of rows that have any."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.device = device
-        self.needs = np.zeros(max_rows, np.uint8)
-        self.temperature = np.ones(max_rows, np.float32)
-        self.top_k = np.zeros(max_rows, np.int64)
-        self.top_p = np.full(max_rows, NO_TOP_P, np.float32)
-        self.min_p = np.zeros(max_rows, np.float32)
-        self.repetition = np.ones(max_rows, np.float32)
-        self.presence = np.zeros(max_rows, np.float32)
-        self.frequency = np.zeros(max_rows, np.float32)
-        self.seed_states = np.zeros(max_rows, np.int64)
-        self.logprobs = np.zeros(max_rows, np.int64)
+        self._rows = np.array([row_of(GREEDY, False, vocab_size)], ROW).repeat(max_rows)
+        self.records = self._rows["record"]
+        self.top_k = self.records["top_k"]
+        self.top_p = self.records["top_p"]
+        self.min_p = self.records["min_p"]
+        self.seed_states = self.records["seed_state"]
+        self.logprobs = self._rows["logprobs"]
+        self.temperature = self._rows["temperature"]
+        self.repetition = self._rows["repetition"]
+        self.presence = self._rows["presence"]
+        self.frequency = self._rows["frequency"]
+        self.needs = self._rows["needs"]
         self.rules: dict[int, RowRules] = {}
 
-    def remove(self, row: int) -> None:
-        self.rules.pop(row, None)
+    def remove(self, rows: Sequence[int]) -> None:
+        if self.rules:
+            for row in rows:
+                self.rules.pop(row, None)
 
-    def add(self, row: int, sampling: RowSampling) -> None:
-        rules = RowRules.of(sampling, self.vocab_size, self.device)
-        needs = needs_of(sampling, rules, self.vocab_size)
-        self.needs[row] = int(needs)
-        self.temperature[row] = min(max(sampling.temperature, TEMPERATURES[0]), TEMPERATURES[1])
-        self.top_k[row] = sampling.top_k if Needs.TOP_K in needs else self.vocab_size
-        self.top_p[row] = sampling.top_p if Needs.TOP_P in needs else NO_TOP_P
-        self.min_p[row] = sampling.min_p
-        self.repetition[row] = sampling.repetition_penalty
-        self.presence[row] = sampling.presence_penalty
-        self.frequency[row] = sampling.frequency_penalty
-        self.seed_states[row] = seed_state(sampling.seed)
-        self.logprobs[row] = sampling.logprobs or 0
-        if rules is not None:
-            self.rules[row] = rules
+    def add(self, added: Sequence[SampledRow]) -> None:
+        """Set the parameters of these rows. If it raises, none has changed."""
+        rules_of: dict[int, RowRules] = {}
+        rows = []
+        for one in added:
+            rules = RowRules.of(one.sampling, self.vocab_size, self.device)
+            if rules is not None:
+                rules_of[one.row] = rules
+            rows.append(row_of(one.sampling, rules is not None, self.vocab_size))
+        self._rows[[one.row for one in added]] = np.array(rows, ROW)
+        self.rules |= rules_of
 
     def send(self, column: NDArray[np.generic], rows: NDArray[np.integer]) -> torch.Tensor:
         """The column's values for `rows` [n], on the device."""
@@ -149,18 +186,8 @@ class DeviceRows:
 
     def send(self, table: RowTable, rows: NDArray[np.int64]) -> None:
         """Set these rows' parameters, without synchronizing."""
-        records = np.empty(len(rows), RECORD)
-        records["temperature"] = np.where(
-            table.needs[rows] & Needs.RANDOM, table.temperature[rows], 0
-        )
-        for name, column in (
-            ("top_k", table.top_k),
-            ("top_p", table.top_p),
-            ("min_p", table.min_p),
-            ("seed_state", table.seed_states),
-        ):
-            records[name] = column[rows]
-        self.records.index_copy_(0, *all_to_device([rows, _words(records)], self.records.device))
+        records = _words(table.records[rows])
+        self.records.index_copy_(0, *all_to_device([rows, records], self.records.device))
 
     def draw(self, logits: torch.Tensor, lines: Lines, history: RowHistory) -> torch.Tensor:
         """logits [n, vocab] and lines [n] -> token ids [n] int64."""
