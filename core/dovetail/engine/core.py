@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, repeat, takewhile
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ from dovetail.engine.batch_builder import BatchBuilder
 from dovetail.engine.books import Arrivals, Books
 from dovetail.engine.feature import EngineFeature
 from dovetail.engine.finish import Finish
-from dovetail.engine.flight import Delivery, InFlightStep
+from dovetail.engine.flight import Delivery, InFlightStep, Run, Tokens
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.masks import MaskFill, accept_tokens
 from dovetail.engine.stand_in import plan_by_arrival
@@ -359,12 +359,22 @@ class EngineCore:
 
     def _deliver(self, flight: InFlightStep, delivery: Delivery) -> None:
         """Give the unfinished requests their tokens, and find those that end with this step."""
+        if flight.drafts:
+            for run in flight.runs(delivery.finished):
+                self._give_run(flight, delivery, run)
+        else:
+            self._give(flight, delivery, flight.tokens(delivery.finished))
+        for feature in flight.features:
+            feature.collected(flight, delivery)
+
+    def _give(self, flight: InFlightStep, delivery: Delivery, tokens: Tokens) -> None:
+        """Give requests these tokens, each up to one that ends it."""
         now = flight.results_at
         logprobs = flight.result.logprobs
         requests = delivery.requests
         token_ids = delivery.token_ids
         finished = delivery.finished
-        for number, (request, token) in flight.tokens(finished):
+        for number, (request, token) in tokens:
             # As `LiveRequest.receive`: a call for each token would be 3 % of a step's time here.
             if request.in_flight:
                 request.in_flight -= 1
@@ -388,8 +398,30 @@ class EngineCore:
                 finished[request] = Finish(EndReason.LENGTH)
             elif request.num_computed >= request.next_commit:
                 self.books.commit(request)
-        for feature in flight.features:
-            feature.collected(flight, delivery)
+
+    def _give_run(self, flight: InFlightStep, delivery: Delivery, run: Run) -> None:
+        """Do as `_give` with the tokens of one request: with all at once if none can end it."""
+        number, request, token_ids = run
+        if not request.goes_on_after(token_ids):
+            each = enumerate(zip(repeat(request), token_ids), number)
+            going_on = takewhile(lambda _: request not in delivery.finished, each)
+            self._give(flight, delivery, going_on)
+            return
+        size = len(token_ids)
+        awaited = min(request.in_flight, size)
+        request.in_flight -= awaited
+        request.num_computed += size - awaited
+        request.output.extend(token_ids)
+        delivery.requests += [request] * size
+        delivery.token_ids += token_ids
+        logprobs = flight.result.logprobs
+        if logprobs is not None and request.params.logprobs is not None:
+            delivery.logprobs += [(request, logprobs, number + place) for place in range(size)]
+        request.last_token_time = flight.results_at
+        if request.first_token_time is None:
+            request.first_token_time = flight.results_at
+        if request.num_computed >= request.next_commit:
+            self.books.commit(request)
 
     # Late sampling
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress, islice
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from dovetail.api.executor import Batch, HostLogprobs, Result
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Tokens = Iterable[tuple[int, tuple[LiveRequest, int]]]  # numbers in a step, requests and ids
+Run = tuple[int, LiveRequest, list[int]]  # the number of the first token, its request, ids
 
 
 @dataclass(slots=True)
@@ -138,15 +139,25 @@ class InFlightStep:
 
     def _sound_tokens(self, finished: dict[LiveRequest, Finish]) -> Tokens:
         """Do as `tokens` for any step."""
+        for number, request, row in self.runs(finished):
+            for place, token in enumerate(row, number):
+                yield place, (request, token)
+                if request in finished:
+                    break
+
+    def runs(self, finished: dict[LiveRequest, Finish]) -> Iterator[Run]:
+        """Do as `tokens` for any step, with all tokens of a request at once. The caller appends
+        them to its output, in order, until one of them ends it."""
         token_ids = self.result.token_ids
         yields = self.batch.yields_token
         if self.result.counts is None:  # each row has a place
             token_ids = token_ids[yields]
         counts = yields if self.result.counts is None else self.result.counts
-        numbered = enumerate(token_ids.tolist())
+        numbers = token_ids.tolist()
+        end = 0
         for index, (request, count) in enumerate(zip(self.requests, counts.tolist(), strict=True)):
-            row = list(islice(numbered, count))
-            given = 0
+            start = end
+            end += count
             # Its row counts nowhere; a provisional token counts once it is delivered.
             if request.status is Status.FINISHED or request in self.provisional:
                 if request in self.prefilled:
@@ -157,13 +168,13 @@ class InFlightStep:
             if index in self.result.failed:
                 finished[request] = Finish(EndReason.ERROR, self.result.failed[index])
             most, cut = self.cuts.get(request, (count, None))
-            for number, token in row:
-                if cut is not None and request not in finished and given == most:
-                    finished[request] = cut
-                if request in finished:
-                    break
-                given += 1
-                yield number, (request, token)
+            given = 0
+            if most and count and request not in finished:
+                before = len(request.output)
+                yield start, request, numbers[start : min(end, start + most)]
+                given = len(request.output) - before
+            if cut is not None and count > most and request not in finished:
+                finished[request] = cut
             if request in self.drafts:  # only what is delivered counts; one for a failed row
                 self.num_tokens[index] = max(1, given)
         self.decode_tokens = sum(self.num_tokens) - self.prefill_tokens
@@ -175,11 +186,15 @@ class InFlightStep:
             return
         result = self.result
         counts = result.counts
-        places = range(len(self.requests)) if counts is None else counts.cumsum() - counts
+        places: Sequence[int] = range(len(self.requests))
+        if counts is not None:
+            places = (counts.cumsum() - counts).tolist()
+        provisional = self.provisional
+        failed = result.failed
+        token_ids = result.token_ids.tolist()
         for index, (request, place) in enumerate(zip(self.requests, places, strict=True)):
-            if request in self.provisional:
-                failed = index in result.failed
-                yield request, -1 if failed else int(result.token_ids[place])
+            if request in provisional:
+                yield request, -1 if index in failed else token_ids[place]
 
     def done(self, delivered: Iterable[LiveRequest]) -> StepDone:
         """Return the policy's account of the step, without requests that had ended before it."""

@@ -204,6 +204,14 @@ class LiveRequest(Request):
         self.in_flight -= 1
         self.output.append(token)
 
+    def goes_on_after(self, token_ids: Sequence[int]) -> bool:
+        """Return True if none of these next tokens can end the request."""
+        return (
+            not self.watchers
+            and len(self.output) + len(token_ids) < self.max_tokens
+            and self.stop_ids.isdisjoint(token_ids)
+        )
+
     def watch(self, token: int) -> Finish | None:
         """Pass a token to all watchers. Returns the first `Finish`, if any."""
         if len(self.watchers) == 1:
