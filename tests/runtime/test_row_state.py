@@ -16,7 +16,7 @@ from dovetail.api.kv_cache import HOLE
 from dovetail.api.sampler import Lines, RowSampling
 from dovetail.errors import DovetailError
 from dovetail_executors.runtime import row_state
-from dovetail_executors.runtime.row_state import RowState, counts_within
+from dovetail_executors.runtime.row_state import PIECE, RowState, counts_within
 from dovetail_executors.runtime.sampling import append, last_tokens
 from tests.runtime.fakes import layout
 from tests.support import examples
@@ -132,6 +132,30 @@ def test_rows_hold_what_they_were_told(data: st.DataObject) -> None:
         assert state.num_pages[0, row] == len(expected.blocks)
 
 
+def test_tokens_of_any_length_are_written_to_their_row_only() -> None:
+    lengths = [1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE]
+    tokens = {row: [*range(100 * row, 100 * row + n)] for row, n in enumerate(lengths)}
+    # two batches, so that each row lies between others that are written earlier or later
+    for order in ([1, 3, 5, 0, 2, 4], [4, 2, 0, 5, 3, 1]):
+        state = RowState(len(lengths), 3 * PIECE, LAYOUT, torch.device("cpu"))
+        for rows in (order[:3], order[3:]):
+            state.update(batch(added=[new(row, tokens[row], [row]) for row in rows]))
+        for row, expected in tokens.items():
+            assert state.token_ids[row, : len(expected)].tolist() == expected
+            assert not state.token_ids[row, len(expected) :].any()
+            assert state.num_tokens[row] == state.prompt_lens[row] == len(expected)
+            assert state.tables[0, row, 0] == row
+
+
+def test_a_row_is_deterministic_as_long_as_its_request() -> None:
+    state = RowState(MAX_ROWS, MAX_LEN, LAYOUT, torch.device("cpu"))
+    marked = replace(new(1, [1], [1]), sampling=RowSampling(deterministic=True))
+    state.update(batch(added=[new(0, [1], [1]), marked]))
+    assert state.are_deterministic(np.array([1, 0, 1])).tolist() == [True, False, True]
+    state.update(batch([0, 1], [replace(marked, row=0), replace(marked, sampling=None)]))
+    assert state.are_deterministic(np.array([0, 1])).tolist() == [True, False]
+
+
 @given(st.lists(st.integers(1, 5), max_size=6))
 @examples(quick=30, full=500)
 def test_counts_within_begin_at_zero_in_each_group(sizes: list[int]) -> None:
@@ -191,7 +215,7 @@ def test_a_full_row_samples_once_more_and_writes_into_no_other_row() -> None:
     state = RowState(MAX_ROWS, MAX_LEN, LAYOUT, torch.device("cpu"))
     state.update(batch(added=[new(0, [5] * MAX_LEN, [1]), new(1, [7], [2])]))
     grow(state, [0, 1], [9, 8])
-    assert state.token_ids[0].tolist() == [5] * MAX_LEN + [9]
+    assert state.token_ids[0, : MAX_LEN + 1].tolist() == [5] * MAX_LEN + [9]
     assert state.token_ids[1, :2].tolist() == [7, 8]
     assert state.known[:2].tolist() == [MAX_LEN + 1, 2]
 

@@ -76,7 +76,7 @@ def expected_of(step: Step) -> dict[str, list[Any]]:
         for position in range(computed, computed + count)
     ]
     return {
-        "token_indices": [row * (MAX_LEN + 1) + position for row, position in tokens],
+        "token_indices": [row * rows_of().row_width + position for row, position in tokens],
         "positions": [position for _, position in tokens],
         "slots": [
             [

@@ -69,7 +69,7 @@ class RowsWithPromptLogprobs(StepFeature[Asked]):
             end += count
             ids = self._rows.token_ids[row, start + 1 : start + 1 + count].long()
             copy = note.results[index] = LogprobsCopy()
-            fixed = self._rows.fixed_lines if row in self._rows.deterministic else 0
+            fixed = self._rows.fixed_lines if self._rows.deterministic[row] else 0
             for hidden, targets in zip(
                 torch.split(states.hidden[first : first + count], fixed or self._slice),
                 torch.split(ids, fixed or self._slice),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -25,18 +25,23 @@ from numpy.typing import NDArray
 
 from dovetail.api.executor import Batch, Drafts, NewRow
 from dovetail.api.kv_cache import KVLayout
-from dovetail.api.sampler import RowHistory
+from dovetail.api.sampler import RowHistory, RowSampling
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.available import use_kernels
-from dovetail.nn.kernels.launch import ALIGNMENT, KernelUnavailable
+from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.state.states import States
 from dovetail.nn.transfer import all_to_device
 
 Int64 = NDArray[np.int64]
 Column = Callable[[Batch], Sequence[int]]  # values of the batch's new rows, in their order
 Change = tuple[Int64, NDArray[np.int32]]  # indices in the memory of all rows, and values
+Pieces = tuple[Int64, NDArray[np.int32]]  # [n] indices of pieces in it, and values [n, PIECE]
 
-ALIGNED = ALIGNMENT // 4  # numbers
+# Tokens that are written together, since an index of each costs more than the tokens. Every column
+# begins at a multiple, which is also more than kernels want.
+PIECE = 64
+PADDING = [np.zeros(size, np.int32) for size in range(PIECE)]  # by size
+NO_SAMPLING = RowSampling()
 MOST_UNSENT = 64  # maximum number of steps with unsent blocks
 
 
@@ -85,7 +90,7 @@ class RowState:
         self.slots_on_device = len(self._paged) > 1  # of other steps than decodes
         self._block_tokens = torch.from_numpy(self.block_tokens).to(device)
         # so that a row at its end may sample once more, into an unused place
-        self.row_width = max_len + 1
+        self.row_width = _rounded_up(max_len + 1)
         # One extra row as padding of CUDA graphs. All is one allocation, so that one copy updates
         # it.
         count = max_rows + 1
@@ -96,8 +101,9 @@ class RowState:
             count * self.row_width,
             self.num_tables * count * self.max_blocks,
         )
-        sizes = [-(-each // ALIGNED) * ALIGNED for each in numbers]
+        sizes = [_rounded_up(each) for each in numbers]
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._pieces = self._all.view(-1, PIECE)
         num_tokens, prompt_lens, *own, token_ids, tables = torch.split(self._all, sizes)
         # known: their ids are in `token_ids`
         self.num_tokens = num_tokens[:count]
@@ -110,8 +116,9 @@ class RowState:
         self._tables = tables[: self.num_tables * count * self.max_blocks].view(
             self.num_tables, count, self.max_blocks
         )
-        self._prompt_lens_at, *rest = np.cumsum(sizes[:-1]).tolist()
-        *self._columns_at, self._token_ids_at, self._tables_at = rest
+        *columns_at, self._token_ids_at, self._tables_at = accumulate(sizes[:-1], initial=0)
+        self._columns_at = np.array(columns_at)[:, None]  # of `num_tokens`, `prompt_lens`, features
+        self._first_pieces = np.arange(self._token_ids_at, self._tables_at, self.row_width) // PIECE
         # Host copies of the tables, and counts in int64
         # equals `tables`
         self.host_tables = np.zeros((self.num_tables, count, self.max_blocks), np.int32)
@@ -123,7 +130,8 @@ class RowState:
         # requested alternatives per sampled token; -1: none
         self.logprobs = np.full(max_rows, -1, np.int64)
         self.prompt_logprobs: dict[int, int] = {}  # the same of prompt tokens, of rows that ask
-        self.deterministic = set[int]()  # rows whose results must not depend on the others
+        # rows whose results must not depend on the others; of rows that have gone, undefined
+        self.deterministic = np.zeros(max_rows, np.bool_)
         # of such rows, whose logits are computed together: of few, and of many with the same bits
         self.fixed_lines = self.many_lines = 1
         self.history = RowHistory(self.token_ids, self.num_tokens, self.prompt_lens)
@@ -168,9 +176,10 @@ class RowState:
             if self.prompt_logprobs:
                 for row in batch.removed.tolist():
                     self.prompt_logprobs.pop(row, None)
-            if self.deterministic:
-                self.deterministic.difference_update(batch.removed.tolist())
-        changes = self._add(batch) if batch.added else []
+        changes: list[Change] = []
+        pieces: Pieces | None = None
+        if batch.added:
+            changes, pieces = self._add(batch)
         if len(batch.new_pages):
             for group, tables in enumerate(self._tables_of):
                 new = (
@@ -181,7 +190,7 @@ class RowState:
                 if len(new):
                     self._append_pages(group, tables, new[:, 1].astype(np.int64), new[:, 2])
         if changes or len(self._unsent) > MOST_UNSENT:
-            self._send(changes)
+            self._send(changes, pieces)
 
     def put_drafts(self, rows: NDArray[np.int32], drafts: Drafts) -> None:
         """Write drafts after the known tokens of `rows` [b].
@@ -226,9 +235,8 @@ class RowState:
 
     def are_deterministic(self, rows: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
         """Return which of `rows` [n] must have the same results in any company."""
-        if not self.deterministic:
-            return np.zeros(len(rows), np.bool_)
-        return np.isin(rows, list(self.deterministic))
+        result: NDArray[np.bool_] = self.deterministic[rows]
+        return result
 
     def tables_to_read(
         self, rows: Int64, starts: Int64, ends: Int64, uptos: Int64
@@ -284,30 +292,31 @@ class RowState:
         return np.full(len(rows), self.max_len) if capacity is None else capacity
 
     def _check_added(self, added: tuple[NewRow, ...]) -> None:
+        num_groups = len(self.layout.groups)
+        most_pages = [self.max_blocks * group.pages_per_block for group in self._paged]
         for new in added:
+            pages = new.pages
             if not 0 <= new.row < self.max_rows:
                 raise DovetailError(
                     f"request {new.request_id!r} was given row {new.row}; there are {self.max_rows}"
                 )
-            if len(new.pages) != len(self.layout.groups):
+            if len(pages) != num_groups:
                 raise DovetailError(
-                    f"request {new.request_id!r} has {len(new.pages)} block tables; the layout has "
-                    f"{len(self.layout.groups)} groups"
+                    f"request {new.request_id!r} has {len(pages)} block tables; the layout has "
+                    f"{num_groups} groups"
                 )
-            if self.states is not None and len(new.pages[-1]) != self.layout.state_pages:
+            if self.states is not None and len(pages[-1]) != self.layout.state_pages:
                 raise DovetailError(
-                    f"request {new.request_id!r} has a state of {len(new.pages[-1])} pages, not "
+                    f"request {new.request_id!r} has a state of {len(pages[-1])} pages, not "
                     f"{self.layout.state_pages}"
                 )
-            for pages, group in zip(new.pages, self._paged, strict=False):
-                if (
-                    len(new.token_ids) > self.max_len
-                    or len(pages) > self.max_blocks * group.pages_per_block
-                ):
+            num_tokens = len(new.token_ids)
+            for group, most in enumerate(most_pages):
+                if num_tokens > self.max_len or len(pages[group]) > most:
                     raise DovetailError(
-                        f"request {new.request_id!r} has {len(new.token_ids)} tokens in "
-                        f"{len(pages)} pages of a group; a row holds {self.max_len} tokens in "
-                        f"{self.max_blocks * group.pages_per_block} pages"
+                        f"request {new.request_id!r} has {num_tokens} tokens in "
+                        f"{len(pages[group])} pages of a group; a row holds {self.max_len} tokens "
+                        f"in {most} pages"
                     )
 
     def _checked_drafts(self, batch: Batch, drafts: Drafts) -> NDArray[np.int32]:
@@ -332,41 +341,59 @@ class RowState:
             )
         return counts
 
-    def _add(self, batch: Batch) -> list[Change]:
+    def _add(self, batch: Batch) -> tuple[list[Change], Pieces]:
         added = batch.added
         rows = np.array([new.row for new in added], np.int64)
-        self.known[rows] = [len(new.token_ids) for new in added]
+        token_ids = [new.token_ids for new in added]
+        known = [*map(len, token_ids)]
+        self.known[rows] = known
         self.computed[rows] = [new.computed for new in added]
         self.request_ids = self.request_ids.copy()
-        for new in added:
-            self.request_ids[new.row] = new.request_id
-            self.logprobs[new.row] = -1
-            if (sampling := new.sampling) is not None:
-                if sampling.logprobs is not None:
-                    self.logprobs[new.row] = sampling.logprobs
-                if sampling.prompt_logprobs is not None:
-                    self.prompt_logprobs[new.row] = sampling.prompt_logprobs
-                if sampling.deterministic:
-                    self.deterministic.add(new.row)
+        self._note(added, rows)
+        columns = [
+            known,
+            [new.prompt_len for new in added],
+            *(values(batch) for values in self._columns.values()),
+        ]
+        where = (self._columns_at + rows).ravel()
+        changes = [(where, np.array(columns, np.int32).ravel())]
         for group, tables in enumerate(self._tables_of):
             pages = [new.pages[group] for new in added]
             counts = np.array([*map(len, pages)])
             self.num_pages[group, rows] = counts
             # what isn't held is never read
-            self._put_pages(
-                tables, rows.repeat(counts), ranges(0, counts), np.maximum(np.concatenate(pages), 0)
-            )
+            held = np.maximum(np.concatenate(pages), 0).astype(np.int32, copy=False)
+            where = self._put_pages(tables, rows.repeat(counts), ranges(0, counts), held)
+            changes.append((self._tables_at + where, held))
         if self.states is not None:
             self.states.put(rows.tolist(), [new.pages[-1] for new in added])
-        return [
-            (rows, self.known[rows].astype(np.int32)),
-            (self._prompt_lens_at + rows, np.array([new.prompt_len for new in added], np.int32)),
-            *(
-                (at + rows, np.array(values(batch), np.int32))
-                for at, values in zip(self._columns_at, self._columns.values(), strict=True)
-            ),
-            _laid_out(self._token_ids_at + rows * self.row_width, [new.token_ids for new in added]),
-        ]
+        return changes, self._pieces_of(rows, token_ids)
+
+    def _note(self, added: tuple[NewRow, ...], rows: Int64) -> None:
+        """Note what the host must know of these rows and their sampling."""
+        logprobs = []
+        deterministic = []
+        for new in added:
+            self.request_ids[new.row] = new.request_id
+            sampling = new.sampling
+            if sampling is None:
+                sampling = NO_SAMPLING
+            logprobs.append(-1 if sampling.logprobs is None else sampling.logprobs)
+            deterministic.append(sampling.deterministic)
+            if sampling.prompt_logprobs is not None:
+                self.prompt_logprobs[new.row] = sampling.prompt_logprobs
+        self.logprobs[rows] = logprobs
+        self.deterministic[rows] = deterministic
+
+    def _pieces_of(self, rows: Int64, token_ids: list[NDArray[np.int32]]) -> Pieces:
+        """Return the pieces that hold the tokens of each of `rows`. What follows these in the last
+        one is set to 0: nobody reads it before it is written."""
+        sizes = [*map(len, token_ids)]
+        padding = [PADDING[-size % PIECE] for size in sizes]
+        counts = np.array([-(-size // PIECE) for size in sizes])
+        parts = [*chain.from_iterable(zip(token_ids, padding, strict=True))]
+        values = np.concatenate(parts).astype(np.int32, copy=False)
+        return ranges(self._first_pieces[rows], counts), values.reshape(-1, PIECE)
 
     def _append_pages(
         self, group: int, tables: slice, rows: Int64, pages: NDArray[np.int32]
@@ -383,10 +410,11 @@ class RowState:
                 "blocks that a row holds"
             )
         np.add.at(self.num_pages[group], rows, 1)
-        self._put_pages(tables, rows, nth, pages[order])
+        self._unsent.append(self._put_pages(tables, rows, nth, pages[order]))
 
-    def _put_pages(self, tables: slice, rows: Int64, nth: Int64, pages: NDArray[np.int32]) -> None:
-        """Set the pages of rows [n] at these places [n] in their order within `tables`."""
+    def _put_pages(self, tables: slice, rows: Int64, nth: Int64, pages: NDArray[np.int32]) -> Int64:
+        """Set the pages of rows [n] at these places [n] in their order within `tables`, on the
+        host. Returns their flat indices in all tables."""
         per_block = tables.stop - tables.start
         columns, first = (
             (nth, tables.start)
@@ -395,24 +423,31 @@ class RowState:
         )
         where: Int64 = (first * (self.max_rows + 1) + rows) * self.max_blocks + columns
         self.host_tables.reshape(-1)[where] = pages
-        self._unsent.append(where)
+        return where
 
-    def _send(self, changes: list[Change]) -> None:
-        """Return these changes plus unsent blocks."""
+    def _send(self, changes: list[Change], pieces: Pieces | None = None) -> None:
+        """Enqueue these changes, those of unsent blocks and the pieces."""
         if self._unsent:
             # may contain duplicates, if a row was reused meanwhile, with the same value
             indices = np.concatenate(self._unsent)
             changes = [*changes, (self._tables_at + indices, self.host_tables.reshape(-1)[indices])]
             self._unsent = []
         where, numbers = (np.concatenate(parts) for parts in zip(*changes, strict=True))
-        self._all.index_copy_(0, *all_to_device([where, numbers], self.device))
+        arrays = [where, numbers] if pieces is None else [where, numbers, *pieces]
+        of_all, values, *of_pieces = all_to_device(arrays, self.device)
+        self._all.index_copy_(0, of_all, values)
+        if of_pieces:
+            self._pieces.index_copy_(0, *of_pieces)
 
 
 def ranges(starts: Int64 | int, counts: NDArray[np.integer[Any]]) -> Int64:
     """Return the ranges of `counts` [n] numbers from `starts` [n] on, one after the other: [5, 6,
     7, 0, 1] for [5, 0] and [3, 2]."""
-    before: Int64 = (starts - (counts.cumsum() - counts)).repeat(counts)
-    return before + np.arange(len(before))
+    if len(counts) == 1:  # so often that it is worth it
+        return starts + np.arange(counts[0])
+    result: Int64 = (starts - (counts.cumsum() - counts)).repeat(counts)
+    result += np.arange(len(result))
+    return result
 
 
 def counts_within(groups: Int64) -> Int64:
@@ -423,8 +458,6 @@ def counts_within(groups: Int64) -> Int64:
     return index - np.maximum.accumulate(np.where(begins, index, 0))
 
 
-def _laid_out(starts: Int64, values: list[NDArray[np.int32]]) -> Change:
-    """Return indices and values to write each of `values` at its start, one after the other."""
-    return ranges(starts, np.array([len(part) for part in values])), np.concatenate(values).astype(
-        np.int32, copy=False
-    )
+def _rounded_up(numbers: int) -> int:
+    """Return `numbers` up to a whole number of pieces."""
+    return -(-numbers // PIECE) * PIECE
