@@ -249,10 +249,13 @@ class RowState:
         result = np.empty((self.num_tables, len(rows), len(number)), np.int32)
         for tables, group in zip(self._tables_of, self._paged, strict=True):
             last = (ends - 1)[:, None] // group.block_tokens
-            first = [[group.first_visible_block(start)] for start in starts.tolist()]
-            held = (number <= last) & (number >= np.array(first))
-            places = np.where(held, number, last)
-            result[tables] = self.host_tables[tables][:, rows[:, None], places]
+            places = np.minimum(number, last)
+            if group.window is not None:
+                first = [[group.first_visible_block(start)] for start in starts.tolist()]
+                places = np.where(number >= np.array(first), places, last)
+            places += rows[:, None] * self.max_blocks
+            for table in range(tables.start, tables.stop):
+                self.host_tables[table].reshape(-1).take(places, out=result[table])
         return result
 
     def put_slots(self, token_indices: torch.Tensor, count: int, slots: torch.Tensor) -> None:

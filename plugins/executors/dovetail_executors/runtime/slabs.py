@@ -94,13 +94,14 @@ class Slabs:
         rows = self.rows[:, None]
         starts, ends = self.starts[:, None], self.ends[:, None]
         tokens = self.firsts[:, None] + np.arange(SLAB)  # [s, SLAB]
-        positions = np.clip(tokens, starts, ends - 1)
+        positions = np.minimum(np.maximum(tokens, starts), ends - 1)
         tables = state.tables_to_read(self.rows, self.starts, self.ends, self.firsts + SLAB)
         sizes = state.block_tokens[:, None, None]
         blocks, offsets = np.divmod(tokens, sizes)  # [tables, s, SLAB]
         own = (tokens >= starts) & (blocks <= (ends - 1) // sizes)
         own[:, :unstored] = False
-        slots = np.take_along_axis(tables.astype(np.int64), blocks, axis=2) * sizes + offsets
+        before = np.arange(0, tables.size, tables.shape[2]).reshape(*tables.shape[:2], 1)
+        slots = tables.reshape(-1)[before + blocks] * sizes + offsets
         return HostInputs(
             token_indices=(rows * state.row_width + positions).ravel(),
             positions=positions.ravel(),
