@@ -49,7 +49,7 @@ class World:
         if model_type == "mistral":
             config.sliding_window = 24
         random_model(config, seed=3).save_pretrained(folder)
-        with patch("dovetail.engine.core.Windows", lambda size: Windows(0)):
+        with patch("dovetail.engine.core.Windows", lambda size, **_: Windows(0)):
             self.alone = self.start()  # computes each token canonically
         self._known: dict[tuple[Any, ...], Bits] = {}
 

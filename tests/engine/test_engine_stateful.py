@@ -59,6 +59,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         adapters=draw(st.sampled_from([0, 0, 1, 2, 4])),
         slot_wait_s=draw(st.sampled_from([0.02, 1.0])),
         deterministic_window=0 if state_pages else draw(st.sampled_from([0, 0, 1, 2, 5, 8])),
+        changes_rows=draw(st.booleans()),
     )
 
 

@@ -308,6 +308,29 @@ def test_steps_overlap_inside_a_window() -> None:
     assert overlapped >= 4 * (SIZE - 2)
 
 
+@pytest.mark.parametrize("changes_rows", [True, False])
+def test_rows_change_their_mark_in_place_if_the_executor_can(changes_rows: bool) -> None:
+    world = World(shape=replace(RIGHT, changes_rows=changes_rows))
+    world.add(marked("one", max_tokens=1 + 3 * SIZE))
+    world.drain(check=True)
+    sent = world.executor.sent
+    added = sum(len(batch.added) for batch in sent)
+    changed = sum(batch.changes is not None for batch in sent)
+    # three windows open, and close
+    assert (added, changed) == ((1, 6) if changes_rows else (7, 0))
+
+
+def test_a_row_that_is_lost_before_its_change_is_added_anew() -> None:
+    """Others take memory and rows from requests whose windows open and close."""
+    world = World(shape=replace(WINDOWS, num_pages=24, max_num_seqs=4))
+    for number in range(8):
+        world.add(marked(f"m{number}", (number, 1, 2), max_tokens=40))
+        world.add(Spec(f"p{number}", (number, 3), max_tokens=30, delay=0.05 * number))
+    world.drain(check=True)
+    assert any(batch.changes is not None for batch in world.executor.sent)
+    assert world.core.update_stats().preemptions > 0
+
+
 def test_an_executor_without_windows_computes_each_token_canonically() -> None:
     world = World(shape=replace(WINDOWS, deterministic_window=0))
     world.add(marked("one", max_tokens=30))

@@ -75,6 +75,7 @@ class Shape:
     strict: bool = False
     deterministic_window: int = 0
     wrong_provisional: bool = True
+    changes_rows: bool = True
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,7 @@ class World:
             max_lines=shape.max_lines if shape.drafter or drafter else 0,
             deterministic_window=shape.deterministic_window,
             wrong_provisional=shape.wrong_provisional,
+            changes_rows=shape.changes_rows,
         )
         limits = shape.max_num_seqs, shape.token_budget
         config = ExecutorConfig(

@@ -18,6 +18,7 @@ from dovetail.api.executor import (
     Masks,
     NewRow,
     PoolingRows,
+    RowChanges,
     RowCheckpoint,
     RowPooling,
 )
@@ -67,6 +68,17 @@ parts = st.tuples() | st.tuples(
 )
 
 
+changes = st.none() | st.builds(
+    RowChanges,
+    rows=arrays,
+    known=arrays,
+    counts=arrays,
+    token_ids=arrays,
+    computed=arrays,
+    samplings=st.lists(samplings, max_size=2).map(tuple),
+)
+
+
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
     pages, rows = (
@@ -94,6 +106,7 @@ def batches(draw: st.DrawFn) -> Batch:
         shared_prefix_blocks=draw(numbers),
         late=draw(st.booleans()),
         parts=draw(parts),
+        changes=draw(changes),
         drafts=draw(
             st.none()
             | st.lists(st.integers(0, 3), min_size=len(rows), max_size=len(rows)).map(drafted)
@@ -114,6 +127,8 @@ def values(one: Any) -> list[Any]:
 def as_lists(value: Any) -> Any:
     if isinstance(value, RowCheckpoint):
         return [as_lists(part) for part in (value.row, value.tokens, value.pages)]
+    if isinstance(value, RowChanges):
+        return values(value)
     if isinstance(value, PoolingRows):
         return [value.added, as_lists(value.due)]
     if isinstance(value, Drafts):

@@ -4,6 +4,7 @@ what was written."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.executor import Batch, NewRow
+from dovetail.api.executor import Batch, NewRow, RowChanges
 from dovetail.api.kv_cache import HOLE
 from dovetail.api.sampler import Lines, RowSampling
 from dovetail.errors import DovetailError
@@ -154,6 +155,47 @@ def test_a_row_is_deterministic_as_long_as_its_request() -> None:
     assert state.are_deterministic(np.array([1, 0, 1])).tolist() == [True, False, True]
     state.update(batch([0, 1], [replace(marked, row=0), replace(marked, sampling=None)]))
     assert state.are_deterministic(np.array([0, 1])).tolist() == [True, False]
+
+
+def changed(
+    row: int, known: int, token_ids: list[int], computed: int, **sampling: Any
+) -> RowChanges:
+    numbers = [np.array([each], np.int32) for each in (row, known, len(token_ids), computed)]
+    rows, kept, counts, done = numbers
+    ids = np.array(token_ids, np.int32)
+    return RowChanges(rows, kept, counts, ids, done, (RowSampling(**sampling),))
+
+
+def test_a_row_that_changes_forgets_tokens_and_samples_otherwise() -> None:
+    state = RowState(MAX_ROWS, MAX_LEN, LAYOUT, torch.device("cpu"))
+    first = new(0, [1, 2, 3, 4, 5], [1, 2])
+    other = new(1, [7, 8], [3])
+    state.update(batch(added=[first, replace(other, sampling=RowSampling(logprobs=2))]))
+    asked = changed(0, 3, [9], 2, deterministic=True, logprobs=1, prompt_logprobs=4)
+    state.update(replace(batch(), changes=asked))
+    assert state.token_ids[0, :4].tolist() == [1, 2, 3, 9]
+    assert state.num_tokens.tolist()[:2] == state.known.tolist()[:2] == [4, 2]
+    assert state.computed.tolist()[:2] == [2, 0]
+    assert state.prompt_lens.tolist()[:2] == [5, 2]
+    assert state.num_pages[0].tolist()[:2] == [2, 1]
+    assert state.logprobs.tolist()[:2] == [1, 2]
+    assert state.prompt_logprobs == {0: 4}
+    assert state.are_deterministic(np.array([0, 1])).tolist() == [True, False]
+    state.update(replace(batch(), changes=changed(0, 4, [], 3)))
+    assert state.token_ids[0, :4].tolist() == [1, 2, 3, 9]
+    assert state.logprobs.tolist()[:2] == [-1, 2]
+    assert state.prompt_logprobs == {}
+    assert not state.are_deterministic(np.array([0])).any()
+
+
+@pytest.mark.parametrize(
+    ("known", "more", "computed"), [(6, 0, 2), (5, MAX_LEN, 2), (3, 1, 4)], ids=str
+)
+def test_a_row_refuses_changes_that_do_not_fit(known: int, more: int, computed: int) -> None:
+    state = RowState(MAX_ROWS, MAX_LEN, LAYOUT, torch.device("cpu"))
+    state.update(batch(added=[new(0, [1, 2, 3, 4, 5], [1, 2])]))
+    with pytest.raises(DovetailError, match=r"request 'r0' \(row 0\) can't go on with"):
+        state.update(replace(batch(), changes=changed(0, known, [1] * more, computed)))
 
 
 @given(st.lists(st.integers(1, 5), max_size=6))

@@ -267,6 +267,8 @@ class Capacity:
     # requests decode by rows that aren't deterministic, and checks their tokens from time to time:
     # see `dovetail.engine.windows`. 0: each of their tokens is computed by a deterministic row
     deterministic_window: int = 0
+    # `Batch.changes` may change how rows sample. False: such rows are removed and added
+    changes_rows: bool = False
 
     def part(self, kind: type[Part]) -> Part | None:
         """Return the part of that type; None if there is none."""
@@ -307,6 +309,20 @@ class NewRow:
     # never read. Of a recurrent group, one block
     pages: tuple[Int32, ...]
     sampling: RowSampling | None  # None: it yields no token, but what a part of the batch says
+
+
+@dataclass(frozen=True, slots=True)
+class RowChanges:
+    """Rows that go on with other sampling parameters. The effect is that of removing each row and
+    adding it again with the same request, pages and parts of features. Of its known tokens it keeps
+    the first `known`; the others are forgotten, and `token_ids` follow instead."""
+
+    rows: Int32  # [n] distinct rows
+    known: Int32  # [n]
+    counts: Int32  # [n] of the tokens that follow
+    token_ids: Int32  # [sum of counts] row by row
+    computed: Int32  # [n] leading tokens whose K and V are in the row's blocks
+    samplings: tuple[RowSampling, ...]  # [n]
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +403,7 @@ class Drafts:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step, carried out in this order: release the rows in `removed`, start those in `added`,
-    append `new_pages` to the block tables, run `copies`, then compute the next `num_tokens` tokens
+    make `changes`, append `new_pages` to the block tables, run `copies`, then compute the next `num_tokens` tokens
     of each of `rows`, and on the way write `checkpoints`. A row with `yields_token` then yields one
     token, which becomes its next known token. The state of a row without computed tokens is zero,
     whatever its pages hold. Executors only read a batch; its arrays don't change until its results
@@ -421,6 +437,8 @@ class Batch:
     # What features of some steps need, one object of a type each: `PoolingRows`, `AdapterRows`, and
     # those of plugins. An executor is only given parts of features that its `Capacity` declares
     parts: tuple[Any, ...] = ()
+    # None: no row changes, as always without `Capacity.changes_rows`. No step is in flight otherwise
+    changes: RowChanges | None = None
 
     def part(self, kind: type[Part]) -> Part | None:
         """Return the part of that type; None if there is none."""

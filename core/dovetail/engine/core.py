@@ -99,7 +99,7 @@ class EngineCore:
         self.clock = clock
         self.settings = settings
         self.observers = observers or ObserverHub([])
-        self.windows = Windows(capacity.deterministic_window)
+        self.windows = Windows(capacity.deterministic_window, changes_rows=capacity.changes_rows)
         self.features: Sequence[EngineFeature] = [*features, self.windows]
         name = settings.scheduler_name
         self.books = Books(

@@ -4,9 +4,10 @@ computes again what it decoded (`RowSampling.deterministic`).
 A canonical step computes up to `Capacity.deterministic_window` consecutive tokens of a row for the
 price of one. So the request opens a *window* at its last known token, and decodes in it like any
 other request, by a row without the mark. These tokens are *provisional*: to everyone else they are
-in flight. A row with the mark then takes the place of the other, from the last known token up to a
-multiple of the window's size, and checks the provisional tokens as drafts. Noise is a function of
-seed and position, so nearly all are right; what follows the first wrong one is decoded again.
+in flight. The row then gets the mark (`Batch.changes`, or another row takes its place), computes
+from the last known token up to a multiple of the window's size, and checks the provisional tokens
+as drafts. Noise is a function of seed and position, so nearly all are right; what follows the first
+wrong one is decoded again.
 
       size 8, 11 tokens known    position   8  9  10 11 12 13 14 15 16
       5 provisional tokens                        ^  p  p  p  p  p        from the logits at ^, ...
@@ -49,6 +50,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
+from dovetail.api.executor import Batch, RowChanges
 from dovetail.api.sampler import RowSampling
 from dovetail.engine.books import Books, RowAllocator
 from dovetail.engine.feature import EngineFeature
@@ -97,7 +101,7 @@ class Window:
     def open(self, request: LiveRequest, size: int) -> None:
         """Let the request decode provisionally after its last known token, which the step being
         planned computes; or if there are `tokens` beyond that, after these: `drafts` was called.
-        Its row must be replaced."""
+        Its row must change."""
         self.is_open = True
         request.settled = request.num_computed - request.granted
         request.num_computed += len(self.tokens)
@@ -108,7 +112,7 @@ class Window:
 
     def close(self, request: LiveRequest) -> None:
         """Take back the collected tokens, which are drafts from now on, up to one that ends the
-        request or that its row failed to sample (-1). The row must be replaced."""
+        request or that its row failed to sample (-1). The row must change."""
         self.is_open = False
         self.awaits_check = True
         self.keeps_kv = True
@@ -118,11 +122,11 @@ class Window:
         request.ahead = ()
         request.sampling = self.final
         self.has_end = len(self.tokens) >= request.output_left - 1
-        for index, token in enumerate(self.tokens):
-            if is_end(request, token):
-                del self.tokens[index:]
-                self.has_end = True
-                break
+        if min(self.tokens, default=0) >= 0 and request.stop_ids.isdisjoint(self.tokens):
+            return
+        end = next(index for index, token in enumerate(self.tokens) if is_end(request, token))
+        del self.tokens[end:]
+        self.has_end = True
 
     def drafts(self, request: LiveRequest) -> Sequence[int]:
         """Return the drafts that may follow the known tokens of `request`."""
@@ -141,9 +145,12 @@ class Window:
 class Windows(EngineFeature):
     """Opens, checks and closes the windows of an engine. Other requests cost no call."""
 
-    def __init__(self, size: int) -> None:
-        """`size`: in tokens, `Capacity.deterministic_window`."""
+    def __init__(self, size: int, *, changes_rows: bool = False) -> None:
+        """`size`: in tokens, `Capacity.deterministic_window`. `changes_rows`: that of `Capacity`."""
         self._size = size
+        self._changes_rows = changes_rows
+        # requests whose row has another mark in the next batch
+        self._changed: dict[LiveRequest, None] = {}
         self.asked_by = self._decodes_in_windows
         self._of: dict[LiveRequest, Window] = {}  # of the known requests that decode in windows
         self._open: dict[LiveRequest, None] = {}
@@ -222,7 +229,7 @@ class Windows(EngineFeature):
         window = self._of[request]
         if window.is_open:
             self._close(request)
-            books.rows.release(request)
+            self._change_row(request, books.rows)
             books.wake(request)
         return len(self._to_check(window, request, request.num_computed))
 
@@ -252,8 +259,35 @@ class Windows(EngineFeature):
                 del window.tokens[step.hold(request, len(window.tokens)) :]
                 window.open(request, self._size)
                 self._open[request] = None
-                rows.release(request)
+                self._change_row(request, rows)
         return chosen
+
+    def _change_row(self, request: LiveRequest, rows: RowAllocator) -> None:
+        """Let the next batch give the request's row its mark, or replace the row."""
+        if self._changes_rows:
+            self._changed[request] = None
+        else:
+            rows.release(request)
+
+    def fill(
+        self, batch: Batch, requests: Sequence[LiveRequest], added: Sequence[LiveRequest]
+    ) -> Batch:
+        if not self._changed:
+            return batch
+        others = {*added}
+        changed = [each for each in self._changed if each.row >= 0 and each not in others]
+        self._changed.clear()
+        if not changed:
+            return batch
+        changes = RowChanges(
+            rows=np.array([each.row for each in changed], np.int32),
+            known=np.array([each.num_tokens for each in changed], np.int32),
+            counts=np.array([len(each.ahead) for each in changed], np.int32),
+            token_ids=np.array([token for each in changed for token in each.ahead], np.int32),
+            computed=np.array([each.num_computed - each.granted for each in changed], np.int32),
+            samplings=tuple([each.sampling for each in changed]),
+        )
+        return replace(batch, changes=changes)
 
     def give_way(self) -> bool:
         """Note that nothing runs, so that windows that are ready must be checked, and those that
@@ -322,6 +356,7 @@ class Windows(EngineFeature):
 
     def removed(self, request: LiveRequest) -> None:
         del self._of[request]
+        self._changed.pop(request, None)
 
     def _close(self, request: LiveRequest) -> None:
         del self._open[request]

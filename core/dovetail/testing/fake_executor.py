@@ -36,6 +36,7 @@ from dovetail.api.executor import (
     PoolingCapacity,
     PoolingRows,
     Result,
+    RowChanges,
     RowPooling,
 )
 from dovetail.api.kv_cache import CacheGroup, KVLayout
@@ -87,6 +88,9 @@ class FakeExecutorOptions(BaseModel):
         default=0,
         ge=0,
         description="The window of deterministic rows; 0: it doesn't offer such rows.",
+    )
+    changes_rows: bool = Field(
+        default=False, description="It takes changes of how rows sample: `Batch.changes`."
     )
     wrong_provisional: bool = Field(
         default=True,
@@ -280,6 +284,7 @@ class FakeExecutor(Executor):
             adapters=adapters,
             not_deterministic="" if options.deterministic_window else "the fake doesn't offer it",
             deterministic_window=options.deterministic_window,
+            changes_rows=options.changes_rows,
         )
 
     def submit(self, batch: Batch) -> int:
@@ -433,8 +438,34 @@ class FakeExecutor(Executor):
                 self._marked.add(new.request_id)
                 row.deterministic = True
             row.provisional = not row.deterministic and new.request_id in self._marked
+        if batch.changes is not None:
+            self._change_sampling(batch.changes)
         for group, row, page in batch.new_pages.tolist():
             self._rows[row].tables[group].append(page)
+
+    def _change_sampling(self, changes: RowChanges) -> None:
+        self._require(self.options.changes_rows, "no row changes without changes_rows")
+        self._require(not self._pending, "rows change while nothing is in flight")
+        numbers = changes.rows, changes.known, changes.counts, changes.computed
+        token_ids = changes.token_ids.tolist()
+        for number, known, count, computed, sampling in zip(
+            *(each.tolist() for each in numbers), changes.samplings, strict=True
+        ):
+            row = self._rows.get(number)
+            self._require(row is not None, f"row {number} changes but is not in use")
+            assert row is not None
+            self._require(known <= len(row.tokens), "a row keeps tokens that it knows")
+            self._require(sampling.seed == row.seed, "a row keeps its request's seed")
+            row.tokens[known:] = token_ids[:count]
+            del row.ids[known:]
+            del token_ids[:count]
+            row.computed = computed
+            self._require(
+                0 <= computed < len(row.tokens), "a row that changes has a token left to compute"
+            )
+            row.provisional = row.deterministic and not sampling.deterministic
+            row.deterministic = sampling.deterministic
+        self._require(not token_ids, "each id belongs to a row that changes")
 
     def _take_drafts(self, batch: Batch, rows: list[_Row]) -> None:
         """Note the drafts of each row; those left to the executor are proposed here."""

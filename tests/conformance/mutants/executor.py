@@ -31,6 +31,7 @@ from dovetail.api.executor import (
     PoolingRows,
     PromptLogprobs,
     Result,
+    RowChanges,
 )
 from dovetail.api.kv_cache import HOLE
 from dovetail.api.kv_transfers import Slab, Transfer, Transferred, frame_checksum
@@ -396,6 +397,51 @@ class SamplesDeterministicRowsWithOthers(_OnARealClock):
             return super().submit(batch)
         finally:
             Sampling.parts_of_lines = parts  # type: ignore[method-assign]
+
+
+class _ChangesRows(LocalExecutor):
+    """The demo model on the CPU, with other changes of rows than it is given."""
+
+    def read(self, changes: RowChanges) -> RowChanges:
+        raise NotImplementedError
+
+    def submit(self, batch: Batch) -> Step:
+        changes = batch.changes
+        return super().submit(
+            batch if changes is None else replace(batch, changes=self.read(changes))
+        )
+
+
+@mutant(caught_by="executor.row_changes")
+class SamplesChangedRowsAsBefore(_ChangesRows):
+    def read(self, changes: RowChanges) -> RowChanges:
+        before = tuple(RowSampling(temperature=1.1, seed=one.seed) for one in changes.samplings)
+        marks = [one.deterministic for one in changes.samplings]
+        return changes if any(marks) else replace(changes, samplings=before)
+
+
+@mutant(caught_by="executor.row_changes")
+class KeepsTheTokensThatChangedRowsForget(LocalExecutor):
+    def submit(self, batch: Batch) -> Step:
+        changes = batch.changes
+        if changes is not None:
+            state = self.worker._running().rows
+            kept = [
+                state.token_ids[row, start : start + count].numpy()
+                for row, start, count in zip(
+                    changes.rows, changes.known, changes.counts, strict=True
+                )
+            ]
+            token_ids = np.concatenate(kept).astype(np.int32)
+            batch = replace(batch, changes=replace(changes, token_ids=token_ids))
+        return super().submit(batch)
+
+
+@mutant(caught_by="executor.deterministic")
+class DropsTheMarkOfChangedRows(_ChangesRows):
+    def read(self, changes: RowChanges) -> RowChanges:
+        samplings = tuple(replace(one, deterministic=False) for one in changes.samplings)
+        return replace(changes, samplings=samplings)
 
 
 @mutant(caught_by="executor.sampling")

@@ -133,6 +133,8 @@ CLAUSES: Marks = {
     "Capacity.prompt_rate": PROMPT_RATE,
     "Capacity.not_deterministic": held("deterministic"),
     "Capacity.deterministic_window": held("deterministic"),
+    "Capacity.changes_rows": held("row_changes", "deterministic"),
+    "RowChanges": held("row_changes", "deterministic"),
     "Capacity": {
         "may be submitted": held("order", "capacity"),
         "it can use": held("shared_prefix"),
@@ -157,6 +159,7 @@ CLAUSES: Marks = {
         "*": held("drafts", "drafts_beside"),
     },
     "Batch.drafts": held("drafts"),
+    "Batch.changes": held("row_changes", "deterministic"),
     "PoolingRows": held("pooled", "pooled_beside", "pooled_again"),
     "AdapterRows": held("adapters", "adapter_slots", "adapter_merged"),
     "Pooled": held("pooled", "pooled_failed"),

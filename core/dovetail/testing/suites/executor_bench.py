@@ -22,6 +22,7 @@ from dovetail.api.executor import (
     NewRow,
     PoolingRows,
     Result,
+    RowChanges,
     RowPooling,
 )
 from dovetail.api.kv_cache import PageCopy
@@ -77,6 +78,7 @@ class Bench:
         self._transfers: list[KVTransfers | None] = []  # one, once asked for
         self._free_blocks = list(range(self.num_blocks))
         self._added: list[BenchRequest] = []
+        self._changed: list[tuple[BenchRequest, int]] = []  # with the tokens kept
         self._removed: list[int] = []
         self._appended: list[tuple[int, int]] = []
         self._loads: list[AdapterLoad] = []
@@ -89,6 +91,7 @@ class Bench:
         rows = [request.row for request in self.requests.values()]
         self._removed += [row for row in rows if row not in unsent]
         self._added = []
+        self._changed = []
         self._appended = []
         self._loads = []
         self.requests = {}
@@ -164,6 +167,25 @@ class Bench:
             self._free_blocks += [
                 block for block in request.blocks if block not in self._free_blocks
             ]
+
+    def change(
+        self,
+        name: str,
+        known: int,
+        computed: int,
+        token_ids: Sequence[int] = (),
+        **sampling: Any,
+    ) -> None:
+        """Let the row of a request keep its first `known` tokens in the next batch, followed by
+        `token_ids`, and sample by these parameters."""
+        request = self.requests[name]
+        request.tokens[known:] = token_ids
+        request.known = known + len(token_ids)
+        request.computed = computed
+        request.sampling = RowSampling(
+            **{"temperature": 0.0, "seed": request.sampling.seed, **sampling}
+        )
+        self._changed.append((request, known))
 
     def load(self, adapter: AdapterLoad) -> None:
         """Have the next batch write an adapter."""
@@ -400,6 +422,8 @@ class Bench:
         self._removed = []
         loads = self._loads
         self._loads = []
+        changed = self._changed
+        self._changed = []
         ends = [request.computed + counts[request.name] == request.known for request in requests]
         pooled = [
             index
@@ -437,6 +461,7 @@ class Bench:
             // self.capacity.layout.groups[0].block_tokens,
             late=late,
             parts=_parts(added, loads, pooled),
+            changes=_changes(changed) if changed else None,
             drafts=None
             if drafts is None
             else Drafts(
@@ -450,6 +475,18 @@ class Bench:
             return getattr(self.executor, method)(*arguments)
         except Exception as error:
             fail(f"{method} raised {type(error).__name__} for a lawful step: {error}", error)
+
+
+def _changes(changed: Sequence[tuple[BenchRequest, int]]) -> RowChanges:
+    after = [request.tokens[known:] for request, known in changed]
+    return RowChanges(
+        rows=np.array([request.row for request, _ in changed], np.int32),
+        known=np.array([known for _, known in changed], np.int32),
+        counts=np.array([*map(len, after)], np.int32),
+        token_ids=np.array([token for ids in after for token in ids], np.int32),
+        computed=np.array([request.computed for request, _ in changed], np.int32),
+        samplings=tuple(request.sampling for request, _ in changed),
+    )
 
 
 def _new_row(request: BenchRequest, pages: Sequence[Sequence[int]]) -> NewRow:

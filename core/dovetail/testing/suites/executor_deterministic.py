@@ -20,8 +20,8 @@ class ExecutorDeterministic(ExecutorSubject):
         """If `Capacity.not_deterministic` is empty, the token ids and log-probabilities of a row
         with `RowSampling.deterministic` have the same bits alone, beside other rows, in chunks, after
         a prefix that another such row computed, and when it is computed again; with
-        `Capacity.deterministic_window` also as drafts, after a row without the mark computed
-        them."""
+        `Capacity.deterministic_window` also as drafts, after a row without the mark computed them,
+        and with `Capacity.changes_rows` in the same row."""
         alone = self._bits_of([{MARK: LENGTH}, *[{MARK: 1}] * STEPS])
         beside = [{"b": LENGTHS["b"], MARK: LENGTH, "a": LENGTHS["a"]}]
         self._require_bits(
@@ -51,9 +51,45 @@ class ExecutorDeterministic(ExecutorSubject):
             found = _run(bench, [{MARK: len(known)}, *[{MARK: 1}] * (STEPS - 3)])
         _compare("computed again", alone[3:], found)
         if bench.capacity.deterministic_window:
-            self._require_windows(alone)
+            self._require_windows(alone, in_place=False)
+        if bench.capacity.changes_rows:
+            self._require_windows(alone, in_place=True)
 
-    def _require_windows(self, alone: list[tuple[int, bytes]]) -> None:
+    @check("executor.row_changes", since="1.1", capability="changes_rows")
+    def test_rows_change_how_they_sample(self) -> None:
+        """With `Capacity.changes_rows`, a row in `Batch.changes` samples the tokens of a row that is
+        added with the same tokens and parameters: after it forgot tokens, with other tokens in
+        their place, and beside rows that don't change."""
+        penalties: dict[str, Any] = {
+            "repetition_penalty": 1.6,
+            "frequency_penalty": 0.7,
+            "min_p": 0.02,
+        }
+        with self._shared_bench() as bench:
+            self._add(bench, "a")
+            prompt = bench.prompt(LENGTH, variant=3)
+            own = bench.add("change", prompt, temperature=1.1)
+            bench.prefill("change", "a")
+            bench.decode("a", "change", steps=4)
+            kept = LENGTH + 2
+            token_ids = [(token + 1) % bench.capacity.vocab_size for token in own.tokens[kept:][:2]]
+            settings: dict[str, Any] = {"temperature": 0.8, "seed": own.sampling.seed, **penalties}
+            bench.change("change", kept, kept - 1, token_ids, **settings)
+            bench.run({"a": 1, "change": 1 + len(token_ids)})
+            bench.decode("change", "a", steps=2)
+            known = len(own.tokens) - 3
+            bench.add("new", own.tokens[:known], prompt_len=LENGTH, **settings)
+            bench.run({"new": known})
+            bench.decode("new", steps=2)
+            found = own.tokens[known:]
+            expected = bench.tokens["new"]
+        require(
+            found == expected,
+            f"a row that changed samples {found}; a new one with the same tokens and parameters "
+            f"samples {expected}",
+        )
+
+    def _require_windows(self, alone: list[tuple[int, bytes]], *, in_place: bool) -> None:
         with self._shared_bench() as bench:
             self._add(bench, "a", "b")
             first = bench.add(MARK, _marked(bench), deterministic=True, logprobs=3)
@@ -61,6 +97,9 @@ class ExecutorDeterministic(ExecutorSubject):
             known = [*first.tokens]
 
             def replace_row(**sampling: Any) -> None:
+                if in_place:
+                    bench.change(MARK, len(known), LENGTH, **sampling)
+                    return
                 bench.remove(MARK)
                 bench.add(
                     MARK,
@@ -85,7 +124,8 @@ class ExecutorDeterministic(ExecutorSubject):
                 (token, numbers[line, :4].tobytes())
                 for line, token in enumerate(bench.tokens[MARK][before:])
             ]
-        _compare("checked as drafts", alone[1:4], found)
+        what = "checked as drafts, in a row that changed" if in_place else "checked as drafts"
+        _compare(what, alone[1:4], found)
 
     def _require_bits(
         self, what: str, alone: list[tuple[int, bytes]], steps: Sequence[Mapping[str, int]]

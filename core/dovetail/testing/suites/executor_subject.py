@@ -32,7 +32,10 @@ SETTINGS: Mapping[str, Any] = {
     "kv_cache_memory": "8MiB",
 }
 LENGTHS = {"a": 11, "b": 2, "c": 37}  # of prompts: within a block, one step, over some blocks
-OBSERVED = ("workers", "shared_prefix", "drafts", "pooling", "transfers", "deterministic")
+OBSERVED = (
+    *("workers", "shared_prefix", "drafts", "pooling", "transfers", "deterministic"),
+    "changes_rows",
+)
 MOST_DRAFTS = 3  # of executors whose steps have drafts
 MOST_STARTED = 6  # executors with processes of their own, which take seconds to start
 MOST_ADAPTERS = 2  # slots of executors whose rows have adapters
@@ -48,10 +51,10 @@ class ExecutorSubject(Suite):
     model: ClassVar[str] = "demo"
 
     def declares(self, capability: str) -> bool:
-        """Seven are observed instead of declared: "workers" (`start` starts processes),
-        "transfers", and of `Capacity` "shared_prefix", "drafts", "pooling", "adapters" and
-        "deterministic". What adapters that change no module compute, and what is pooled on a
-        virtual clock, isn't judged."""
+        """Eight are observed instead of declared: "workers" (`start` starts processes),
+        "transfers", and of `Capacity` "shared_prefix", "drafts", "pooling", "adapters",
+        "deterministic" and "changes_rows". What adapters that change no module compute, and what is
+        pooled on a virtual clock, isn't judged."""
         if capability == "pooling" and self.capabilities.virtual_clock:
             return False
         if capability == "adapters":
@@ -191,6 +194,7 @@ def _seen(suite: type[ExecutorSubject]) -> frozenset[str]:
             "drafts": capacity.max_lines > 0,
             "pooling": capacity.pooling is not None,
             "deterministic": not capacity.not_deterministic,
+            "changes_rows": capacity.changes_rows,
         }
         # starting it took long, if it has processes: checks go on with it
         _shared.make_room(suite, MOST_STARTED if has["workers"] else 1)

@@ -1,15 +1,15 @@
 """Serializes a `Batch` and its `Masks` as 32-bit words for other ranks: numbers are copied
 directly, without a Python object for each.
 
-What rows sample by, and the parts of features, are pickled together: they have many types, and most
-steps have none.
+What rows sample by, their changes, and the parts of features are pickled together: they have many
+types, and most steps have none.
 
     step (two words), shared blocks, 1 if late, drafts (-1: none), then the number of each, and of the pages of a checkpoint
     removed | new_pages (group, row, page, …) | copies (src, dst, …) | checkpoints (row, tokens, pages …) | rows | num_tokens | yields_token
     with drafts, their number in each row | drafts
     for each of `added`: row, prompt_len, computed; number of tokens, of bytes of its id, and of groups
     for each of these the pages in each group | all tokens | all pages | all ids
-    with `added` or `parts`, sampling of each of `added`, and the parts, pickled
+    with `added`, `parts` or `changes`, sampling of each of `added`, and the others, pickled
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def to_words(batch: Batch) -> list[Words]:
     pickled = b""
     if batch.added:
         body += _added_words(batch.added)
-    if batch.added or batch.parts:
-        started = [new.sampling for new in batch.added], batch.parts
+    if batch.added or batch.parts or batch.changes is not None:
+        started = [new.sampling for new in batch.added], batch.parts, batch.changes
         pickled = pickle.dumps(started, pickle.HIGHEST_PROTOCOL)
         body.append(_bytes_words(pickled))
     drafts = -1 if batch.drafts is None else len(batch.drafts.token_ids)
@@ -88,7 +88,7 @@ def from_words(words: Words) -> Batch:
         "drafts": None if drafts < 0 else Drafts(reader.take(rows), reader.take(drafts)),
     }
     if added or pickled:
-        fields["added"], fields["parts"] = _started(reader, added, pickled)
+        fields |= _started(reader, added, pickled)
     return Batch(step=step, shared_prefix_blocks=shared, late=bool(late), **{"added": (), **fields})
 
 
@@ -148,17 +148,15 @@ def _added_words(added: Sequence[NewRow]) -> list[Words]:
     ]
 
 
-def _started(
-    reader: _Reader, count: int, pickled: int
-) -> tuple[tuple[NewRow, ...], tuple[Any, ...]]:
-    """Return `count` new rows and the parts; `pickled`: bytes."""
+def _started(reader: _Reader, count: int, pickled: int) -> dict[str, Any]:
+    """Return `count` new rows, the parts and the changes, by field; `pickled`: bytes."""
     heads = reader.take(_NEW * count).reshape(count, _NEW).tolist()
     counts = [reader.take(head[5]).tolist() for head in heads]
     tokens = [reader.take(head[3]) for head in heads]
     tables = [tuple(map(reader.take, own)) for own in counts]
     ids = reader.take_bytes(sum(head[4] for head in heads))
     at = 0
-    samplings, parts = pickle.loads(reader.take_bytes(pickled))
+    samplings, parts, changes = pickle.loads(reader.take_bytes(pickled))
     added = []
     for (row, prompt_len, computed, _, length, _), own, pages, sampling in zip(
         heads, tokens, tables, samplings, strict=True
@@ -166,7 +164,7 @@ def _started(
         name = ids[at : at + length].decode("utf-8", "surrogatepass")
         at += length
         added.append(NewRow(row, name, own, prompt_len, computed, pages, sampling))
-    return tuple(added), parts
+    return {"added": tuple(added), "parts": parts, "changes": changes}
 
 
 def _bytes_words(data: bytes) -> Words:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.executor import Batch, Drafts, NewRow
+from dovetail.api.executor import Batch, Drafts, NewRow, RowChanges
 from dovetail.api.kv_cache import KVLayout
 from dovetail.api.sampler import RowHistory, RowSampling
 from dovetail.errors import DovetailError
@@ -165,7 +165,7 @@ class RowState:
         return self.waste_page * self.block_tokens
 
     def update(self, batch: Batch) -> None:
-        """Apply removed rows, added rows and new pages.
+        """Apply removed, added and changed rows, and new pages.
 
         Raises `DovetailError` if they, or the batch's drafts, don't fit.
         """
@@ -180,6 +180,8 @@ class RowState:
         pieces: Pieces | None = None
         if batch.added:
             changes, pieces = self._add(batch)
+        if batch.changes is not None:
+            changes += self._change(batch.changes)
         if len(batch.new_pages):
             for group, tables in enumerate(self._tables_of):
                 new = (
@@ -352,7 +354,9 @@ class RowState:
         self.known[rows] = known
         self.computed[rows] = [new.computed for new in added]
         self.request_ids = self.request_ids.copy()
-        self._note(added, rows)
+        for new in added:
+            self.request_ids[new.row] = new.request_id
+        self._note(rows, [new.sampling or NO_SAMPLING for new in added])
         columns = [
             known,
             [new.prompt_len for new in added],
@@ -372,21 +376,38 @@ class RowState:
             self.states.put(rows.tolist(), [new.pages[-1] for new in added])
         return changes, self._pieces_of(rows, token_ids)
 
-    def _note(self, added: tuple[NewRow, ...], rows: Int64) -> None:
-        """Note what the host must know of these rows and their sampling."""
-        logprobs = []
-        deterministic = []
-        for new in added:
-            self.request_ids[new.row] = new.request_id
-            sampling = new.sampling
-            if sampling is None:
-                sampling = NO_SAMPLING
-            logprobs.append(-1 if sampling.logprobs is None else sampling.logprobs)
-            deterministic.append(sampling.deterministic)
-            if sampling.prompt_logprobs is not None:
-                self.prompt_logprobs[new.row] = sampling.prompt_logprobs
-        self.logprobs[rows] = logprobs
-        self.deterministic[rows] = deterministic
+    def _change(self, asked: RowChanges) -> list[Change]:
+        """Let rows go on with other tokens and sampling parameters."""
+        rows = asked.rows.astype(np.int64)
+        known = asked.known + asked.counts
+        wrong = (
+            (asked.known > self.known[rows]) | (known > self.max_len) | (asked.computed >= known)
+        )
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise DovetailError(
+                f"request {self.request_ids[rows[at]]!r} (row {rows[at]}) can't go on with "
+                f"{asked.computed[at]} of {known[at]} tokens computed after {asked.known[at]} of "
+                f"its {self.known[rows[at]]}; a row holds {self.max_len}"
+            )
+        self.known[rows] = known
+        self.computed[rows] = asked.computed
+        self._note(rows, asked.samplings)
+        starts = self._token_ids_at + rows * self.row_width + asked.known
+        return [
+            (int(self._columns_at[0, 0]) + rows, known),
+            (ranges(starts, asked.counts), asked.token_ids),
+        ]
+
+    def _note(self, rows: Int64, samplings: Sequence[RowSampling]) -> None:
+        """Note what the host must know of the sampling of these rows."""
+        self.logprobs[rows] = [-1 if each.logprobs is None else each.logprobs for each in samplings]
+        self.deterministic[rows] = [each.deterministic for each in samplings]
+        for row, each in zip(rows.tolist(), samplings, strict=True):
+            if each.prompt_logprobs is not None:
+                self.prompt_logprobs[row] = each.prompt_logprobs
+            elif self.prompt_logprobs:
+                self.prompt_logprobs.pop(row, None)
 
     def _pieces_of(self, rows: Int64, token_ids: list[NDArray[np.int32]]) -> Pieces:
         """Return the pieces that hold the tokens of each of `rows`. What follows these in the last

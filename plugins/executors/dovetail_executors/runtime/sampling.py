@@ -93,7 +93,7 @@ class Sampling:
             return
         step.told = True
         batch = step.batch
-        if len(batch.removed) or batch.added:
+        if len(batch.removed) or batch.added or batch.changes is not None:
             self._change(step, batch)
         if self.processors.names:
             step.asks = self.processors.asked_by(step.lines.rows)
@@ -104,13 +104,21 @@ class Sampling:
             )
 
     def _change(self, step: Step, batch: Batch) -> None:
-        """Remove and add the rows that are sampled; others yield no token."""
+        """Remove and add the rows that are sampled; others yield no token. Those that change are
+        removed and added, since their samplers may keep what they have seen of forgotten tokens."""
         removed = [row for row in batch.removed.tolist() if row in self._knows]
         added = [
             SampledRow(row=new.row, sampling=new.sampling)
             for new in batch.added
             if new.sampling is not None
         ]
+        if (changes := batch.changes) is not None:
+            changed = changes.rows.tolist()
+            removed += changed
+            added += [
+                SampledRow(row=row, sampling=sampling)
+                for row, sampling in zip(changed, changes.samplings, strict=True)
+            ]
         fresh = [one.row for one in added]
         self._knows.difference_update(removed)
         self._knows.update(fresh)

@@ -250,6 +250,8 @@ class Worker:
             prompt_rate=prompt_rate if device.type == "cpu" else None,
             not_deterministic=not_deterministic,
             deterministic_window=SLAB if checks_drafts and not not_deterministic else 0,
+            # what proposes drafts keeps places of its own, which only a new row resets
+            changes_rows=not any(isinstance(each, Proposer) for each in self._running().features),
             details=details,
         )
         for feature in self._running().features:
