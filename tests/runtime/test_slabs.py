@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from dovetail.api.graphs import GraphSupport
 from dovetail.api.model import ModelInputs
-from dovetail.api.sampler import RowSampling
-from dovetail_executors.runtime.slab_steps import RecordedSlabs
+from dovetail.api.sampler import (
+    Capture,
+    RowSampling,
+    SampledTokens,
+    SampleInputs,
+    SamplerCapabilities,
+)
+from dovetail.nn.logprobs import top_logprobs
+from dovetail_executors.runtime.slab_steps import LineOutputs, RecordedLines, RecordedSlabs
 from dovetail_executors.runtime.slabs import (
     LINES,
     MORE_PLACES,
@@ -19,7 +29,8 @@ from dovetail_executors.runtime.slabs import (
     cheapest,
     sizes_of_forwards,
 )
-from tests.runtime.fakes import VOCAB, Bench, TinyModel
+from dovetail_executors.runtime.step_inputs import SamplingInputs
+from tests.runtime.fakes import VOCAB, Bench, Greedy, TinyModel
 from tests.runtime.recorded import give_graphs, play_graphs_on_the_cpu
 
 MARKED = RowSampling(temperature=0.0, logprobs=2, deterministic=True)
@@ -161,6 +172,69 @@ def test_recorded_slabs_have_the_bits_of_launched_ones(monkeypatch: pytest.Monke
     recorded = bits_of(bench, lengths, marked=(0, 2))
     assert set(graphs.replayed) == {("slabs", 4 * SLAB)}
     assert (recorded[0], recorded[2]) == (launched[0], launched[2])
+
+
+class Recordable(Greedy):
+    """Its work can be recorded."""
+
+    capabilities = SamplerCapabilities(cuda_graph=GraphSupport.ALL, logprobs=True)
+
+    def capture_for(self, host_rows: NDArray[np.integer[Any]]) -> Capture:
+        return Capture.FULL
+
+    def sample(self, inputs: SampleInputs) -> SampledTokens:
+        if inputs.capture is None:
+            return super().sample(inputs)
+        token_ids = inputs.logits.argmax(dim=1)
+        return SampledTokens(token_ids, top_logprobs(inputs.logits, token_ids, 2))
+
+
+@pytest.mark.parametrize("lines", [2, 8])
+def test_recorded_lines_have_the_bits_of_launched_ones(
+    monkeypatch: pytest.MonkeyPatch, lines: int
+) -> None:
+    monkeypatch.setitem(PLACES, "cpu", 4)
+    monkeypatch.setitem(LINES, "cpu", lines)
+    lengths = dict(enumerate(LENGTHS))
+    found = []
+    for records in (False, True):
+        bench = Bench(max_len=96)
+        bench.sampler.__class__ = Recordable
+        if records:
+            play_graphs_on_the_cpu(monkeypatch)
+            parts = bench.runner.parts
+            builders = [RecordedLines(parts, capture, bench.runner.slabs) for capture in Capture]
+            graphs = give_graphs(bench, builders)
+            assert not graphs.record_next()
+        found.append(bits_of(bench, lengths, marked=(0, 1, 2)))
+    assert found[0] == found[1]
+    steps = 3
+    parts_of_a_step = -(-len(LENGTHS) // lines)
+    sampled = [size for part, size in graphs.replayed if part == "lines_full"]
+    assert sampled == [lines] * parts_of_a_step * steps
+
+
+def test_lines_are_launched_if_their_recording_has_other_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(PLACES, "cpu", 4)
+    monkeypatch.setitem(LINES, "cpu", 8)
+    play_graphs_on_the_cpu(monkeypatch)
+    lengths = dict(enumerate(LENGTHS))
+    plain, bench = Bench(max_len=96), Bench(max_len=96)
+    plain.sampler.__class__ = bench.sampler.__class__ = Recordable
+    launched = bits_of(plain, lengths, marked=(0, 1, 2))
+
+    class Other(RecordedLines):
+        def run(self, inputs: SamplingInputs) -> LineOutputs:
+            logits, sampled = super().run(inputs)
+            return LineOutputs(torch.nextafter(logits, logits + 1), sampled)
+
+    parts = bench.runner.parts
+    builders = [Other(parts, capture, bench.runner.slabs) for capture in Capture]
+    graphs = give_graphs(bench, builders)
+    assert bits_of(bench, lengths, marked=(0, 1, 2)) == launched
+    assert "lines_full" not in [part for part, _ in graphs.replayed]
 
 
 @pytest.mark.parametrize("drafter", [{"head": True}, {"draft_error": 0.0}])

@@ -11,7 +11,7 @@ import torch
 from dovetail.api.model import ModelInputs
 from dovetail.api.sampler import Capture
 
-PartOfStep = Literal["mixed", "model", "decode", "sampling", "draft", "slabs"]
+PartOfStep = Literal["mixed", "model", "decode", "sampling", "draft", "slabs", "lines"]
 MODEL_PARTS: frozenset[PartOfStep] = frozenset({"mixed", "model", "decode"})
 
 
@@ -23,10 +23,10 @@ class GraphKey:
     `part`: "mixed" is the model, for any step; "decode" a whole decode step, with or without
     drafts: model, sampling, growth of the rows; "model" the model of a decode step; "sampling" the
     rest of a step after its model; "draft" a draft of each of some rows; "slabs" the model of some
-    deterministic tokens. `capture`: how tokens are sampled; None: they aren't. `axes`: names of
-    device work that the recording contains and others of its part don't: "shared" (attention reads
-    a prefix of all rows once), "processed" (by logits processors), "first" (of a row's drafts), and
-    those of features.
+    deterministic tokens; "lines" logits and tokens of some deterministic lines. `capture`: how
+    tokens are sampled; None: they aren't. `axes`: names of device work that the recording contains
+    and others of its part don't: "shared" (attention reads a prefix of all rows once), "processed"
+    (by logits processors), "first" (of a row's drafts), and those of features.
     """
 
     part: PartOfStep

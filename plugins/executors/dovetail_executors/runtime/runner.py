@@ -23,7 +23,7 @@ from dovetail.api.attention import AttentionBackend, AttentionBatch
 from dovetail.api.clock import Clock
 from dovetail.api.executor import Batch, Masks, Result
 from dovetail.api.model import ModelInputs
-from dovetail.api.sampler import Lines
+from dovetail.api.sampler import Lines, SampledTokens
 from dovetail.errors import DovetailError
 from dovetail.nn.transfer import all_to_device, to_device
 from dovetail_executors.runtime.device_work import DeviceWork
@@ -397,7 +397,15 @@ class Runner:
         last = hidden.index_select(0, places)  # [n, hidden]
         parts = self.sampling.parts_of_lines(step, self._changes_logits)
         logits_of = partial(self._logits_of, step, last, rows)
-        self.sampling.draw(step, parts, logits_of, Lines(rows=rows, ahead=ahead), last)
+        recorded = partial(self._replay_part, step, last)
+        self.sampling.draw(step, parts, logits_of, recorded, Lines(rows=rows, ahead=ahead), last)
+
+    def _replay_part(self, step: Step, last: torch.Tensor, part: LinePart) -> SampledTokens | None:
+        """Sample a part of the step's lines with a recording; None: there is none."""
+        if self.graphs is None or part.capture is None or part.size != self.rows.fixed_lines:
+            return None
+        lines = step.lines.sorted(part.lines)
+        return self.slabs.sample(last, part.lines, lines, part.capture, self.graphs)
 
     def _logits_of(
         self, step: Step, last: torch.Tensor, rows: torch.Tensor, part: LinePart

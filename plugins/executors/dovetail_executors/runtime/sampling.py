@@ -228,21 +228,29 @@ class Sampling:
         step: Step,
         parts: Sequence[LinePart],
         logits_of: Callable[[LinePart], torch.Tensor],
+        recorded: Callable[[LinePart], SampledTokens | None],
         lines: Lines,
         hidden: torch.Tensor,
     ) -> None:
         """Launch the sampling of the step's lines [n], part by part, and fetch the results.
-        `logits_of`: returns those of a part, [part.size, vocab]. `hidden` [n, hidden]: of the
-        lines' last tokens. Log-probabilities are those of the unmasked logits."""
+        `logits_of`: returns those of a part, [part.size, vocab]. `recorded`: samples a part with a
+        recording, if there is one, whose next replay overwrites the result. `hidden` [n, hidden]:
+        of the lines' last tokens. Log-probabilities are those of the unmasked logits."""
         asks = step.asks
         masked = None if step.masked is None else to_device(step.masked, self.rows.device)
         process = None
         failures: dict[int, str] = {}
         if asks is not None:
             process = self.processors.process(lines, asks, masked, self.masks.words, failures)
-        drawn = [
-            self._draw_part(step, part, logits_of(part), lines, masked, process) for part in parts
-        ]
+        drawn = []
+        for part in parts:
+            sampled = recorded(part)
+            if sampled is None:
+                sampled = self._draw_part(step, part, logits_of(part), lines, masked, process)
+            if not part.is_whole(len(step.lines.rows)):
+                # the next part is sampled before these are read
+                sampled = _first(sampled, len(part.lines))
+            drawn.append(sampled)
         if asks is not None:
             for index, reason in failures.items():
                 rows = step.lines.rows[asks[:, index]]
@@ -264,10 +272,9 @@ class Sampling:
         masked: torch.Tensor | None,
         process: Process | None,
     ) -> SampledTokens:
-        """Sample a part of the step's lines [n]. `masked` [n] and `process` are those of all
-        lines."""
+        """Sample a part of the step's lines [n], with its padding. `masked` [n] and `process` are
+        those of all lines."""
         host_rows = step.lines.rows[part.lines]
-        count = len(host_rows)
         raw = logits
         if not part.is_whole(len(step.lines.rows)):
             index = to_device(part.padded, self.rows.device)
@@ -287,13 +294,7 @@ class Sampling:
         top = sampled.logprobs
         if top is not None and masked is not None:
             top = top_logprobs(raw, sampled.token_ids, top.token_ids.shape[1] - 1)
-        if part.is_whole(len(step.lines.rows)):
-            return SampledTokens(sampled.token_ids, top)
-        if top is not None:
-            numbers = top.token_ids, top.logprobs, top.ranks
-            top = TopLogprobs(*(each[:count].clone() for each in numbers))
-        # the next part is sampled before these are read
-        return SampledTokens(sampled.token_ids[:count].clone(), top)
+        return SampledTokens(sampled.token_ids, top)
 
     def record(
         self,
@@ -365,6 +366,15 @@ def _of_lines(process: Process, lines: Int64) -> Process:
             process(logits[first:end], int(own[first]))
 
     return of_lines
+
+
+def _first(sampled: SampledTokens, count: int) -> SampledTokens:
+    """Return a copy of the first `count` tokens, with their log-probabilities."""
+    top = sampled.logprobs
+    if top is not None:
+        numbers = top.token_ids, top.logprobs, top.ranks
+        top = TopLogprobs(*(each[:count].clone() for each in numbers))
+    return SampledTokens(sampled.token_ids[:count].clone(), top)
 
 
 def _joined(parts: Sequence[SampledTokens], order: torch.Tensor) -> SampledTokens:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from dovetail.api.graphs import GraphSupport
 from dovetail.api.model import ModelInputs
+from dovetail.api.sampler import Capture, SampledTokens, SampleInputs
 from dovetail.nn.fixed_shapes import fixed_shapes
 from dovetail.nn.transfer import to_device
 from dovetail_executors.runtime.device_work import DeviceWork
-from dovetail_executors.runtime.graphs import Graphs, MixedSteps, StepParts
-from dovetail_executors.runtime.model_io import SLABS, ModelOutputs, StepTokens
+from dovetail_executors.runtime.graphs import Builder, Graphs, MixedSteps, StepParts
+from dovetail_executors.runtime.model_io import SLABS, GraphKey, ModelOutputs, StepTokens
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.slabs import (
     LINES,
@@ -29,7 +31,13 @@ from dovetail_executors.runtime.slabs import (
     sizes_of_forwards,
 )
 from dovetail_executors.runtime.step import Step
-from dovetail_executors.runtime.step_inputs import HostInputs, Int64, MixedInputs
+from dovetail_executors.runtime.step_inputs import (
+    HostInputs,
+    HostLines,
+    Int64,
+    MixedInputs,
+    SamplingInputs,
+)
 
 log = logging.getLogger("dovetail")
 
@@ -48,6 +56,8 @@ class SlabSteps:
         self._sizes = sizes_of_forwards(device, max_tokens or self._places * SLAB)
         parts.rows.fixed_lines = parts.rows.many_lines = LINES.get(device, 1)
         self._tried = self._sizes == [1] and parts.rows.fixed_lines == 1
+        self.like: torch.Tensor | None = None  # [1, hidden] a state, once a slab was tried
+        self._records_lines = True
         # of launched forwards by their number of slabs, made when first needed
         self._inputs: dict[int, MixedInputs] = {}
         # Launched ones have the kernels of recorded ones.
@@ -132,9 +142,40 @@ class SlabSteps:
             if self._sizes != tried:
                 log.info("deterministic requests: forwards of %s slabs on this device", self._sizes)
         self._inputs.clear()
-        self._try_lines(states[0, -1:])
+        self.like = states[0, -1:]
+        self._try_lines(self.like, graphs)
 
-    def _try_lines(self, state: torch.Tensor) -> None:
+    def sample(
+        self,
+        hidden: torch.Tensor,
+        indices: Int64,
+        lines: HostLines,
+        capture: Capture,
+        graphs: Graphs,
+    ) -> SampledTokens | None:
+        """Sample lines [n] whose states are hidden[indices], with a recording of as many as are
+        sampled together. None if there is none. The next call overwrites the result."""
+        if not self._records_lines:
+            return None
+        found = self._replay_lines(hidden, indices, lines, capture, graphs)
+        return None if found is None else found.sampled
+
+    def _replay_lines(
+        self,
+        hidden: torch.Tensor,
+        indices: Int64,
+        lines: HostLines,
+        capture: Capture,
+        graphs: Graphs,
+    ) -> LineOutputs | None:
+        graph = graphs.find(GraphKey("lines", capture), self._parts.rows.fixed_lines)
+        if graph is None or graph.size != self._parts.rows.fixed_lines:
+            return None
+        graph.inputs.fill(hidden, indices, lines, None)
+        outputs: LineOutputs = graphs.replay(graph)
+        return outputs
+
+    def _try_lines(self, state: torch.Tensor, graphs: Graphs | None) -> None:
         """Compute logits of a state [1, hidden] in each of the lines."""
         rows = self._parts.rows
         logits_of = self._parts.model.model.logits
@@ -143,6 +184,11 @@ class SlabSteps:
             rows.fixed_lines = rows.many_lines = 1
             log.info("deterministic requests: lines are sampled one by one on this device")
             return
+        if graphs is not None:
+            indices = np.zeros(rows.fixed_lines, np.int64)
+            nobody = HostLines(np.full(rows.fixed_lines, rows.max_rows), indices.astype(np.int32))
+            found = self._replay_lines(state, indices, nobody, Capture.TOKENS, graphs)
+            self._records_lines = found is not None and _all_alike(found.logits, one[:1])
         many = MANY_LINES.get(rows.device.type, 1)
         fits = rows.fixed_lines < many <= MOST_LOGITS // one.shape[1]
         if fits and _all_alike(logits_of(state.repeat(many, 1)), one[:1]):
@@ -177,6 +223,36 @@ class RecordedSlabs(MixedSteps):
 
     def run(self, inputs: MixedInputs) -> ModelOutputs:
         return ModelOutputs(states_of(self.parts, inputs, ()))
+
+
+class LineOutputs(NamedTuple):
+    """Results of recorded lines. The next replay overwrites the tensors."""
+
+    logits: torch.Tensor  # [lines, vocab]
+    sampled: SampledTokens
+
+
+class RecordedLines(Builder):
+    """Logits and tokens of the lines that are computed together. Many at once are launched, for
+    their memory. Recorded when first needed, once `slabs` have been tried."""
+
+    warm_ups = 0
+    on_demand = True
+
+    def __init__(self, parts: StepParts, capture: Capture, slabs: SlabSteps) -> None:
+        size = LINES.get(parts.rows.device.type, 1)
+        super().__init__(GraphKey("lines", capture), [size], parts)
+        self._slabs = slabs
+
+    def inputs(self, size: int) -> SamplingInputs:
+        assert self._slabs.like is not None
+        return SamplingInputs(size, self.parts.rows.max_rows, self._slabs.like)
+
+    def run(self, inputs: SamplingInputs) -> LineOutputs:
+        logits = self.parts.model.logits(inputs.hidden, inputs.lines.rows)
+        sampler = self.parts.sampling.sampler
+        asked = SampleInputs(logits=logits, lines=inputs.lines, capture=self.key.capture)
+        return LineOutputs(logits, sampler.sample(asked))
 
 
 def slab_inputs(size: int, rows: RowState) -> MixedInputs:

@@ -20,7 +20,7 @@ from dovetail.api.kv_cache import KVLayout
 from dovetail.api.kv_transfers import WORD
 from dovetail.api.model import ParallelGroup, VerifiesItself
 from dovetail.api.process_watch import PULSE
-from dovetail.api.sampler import SamplerContext
+from dovetail.api.sampler import Capture, SamplerContext
 from dovetail.api.start_phases import phase
 from dovetail.api.token_sizes import most_lines
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
@@ -49,7 +49,7 @@ from dovetail_executors.runtime.recording import LayerSplitter
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.runner import Runner
 from dovetail_executors.runtime.sampling import Sampling
-from dovetail_executors.runtime.slab_steps import RecordedSlabs
+from dovetail_executors.runtime.slab_steps import RecordedLines, RecordedSlabs
 from dovetail_executors.runtime.slabs import SLAB, rounded_up, sizes_of_forwards, why_not
 from dovetail_executors.runtime.step import Step
 from dovetail_executors.runtime.transfers import PageCopies, device_bytes, name_of_bytes
@@ -511,7 +511,13 @@ class Worker:
         alone = self.group.size == 1 and not loaded.rows.states
         if not all_recorded or not alone:
             return []
-        return [RecordedSlabs(self._running().parts, loaded.config.max_num_batched_tokens)]
+        runner = self._running()
+        builders: list[Builder] = [
+            RecordedSlabs(runner.parts, loaded.config.max_num_batched_tokens)
+        ]
+        if loaded.sampling.sampler.capabilities.cuda_graph:
+            builders += [RecordedLines(runner.parts, each, runner.slabs) for each in Capture]
+        return builders
 
     def _pool_pages(
         self, layout: KVLayout, max_model_len: int, asked: int | None, device: torch.device
