@@ -3,6 +3,8 @@ types."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
@@ -12,13 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.sampler import RowSampling
+from dovetail.api.sampler import Capture, RowSampling
 from dovetail.testing.recording import nothing_asked
 from dovetail.testing.suites import sampler_rows
-from dovetail_samplers import default, filters, penalties
+from dovetail_samplers import default, filters, penalties, table
 from dovetail_samplers.filters import FEW
 from tests.rounding import assert_rounded
-from tests.samplers.helpers import Row, ready, sample, tokens
+from tests.samplers.helpers import Ready, Row, ready, sample, tokens
 from tests.support import examples
 
 VOCAB = 4 * FEW  # enough for every path
@@ -63,6 +65,42 @@ def test_the_ways_of_the_cpu_and_of_a_device_agree(rows: list[Row]) -> None:
             patch.setattr(module, "on_cpu", lambda tensor: False)
         as_on_a_device = tokens(rows)
     assert as_on_a_device == tokens(rows)
+
+
+@examples(quick=30, full=500)
+@given(st.lists(any_rows(), min_size=2, max_size=4), st.data())
+def test_rows_begin_again_with_the_same_parameters_or_others(
+    rows: list[Row], data: st.DataObject
+) -> None:
+    """Also after an update that failed on its way to the device."""
+    r = ready(rows)
+    logits = r.logits.clone()
+    for _ in range(data.draw(st.integers(1, 4), label="updates")):
+        owners = data.draw(st.lists(st.sampled_from(rows), min_size=len(rows), max_size=len(rows)))
+        with_others = [
+            replace(row, sampling=owner.sampling) for row, owner in zip(rows, owners, strict=True)
+        ]
+        places = list(range(len(rows)))
+        if data.draw(st.booleans(), label="fails"):
+            with pytest.MonkeyPatch.context() as patch, suppress(MemoryError):
+                patch.setattr(table, "all_to_device", refuse)
+                r.update(places, [(at, with_others[at].sampling) for at in places])
+        if data.draw(st.booleans(), label="others"):
+            rows = with_others
+        r.update(places, [(at, rows[at].sampling) for at in places])
+        r.logits.copy_(logits)
+        assert both_ways(r) == both_ways(ready(rows))
+
+
+def both_ways(r: Ready) -> list[list[int]]:
+    """Return the tokens of what is launched, and of what is captured."""
+    own = replace(r, logits=r.logits.clone())  # sampling may overwrite them
+    results = own.sample(), r.captured(Capture.TOKENS)
+    return [result.token_ids.tolist() for result in results]
+
+
+def refuse(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    raise MemoryError
 
 
 @examples(quick=40, full=500)

@@ -78,12 +78,13 @@ class DefaultSampler(Sampler):
 
     def update(self, removed: Sequence[int], added: Sequence[SampledRow]) -> None:
         self._table.remove(removed)
-        if added:
-            self._table.add(added)
-            rows = np.array(list(dict.fromkeys(one.row for one in added)), np.int64)
+        changed = self._table.add(added)
+        if changed:
+            rows = np.array(list(changed), np.int64)
             self._device_rows.send(self._table, rows)
             if self._changes is not None:
                 self._changes.send(self._table, rows)
+            self._table.sent |= changed
 
     def capture_for(self, host_rows: Rows) -> Capture | None:
         """Return `TOKENS` for rows that need only temperature and filters, and `FULL` for others,

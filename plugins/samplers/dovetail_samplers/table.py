@@ -57,6 +57,8 @@ ROW = np.dtype(
     align=True,
 )
 
+RowValues = tuple[Any, ...]
+
 
 class Needs:
     """Flags of a row's needs besides the most likely token. They are plain integers, since an
@@ -95,7 +97,7 @@ def needs_of(sampling: RowSampling, has_rules: bool, vocab_size: int) -> int:
     return needs
 
 
-def row_of(sampling: RowSampling, has_rules: bool, vocab_size: int) -> tuple[Any, ...]:
+def row_of(sampling: RowSampling, has_rules: bool, vocab_size: int) -> RowValues:
     """Return a row's values of ROW."""
     needs = needs_of(sampling, has_rules, vocab_size)
     temperature = sampling.temperature
@@ -137,6 +139,7 @@ class RowTable:
         self.presence = self._rows["presence"]
         self.frequency = self._rows["frequency"]
         self.needs = self._rows["needs"]
+        self.sent: dict[int, RowValues] = {}  # what devices have of each row, without its rules
         self.rules: dict[int, RowRules] = {}
 
     def remove(self, rows: Sequence[int]) -> None:
@@ -144,17 +147,28 @@ class RowTable:
             for row in rows:
                 self.rules.pop(row, None)
 
-    def add(self, added: Sequence[SampledRow]) -> None:
-        """Set the parameters of these rows. If it raises, none has changed."""
+    def add(self, added: Sequence[SampledRow]) -> dict[int, RowValues]:
+        """Set the parameters of these rows; if it raises, none has changed. Returns the values of
+        rows that must be sent, and then be noted in `sent`: deterministic requests begin a row again
+        and again, most of them with the same values."""
         rules_of: dict[int, RowRules] = {}
-        rows = []
+        values_of: dict[int, RowValues] = {}
         for one in added:
             rules = RowRules.of(one.sampling, self.vocab_size, self.device)
             if rules is not None:
                 rules_of[one.row] = rules
-            rows.append(row_of(one.sampling, rules is not None, self.vocab_size))
-        self._rows[[one.row for one in added]] = np.array(rows, ROW)
-        self.rules |= rules_of
+            values_of[one.row] = row_of(one.sampling, rules is not None, self.vocab_size)
+        changed = {
+            row: values
+            for row, values in values_of.items()
+            if row in rules_of or values != self.sent.get(row)
+        }
+        if changed:
+            self._rows[list(changed)] = np.array(list(changed.values()), ROW)
+            self.rules |= rules_of
+            for row in changed:
+                self.sent.pop(row, None)
+        return changed
 
     def send(self, column: NDArray[np.generic], rows: NDArray[np.integer]) -> torch.Tensor:
         """The column's values for `rows` [n], on the device."""
