@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,7 @@ class RowState:
             slice(end - group.pages_per_block, end)
             for end, group in zip(ends, self._paged, strict=True)
         ]
+        self._most_pages = [self.max_blocks * group.pages_per_block for group in self._paged]
         self.num_tables = ends[-1] if ends else 0
         # by table
         self.block_tokens = np.array(
@@ -298,7 +299,6 @@ class RowState:
 
     def _check_added(self, added: tuple[NewRow, ...]) -> None:
         num_groups = len(self.layout.groups)
-        most_pages = [self.max_blocks * group.pages_per_block for group in self._paged]
         for new in added:
             pages = new.pages
             if not 0 <= new.row < self.max_rows:
@@ -316,7 +316,7 @@ class RowState:
                     f"{self.layout.state_pages}"
                 )
             num_tokens = len(new.token_ids)
-            for group, most in enumerate(most_pages):
+            for group, most in enumerate(self._most_pages):
                 if num_tokens > self.max_len or len(pages[group]) > most:
                     raise DovetailError(
                         f"request {new.request_id!r} has {num_tokens} tokens in "
@@ -369,7 +369,7 @@ class RowState:
             counts = np.array([*map(len, pages)])
             self.num_pages[group, rows] = counts
             # what isn't held is never read
-            held = np.maximum(np.concatenate(pages), 0).astype(np.int32, copy=False)
+            held = np.maximum(np.concatenate(pages, dtype=np.int32), 0)
             where = self._put_pages(tables, rows.repeat(counts), ranges(0, counts), held)
             changes.append((self._tables_at + where, held))
         if self.states is not None:
@@ -403,21 +403,22 @@ class RowState:
         """Note what the host must know of the sampling of these rows."""
         self.logprobs[rows] = [-1 if each.logprobs is None else each.logprobs for each in samplings]
         self.deterministic[rows] = [each.deterministic for each in samplings]
-        for row, each in zip(rows.tolist(), samplings, strict=True):
+        for index, each in enumerate(samplings):
             if each.prompt_logprobs is not None:
-                self.prompt_logprobs[row] = each.prompt_logprobs
+                self.prompt_logprobs[int(rows[index])] = each.prompt_logprobs
             elif self.prompt_logprobs:
-                self.prompt_logprobs.pop(row, None)
+                self.prompt_logprobs.pop(int(rows[index]), None)
 
     def _pieces_of(self, rows: Int64, token_ids: list[NDArray[np.int32]]) -> Pieces:
         """Return the pieces that hold the tokens of each of `rows`. What follows these in the last
         one is set to 0: nobody reads it before it is written."""
-        sizes = [*map(len, token_ids)]
-        padding = [PADDING[-size % PIECE] for size in sizes]
-        counts = np.array([-(-size // PIECE) for size in sizes])
-        parts = [*chain.from_iterable(zip(token_ids, padding, strict=True))]
-        values = np.concatenate(parts).astype(np.int32, copy=False)
-        return ranges(self._first_pieces[rows], counts), values.reshape(-1, PIECE)
+        parts = []
+        for part in token_ids:
+            parts.append(part)
+            parts.append(PADDING[-len(part) % PIECE])
+        values = np.concatenate(parts, dtype=np.int32).reshape(-1, PIECE)
+        counts = -(-self.known[rows] // PIECE)
+        return ranges(self._first_pieces[rows], counts), values
 
     def _append_pages(
         self, group: int, tables: slice, rows: Int64, pages: NDArray[np.int32]
@@ -456,7 +457,8 @@ class RowState:
             indices = np.concatenate(self._unsent)
             changes = [*changes, (self._tables_at + indices, self.host_tables.reshape(-1)[indices])]
             self._unsent = []
-        where, numbers = (np.concatenate(parts) for parts in zip(*changes, strict=True))
+        where = np.concatenate([indices for indices, _ in changes])
+        numbers = np.concatenate([values for _, values in changes])
         arrays = [where, numbers] if pieces is None else [where, numbers, *pieces]
         of_all, values, *of_pieces = all_to_device(arrays, self.device)
         self._all.index_copy_(0, of_all, values)
