@@ -120,6 +120,8 @@ class EngineCore:
         self._index = 0
         # not by a step's results: rejected, failed
         self._finished: dict[LiveRequest, Finish] = {}
+        # those whose new blocks are committed while the device computes the next step
+        self._to_commit: list[LiveRequest] = []
         self._batches = BatchBuilder(self.books, may_share=capacity.shared_prefix)
         self._vocab_size = capacity.vocab_size
         self._storm = StormWatch(name)
@@ -319,6 +321,7 @@ class EngineCore:
             self._finish_masks()
             flight.handle = self.executor.submit(flight.batch)
             flights.append(flight)
+            self._commit()
             for feature in flight.features:
                 feature.submitted(flight.index)
             if flights[0].unsampled:
@@ -327,6 +330,7 @@ class EngineCore:
         return step
 
     def _collect(self, delivery: Delivery) -> None:
+        self._commit()
         self._finish_masks()
         flight = self._flights.pop(0)
         result = self.executor.collect(flight.handle)
@@ -421,7 +425,14 @@ class EngineCore:
         if request.first_token_time is None:
             request.first_token_time = flight.results_at
         if request.num_computed >= request.next_commit:
-            self.books.commit(request)
+            self._to_commit.append(request)
+
+    def _commit(self) -> None:
+        """Commit what steps with drafts have computed, which are many tokens at once."""
+        if self._to_commit:
+            for request in self._to_commit:
+                self.books.commit(request)
+            self._to_commit.clear()
 
     # Late sampling
 

@@ -5,6 +5,7 @@ recomputation."""
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -62,10 +63,13 @@ class EngineStats:
         """Count the drafts of a step, and how many of each row were accepted."""
         self.draft_rows += len(flight.drafts)
         self.draft_tokens += sum(map(len, flight.drafts.values()))
-        for count in flight.accepted.values():
-            self.accepted_drafts += [0] * (count - len(self.accepted_drafts))
-            for position in range(count):
-                self.accepted_drafts[position] += 1
+        rows = Counter(flight.accepted.values())
+        most = max(rows, default=0)
+        self.accepted_drafts += [0] * (most - len(self.accepted_drafts))
+        for position in range(most):
+            self.accepted_drafts[position] += sum(
+                n for count, n in rows.items() if count > position
+            )
 
 
 class StormWatch:
