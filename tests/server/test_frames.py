@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
+import resource
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -332,3 +335,19 @@ def test_what_an_engine_counts_of_its_tiers_reaches_a_front_end() -> None:
     frame = decode_to_front_end(encode(StepFrame(0, 0.0, b"", b"", Load(tiers=counted))))
     assert isinstance(frame, StepFrame)
     assert frame.load.tiers == counted
+
+
+def test_the_host_waits_in_a_program_with_thousands_of_open_files(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    try:
+        with ExitStack() as files:
+            for _ in range(1100):
+                files.enter_context(open(os.devnull))
+            post = ZmqPost(f"ipc://{tmp_path}/post")
+            files.callback(post.close)
+            post.wait(0.0)
+            post.wake()
+            post.wait(60.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

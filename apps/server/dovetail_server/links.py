@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import select
 import weakref
@@ -108,6 +109,10 @@ class ZmqPost:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
+        # not `select`, which refuses numbers of files above 1,023
+        self._poll = select.poll()
+        for fd in (self._fd, self._wake_read):
+            self._poll.register(fd, select.POLLIN)
         self._gone: deque[bytes] = deque()
         self._end = _ending(self, self._socket, own_context, self._wake_read, self._wake_write)
 
@@ -132,10 +137,8 @@ class ZmqPost:
         """Wait for a message or `wake`, up to a timeout."""
         if self._gone or _has_input(self._socket):
             return
-        ready, _, _ = select.select(
-            [self._fd, self._wake_read], [], [], min(seconds, LONGEST_WAIT_S)
-        )
-        if self._wake_read in ready:
+        ready = self._poll.poll(math.ceil(1000 * max(0.0, min(seconds, LONGEST_WAIT_S))))
+        if self._wake_read in dict(ready):
             os.read(self._wake_read, 4096)
 
     def gone(self) -> list[bytes]:
