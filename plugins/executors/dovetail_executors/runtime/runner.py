@@ -128,10 +128,11 @@ class Runner:
         """
         step = self._begin(batch)
         graph = None if self.graphs is None else self._whole_graph(step, self.graphs)
-        if batch.drafts is not None:
+        if batch.drafts is not None and step.notes:  # some features sample before the model
             self.sampling.tell(step)
-            if graph is None:  # those of recorded steps come with their inputs
-                self.rows.put_drafts(batch.rows, batch.drafts)
+        if batch.drafts is not None and graph is None:
+            # those of recorded steps come with their inputs
+            self.rows.put_drafts(batch.rows, batch.drafts)
         for feature, note in step.notes.items():
             feature.before_inputs(step, note, self.graphs)
         if graph is not None:
