@@ -258,6 +258,18 @@ def test_a_preempted_window_is_checked_when_it_is_back() -> None:
     assert len(world.executor.sent) <= 1 + 2 * SIZE + 2
 
 
+def test_a_request_that_is_preempted_after_a_check_finds_what_that_has_computed() -> None:
+    def preempt(step: Step) -> None:
+        step.preempt(step.running[0])
+
+    steps = 1 + SIZE  # the last one is the check
+    world = World(scripted(*[fcfs] * steps, preempt), replace(RIGHT, overlap=False))
+    [request] = world.add(marked("one", max_tokens=1 + 2 * SIZE))
+    world.drain(check=True)
+    assert request.preemptions == 1
+    assert world.core.update_stats().cached_tokens == len(PROMPT) + SIZE
+
+
 def test_a_request_that_loses_its_row_keeps_its_window() -> None:
     world = World(RoundRobin, replace(WINDOWS, max_num_seqs=2, token_budget=32))
     for name in "abcde":

@@ -208,6 +208,7 @@ class Books:
         """Put a preempted request back into the waiting queue, without blocks; its tokens will be
         prefilled again."""
         self.running.remove(request)
+        self.commit(request)  # what accepted drafts have filled, if no step followed
         self._tell_left(request)
         request.lost = max(request.lost, request.num_computed)
         self.drop_blocks(request)
