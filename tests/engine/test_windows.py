@@ -8,9 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dovetail.api.executor import Batch
 from dovetail.api.scheduler import Step
+from dovetail.engine.live_request import LiveRequest
 from tests.engine.policies import RoundRobin, fcfs, scripted
-from tests.engine.world import Shape, Spec, World
+from tests.engine.world import RecordingExecutor, Shape, Spec, World
 
 SIZE = 8
 WINDOWS = Shape(deterministic_window=SIZE, num_pages=200)
@@ -268,6 +270,52 @@ def test_a_request_that_is_preempted_after_a_check_finds_what_that_has_computed(
     world.drain(check=True)
     assert request.preemptions == 1
     assert world.core.update_stats().cached_tokens == len(PROMPT) + SIZE
+
+
+class Breaks(RecordingExecutor):
+    """Writes NaN in the steps of a request that compute its token of number `at`."""
+
+    request: LiveRequest
+    at: int
+
+    def submit(self, batch: Batch) -> int:
+        drafts = 0 if batch.drafts is None else int(batch.drafts.counts.sum())
+        self.writes_nan = self.request.num_computed + drafts > self.at
+        return super().submit(batch)
+
+
+@pytest.mark.parametrize("at", range(len(PROMPT), len(PROMPT) + 2 * SIZE + 1))
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_request_that_breaks_gets_the_tokens_before(at: int, window: int | None) -> None:
+    shape = replace(RIGHT, window=window, changes_rows=at % 2 == 0)
+    world = World(shape=shape, executor=Breaks)
+    [world.executor.request] = world.add(marked("one", max_tokens=at))
+    world.executor.at = at
+    while world.core.has_unfinished():
+        world.step()
+        world.kv.check_integrity()
+    assert world.finished["one"].reason == "error"
+    assert world.tokens["one"] == world.expected("one")[0][: at - len(PROMPT) + 1]
+    assert not world.kv.counts.held
+
+
+class FailsACheck(RecordingExecutor):
+    """Writes NaN in the first step that checks drafts, once."""
+
+    checked = False
+
+    def submit(self, batch: Batch) -> int:
+        self.writes_nan = batch.drafts is not None and not self.checked
+        self.checked |= self.writes_nan
+        return super().submit(batch)
+
+
+def test_a_check_that_failed_is_made_again_token_by_token() -> None:
+    world = World(shape=RIGHT, executor=FailsACheck)
+    world.add(marked("one", max_tokens=4 * SIZE))
+    world.add(marked("two", (3, 4), max_tokens=4 * SIZE))
+    world.drain(check=True)
+    assert sum(finish.reason == "length" for finish in world.finished.values()) == 2
 
 
 def test_a_request_that_loses_its_row_keeps_its_window() -> None:

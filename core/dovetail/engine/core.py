@@ -307,6 +307,8 @@ class EngineCore:
             reserved=self.windows.settle(self.books, budget, in_flight=bool(flights)),
         )
         self._index += 1
+        for request in [*self.windows.failed]:
+            step.preempt(request)
         if step.has_requests:
             plan(step)
         step.close()

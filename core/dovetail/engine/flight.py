@@ -65,7 +65,8 @@ class InFlightStep:
     # of constrained ones: the tokens that it may yield, and why no more
     cuts: dict[LiveRequest, tuple[int, Finish]] = field(default_factory=dict)
     features: Sequence[Any] = ()  # `EngineFeature`s that its requests may ask for
-    # requests whose tokens of this step aren't delivered: see `windows`
+    # requests whose tokens of this step aren't delivered, also since a check has failed: see
+    # `windows`
     provisional: Collection[LiveRequest] = ()
     core_s: float = 0.0
     handle: Any = None  # the executor's
@@ -114,6 +115,10 @@ class InFlightStep:
                 f"the executor returned {len(result.token_ids)} tokens for the {num_tokens} rows "
                 f"of step {self.index}"
             )
+        if self.drafts and result.failed:
+            failed = [self.requests[index] for index in result.failed]
+            again = [one for one in failed if one.has_window and one in self.drafts]
+            self.provisional = {*self.provisional, *again}
 
     def tokens(self, finished: dict[LiveRequest, Finish]) -> Tokens:
         """Return the tokens to deliver in order, each with its request and its number in the step.
@@ -180,8 +185,8 @@ class InFlightStep:
         self.decode_tokens = sum(self.num_tokens) - self.prefill_tokens
 
     def provisional_tokens(self) -> Iterator[tuple[LiveRequest, int]]:
-        """Yield the provisional token of each request that has one in this step; -1 if its row
-        failed."""
+        """Yield the provisional token of each request that has one in this step; -1 if its row, or
+        a check, failed."""
         if not self.provisional:
             return
         result = self.result

@@ -41,6 +41,11 @@ results of a step before a check, and of one which computes a token canonically 
 If the policy then passes the request over, or there is no room for drafts, its next token is
 computed canonically, and the drafts that it confirms are kept; so they are over a preemption.
 
+A check fails as a whole if the numbers of one token break: attention spreads NaN in a slab, also to
+tokens before it. How many tokens a request gets before it fails mustn't depend on where its checks
+began. So nothing of a failed check counts: the request is preempted, and then goes on without
+windows, token by token, up to the one that fails.
+
 Requests with a grammar decode canonically step by step, since its masks need the tokens before; so
 do all if the executor offers no windows. A drafter proposes nothing for requests in windows.
 """
@@ -69,6 +74,7 @@ class Window:
     __slots__ = (
         "_base",
         "awaits_check",
+        "failed",
         "final",
         "full",
         "has_end",
@@ -89,6 +95,7 @@ class Window:
         # The next token is canonical, even if there are no drafts: it could be the last one, or the
         # row has failed to sample it
         self.awaits_check = False
+        self.failed = False  # a check has: it doesn't open again
         self.keeps_kv = False  # the request still has K and V of `tokens`, but of the last one
         self.tokens: list[int] = []  # they follow the first `_base` tokens of the output
         self._base = 0
@@ -128,6 +135,15 @@ class Window:
         del self.tokens[end:]
         self.has_end = True
 
+    def fail(self, request: LiveRequest) -> None:
+        """Take back the step that has checked drafts of `request`, which must be preempted: blocks
+        that have left a sliding window since are lost."""
+        self.failed = True
+        self.has_end = False
+        self.tokens.clear()
+        request.in_flight -= 1
+        request.num_computed -= 1
+
     def drafts(self, request: LiveRequest) -> Sequence[int]:
         """Return the drafts that may follow the known tokens of `request`."""
         come = request.output[self._base :].tolist()
@@ -159,6 +175,8 @@ class Windows(EngineFeature):
         self._ended: dict[LiveRequest, None] = {}  # of these, those to drain by the next planning
         # those that change their row, or check drafts, before they decode on
         self._due: dict[LiveRequest, None] = {}
+        # those whose check has failed, to be preempted by the next planning
+        self.failed: dict[LiveRequest, None] = {}
         self._steps = 0  # submitted ones
         self._is_urgent = False  # those that are ready are checked now
 
@@ -196,8 +214,10 @@ class Windows(EngineFeature):
         self._ended.clear()
         if in_flight:
             return 0
-        due = self._due
-        self._due = {}
+        for request in self.failed:
+            books.wake(request)
+        due = [request for request in self._due if not self._of[request].failed]
+        self._due.clear()
         to_check = [self._settle(each, books) for each in due if not self._waits(each, books)]
         wanted = sum(to_check)
         if self._checks_ready(len(self._open) + to_check.count(0)):
@@ -247,7 +267,7 @@ class Windows(EngineFeature):
             return chosen
         for request in step.granted:
             window = self._of.get(request)
-            if window is None or window.is_open or request in step.prefilled:
+            if window is None or window.is_open or window.failed or request in step.prefilled:
                 continue
             start = request.num_computed - request.granted
             most = min(self._size - 1 - start % self._size, request.output_left)
@@ -334,6 +354,10 @@ class Windows(EngineFeature):
             if request.status is Status.FINISHED:
                 continue
             window = self._of[request]
+            if request in flight.drafts:
+                window.fail(request)
+                self.failed[request] = None
+                continue
             if not window.is_open:  # it was preempted meanwhile
                 request.in_flight -= 1
                 continue
@@ -349,6 +373,7 @@ class Windows(EngineFeature):
 
     def left(self, request: LiveRequest) -> None:
         self._due.pop(request, None)
+        self.failed.pop(request, None)
         window = self._of[request]
         if window.is_open:
             self._close(request)
