@@ -4,6 +4,7 @@ reported."""
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from dovetail.errors import ModelLoadError
+from dovetail.nn import staging
 from dovetail.nn.parallel import SINGLE
+from dovetail.nn.staging import Copies
 from dovetail.nn.weights import dummy_weights, load_weights
 from dovetail_executors.runtime.loading import ModelPlan, ReadingWeights, load_model
 from tests.models.oracle import (
@@ -32,6 +36,7 @@ from tests.models.oracle import (
     run,
     run_reference,
 )
+from tests.nn.test_staging import LateQueue
 from tests.rounding import assert_rounded, roundings_of
 from tests.support import examples
 
@@ -167,6 +172,83 @@ def test_tied_tensors_are_compared_as_they_are_loaded(tmp_path: Path) -> None:
         ModelLoadError, match="differs from the tensor that the config says it is tied to"
     ):
         load_weights(with_one_more(build(small(tie_word_embeddings=True)), "lm_head"), tmp_path)
+
+
+@pytest.fixture
+def staged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Load as to a GPU: through other threads, and a class of copies."""
+
+    def use(piece_bytes: int = 100, least_bytes: int = 1, kind: type[Copies] = Copies) -> None:
+        monkeypatch.setattr(staging, "PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr(staging, "LEAST_BYTES", least_bytes)
+        monkeypatch.setattr(Copies, "to", lambda *asked: kind(lambda: LateQueue([]), 3))
+
+    return use
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("shard", ["5GB", "1KB"])
+def test_threads_load_what_one_thread_loads(
+    tmp_path: Path, staged: Callable[..., None], shard: str, rank: int
+) -> None:
+    fields = {"num_key_value_heads": 2, "tie_word_embeddings": True}
+    saved(tmp_path, shard=shard, **fields)
+    plain, ours = (build(small(**fields), parallel=FakeGroup(rank, 2)) for _ in range(2))
+    load_weights(plain, tmp_path)
+    staged()
+    by: list[threading.Thread] = []
+    load_weights(ours, tmp_path, lambda *_: by.append(threading.current_thread()))
+    for (name, a), (_, b) in zip(plain.named_parameters(), ours.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert {*by} == {threading.current_thread()}
+
+
+def test_a_tied_tensor_is_compared_after_the_other_one_is_there(
+    tmp_path: Path, staged: Callable[..., None]
+) -> None:
+    saved(tmp_path, tie_word_embeddings=True, vocab_size=100)
+    rewrite(
+        tmp_path,
+        lambda tensors: tensors.update(
+            {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        ),
+    )
+    waited_for = threading.Event()
+
+    class Delayed(Copies):
+        def wait(self) -> None:
+            waited_for.set()
+            super().wait()
+
+        def _send(self, *args: Any) -> None:
+            waited_for.wait(60)
+            super()._send(*args)
+
+    size = 100 * 8 * 4
+    staged(size, size, Delayed)  # one piece; no other tensor is as large
+    ours = build(small(tie_word_embeddings=True, vocab_size=100))
+    load_weights(ours, tmp_path)
+    assert torch.equal(
+        next(iter(ours.parameters())),
+        load_file(tmp_path / "model.safetensors")["lm_head.weight"],
+    )
+
+
+def test_the_first_wrong_tensor_is_named_whatever_threads_do(
+    tmp_path: Path, staged: Callable[..., None]
+) -> None:
+    saved(tmp_path)
+    names = ["model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.up_proj.weight"]
+    rewrite(
+        tmp_path,
+        lambda tensors: tensors.update({name: tensors[name].to(torch.int8) for name in names}),
+    )
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        first = min(names, key=[*file.keys()].index)
+    staged()
+    for _ in range(5):
+        with pytest.raises(ModelLoadError, match=rf"model\.safetensors: tensor {first}: expected"):
+            load_weights(build(small()), tmp_path)
 
 
 def test_random_weights_are_what_the_layers_compute_with() -> None:

@@ -176,13 +176,18 @@ class Weight(nn.Parameter):
 
     @torch.no_grad()
     def load(
-        self, source: Any, shard_id: str | None = None, transform: Transform | None = None
+        self,
+        source: Any,
+        shard_id: str | None = None,
+        transform: Transform | None = None,
+        copy: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
     ) -> None:
         """Copy this rank's part of `source` (a whole tensor of the checkpoint, or its safetensors
         slice) into place, with `transform` (see `WeightRule.transform`) applied and converted to
-        the parameter's dtype and device. Raises `ModelLoadError` if its shape or dtype is wrong."""
+        the parameter's dtype and device. `copy(place, values)` does it, now or later. Raises
+        `ModelLoadError` if its shape or dtype is wrong."""
         part = self.parts[shard_id]
-        part.place(self.data).copy_(part.read(source, transform))
+        copy(part.place(self.data), part.read(source, transform))
 
 
 def whole(shape: tuple[int, ...], context: BuildContext, *, scale: bool = False) -> Weight:

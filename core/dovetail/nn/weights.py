@@ -24,6 +24,7 @@ from dovetail.gguf.unpacked import LINK, SUFFIX
 from dovetail.nn.format.stored import CheckpointTensor, StoredWeight
 from dovetail.nn.gguf_tensors import GgufTensors
 from dovetail.nn.parameter import Weight
+from dovetail.nn.staging import Copies
 
 log = logging.getLogger("dovetail")
 
@@ -90,11 +91,12 @@ def load_weights(
     *,
     partly: bool = False,
     elsewhere: Callable[[str], bool] = lambda _: False,
+    ranks: int = 1,
 ) -> None:
     """Fill every parameter of `model` (a `CausalLM`) from the checkpoint in `directory`. `progress`
     counts tensors. `partly`: the model has rules for some of its parameters only, and the
     checkpoint may hold other tensors. `elsewhere`: True for names of tensors that aren't the
-    model's.
+    model's. `ranks`: processes that load at the same time, on the same CPUs.
 
     Two rules may name the same part of a parameter (tied weights): the checkpoint may then hold
     either tensor, or both if they are equal. Raises `ModelLoadError` naming the file and the
@@ -132,19 +134,41 @@ def load_weights(
         name for name in files if any(rule.parameter is not None for rule in rules.get(name, ()))
     ]
     _expect(rule for name in todo for rule in rules[name])
+    _load_all(
+        [_Source(files[name], names[name], tuple(rules[name])) for name in todo], progress, ranks
+    )
+    _dequantize(held)
+
+
+class _Source(NamedTuple):
+    """A tensor of a checkpoint, and the rules that load it."""
+
+    path: Path
+    name: str  # in the file
+    rules: tuple[WeightRule, ...]
+
+
+def _load_all(sources: Sequence[_Source], progress: Progress | None, ranks: int) -> None:
+    """Load tensors, one file after the other. Only copies of plain weights run in other threads."""
     loaded: set[Place] = set()
     done = 0
-    for path in dict.fromkeys(files.values()):
-        with _opened(path) as file:
-            for name in (name for name in todo if files[name] == path):
-                with _naming(path, names[name]):
-                    source = file.get_slice(names[name])
-                    for rule in rules[name]:
-                        _load_one(rule, source, loaded)
-                done += 1
-                if progress is not None:
-                    progress("loading weights", done, len(todo))
-    _dequantize(held)
+    with Copies.to(_device_of(sources), ranks) as copies:
+        for path in dict.fromkeys(source.path for source in sources):
+            with _opened(path) as file:
+                for _, name, rules in (source for source in sources if source.path == path):
+                    with _naming(path, name):
+                        tensor = file.get_slice(name)
+                        for rule in rules:
+                            _load_one(rule, tensor, loaded, copies)
+                    done += 1
+                    if progress is not None:
+                        progress("loading weights", done, len(sources))
+
+
+def _device_of(sources: Sequence[_Source]) -> torch.device:
+    """Return the device of the plain weights."""
+    weights = (rule.parameter for source in sources for rule in source.rules)
+    return next((one.device for one in weights if type(one) is Weight), torch.device("cpu"))
 
 
 def tensors_named(
@@ -310,14 +334,18 @@ def place_of(rule: WeightRule) -> Place:
     return id(rule.parameter), rule.shard_id if part is None else part.at
 
 
-def _load_one(rule: WeightRule, source: Any, loaded: set[Place]) -> None:
+def _load_one(rule: WeightRule, source: Any, loaded: set[Place], copies: Copies) -> None:
     place = place_of(rule)
     if place not in loaded:
-        rule.parameter.load(source, rule.shard_id, rule.transform)
+        if type(rule.parameter) is Weight and rule.transform is None:
+            rule.parameter.load(source, rule.shard_id, copy=copies.copy)
+        else:  # a transform may use its result's memory again
+            rule.parameter.load(source, rule.shard_id, rule.transform)
         loaded.add(place)
         return
     if isinstance(rule.parameter, CheckpointTensor | StoredWeight):
         raise ModelLoadError("this quantized weight is loaded already, under another name")
+    copies.wait()
     part = rule.parameter.parts[rule.shard_id]
     there = part.place(rule.parameter.data)
     if not torch.equal(part.read(source, rule.transform).to(there), there):

@@ -305,7 +305,13 @@ def load_into(
         dummy_weights(module, config.seed)
     else:
         read = partial(
-            load_weights, module, config.model, progress, partly=partly, elsewhere=elsewhere
+            load_weights,
+            module,
+            config.model,
+            progress,
+            partly=partly,
+            elsewhere=elsewhere,
+            ranks=ranks,
         )
         if reading is None or quantization is not None:
             read()
