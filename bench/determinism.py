@@ -7,8 +7,8 @@
 
 The second form needs a GPU: random weights in the true shape of each workload's model, in bfloat16,
 as `bench.throughput` measures. Such a model is never sure of a token, so rounding changes more
-tokens than with real weights; with `--certain` its layers add little to the embeddings, and hardly
-any token changes, if the output layer shares their weight. After `--limit` seconds the process
+tokens than with real weights; with `--certain` its layers add little to the embeddings, whose
+numbers the output layer has, too, and hardly any token changes. After `--limit` seconds the process
 ends, with the lines printed so far. The last starts an engine for each ladder of slabs of a
 forward, the first of which is the reference, and for each number of lines that are sampled
 together. Each line is followed by what steps took that check windows, and other steps, and by how
@@ -149,7 +149,9 @@ def choose(ladder: tuple[int, ...], lines: int) -> None:
 
 
 def certain(shape: Sequence[int], name: str, *others: Any) -> torch.Tensor:
-    """Do as `weights.random_numbers`, but let layers add little to the residual stream."""
+    """Do as `weights.random_numbers`, but let layers add little to the residual stream, and the
+    output layer have the numbers of the embeddings."""
+    name = name.replace("lm_head.weight", "model.embed_tokens.weight")
     numbers = random_numbers(shape, name, *others)
     return numbers.mul_(0.02) if name.endswith(("o_proj.weight", "down_proj.weight")) else numbers
 
