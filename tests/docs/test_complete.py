@@ -226,6 +226,7 @@ NN_INTERNAL = (
     "placed_weights",
     "rehearsal",
     "skeletons",
+    "staging",
     "state",
     "transfer",
     "weights",
