@@ -184,8 +184,8 @@ class Weight(nn.Parameter):
     ) -> None:
         """Copy this rank's part of `source` (a whole tensor of the checkpoint, or its safetensors
         slice) into place, with `transform` (see `WeightRule.transform`) applied and converted to
-        the parameter's dtype and device. `copy(place, values)` does it, now or later. Raises
-        `ModelLoadError` if its shape or dtype is wrong."""
+        the parameter's dtype and device. `copy(place, values)` copies values [...] to a place of
+        the same shape, now or later. Raises `ModelLoadError` if its shape or dtype is wrong."""
         part = self.parts[shard_id]
         copy(part.place(self.data), part.read(source, transform))
 
