@@ -1,5 +1,5 @@
-"""Work that was left for later is done while the engine has no request: that of features, and, where
-who drives the engine allows it, that of an executor's start."""
+"""Work that was left for later is done while the engine has no request: that of features, and that
+of an executor's start, if whoever drives the engine allows it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_idle_engine_does_it_piece_by_piece() -> None:
 
 
 class Saving(EngineFeature):
-    """Has two pieces of work to do while idle."""
+    """A feature that has two pieces of work to do while idle."""
 
     left = 2
 

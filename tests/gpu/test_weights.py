@@ -98,7 +98,7 @@ def assert_equal(on_gpu: Any, on_cpu: Any) -> None:
 
 
 def test_pieces_of_the_default_size_are_the_same_bits(tmp_path: Path) -> None:
-    """Of a matrix of two and a half pieces, whose rows don't end with a piece."""
+    """The default piece size also cuts a matrix right whose rows don't end where pieces do."""
     rows = 2 * staging.PIECE_BYTES // (4 * 1001) + staging.PIECE_BYTES // (8 * 1001)
     values = torch.randn(rows, 1001)
     weight = whole((rows, 1001), replace(context(), device=torch.device("cuda")))

@@ -67,7 +67,7 @@ def sized(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
 
 def cut(whole: torch.Tensor, way: str) -> torch.Tensor:
-    """A part as ranks and layers read it."""
+    """Return the part of a tensor that a rank or a layer reads this way."""
     return {
         "whole": whole,
         "rows": whole[1:],
@@ -129,7 +129,7 @@ def assert_equal(targets: list[torch.Tensor], copied: list[torch.Tensor]) -> Non
 def test_large_tensors_go_through_buffers_that_are_used_again(
     way: str, sized: Callable[[int, int], None]
 ) -> None:
-    """Ten pieces, and one buffer for two of them."""
+    """The tensor has ten pieces, and a buffer has room for two."""
     sized(64, 64)
     one = cut(torch.randn(40, 5), way)[:, :4]
     target = torch.zeros(one.shape).as_subclass(LateTarget)

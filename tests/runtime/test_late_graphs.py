@@ -213,7 +213,7 @@ class Breaking(Recording):  # type: ignore[misc]
 
 
 class Broken(GraphOnCpu):
-    """What such a capture says at its end, too."""
+    """A CUDA graph whose capture was broken, which raises when the capture ends, too."""
 
     def __init__(self) -> None:
         self._recording = Breaking()
@@ -227,8 +227,9 @@ class Broken(GraphOnCpu):
 def test_an_engine_goes_on_if_another_thread_breaks_the_capture_of_a_step(
     on_cpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, times: int
 ) -> None:
-    """As where a program synchronizes the device meanwhile. Once: the size is recorded after all.
-    Twice: its steps are computed without; other sizes are recorded as before."""
+    """A program breaks a capture if it synchronizes the device meanwhile. If that happens once, the
+    size is recorded after all; if twice, its steps are computed without, and other sizes are
+    recorded as before."""
     bench, graphs = late()
     tokens = begin(bench, PROMPTS)
     captures = count()

@@ -72,7 +72,7 @@ def test_the_ways_of_the_cpu_and_of_a_device_agree(rows: list[Row]) -> None:
 def test_rows_begin_again_with_the_same_parameters_or_others(
     rows: list[Row], data: st.DataObject
 ) -> None:
-    """Also after an update that failed on its way to the device."""
+    """They have their own parameters after an update that failed on its way to the device, too."""
     r = ready(rows)
     logits = r.logits.clone()
     for _ in range(data.draw(st.integers(1, 4), label="updates")):

@@ -1,5 +1,5 @@
-"""What an engine does while it has no request: a server's engine finishes its executor's start, and
-one in a user's program doesn't, since recording a CUDA graph would break the program's own calls of
+"""A server's engine finishes its executor's start while it has no request. One in a user's program
+doesn't, since recording a CUDA graph would break the program's own calls of
 `torch.cuda.synchronize`. Features, such as K and V beyond the GPU, do their work in both."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENOUGH = 3  # pieces of work
 
 
 class Working(EngineFeature):
-    """Has some pieces of work to do while idle."""
+    """A feature that has some pieces of work to do while idle."""
 
     def __init__(self) -> None:
         self.done = threading.Event()

@@ -403,11 +403,11 @@ class Drafts:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step, carried out in this order: release the rows in `removed`, start those in `added`,
-    make `changes`, append `new_pages` to the block tables, run `copies`, then compute the next `num_tokens` tokens
-    of each of `rows`, and on the way write `checkpoints`. A row with `yields_token` then yields one
-    token, which becomes its next known token. The state of a row without computed tokens is zero,
-    whatever its pages hold. Executors only read a batch; its arrays don't change until its results
-    are collected, and may be reused afterwards.
+    make `changes`, append `new_pages` to the block tables, run `copies`, then compute the next
+    `num_tokens` tokens of each of `rows`, and on the way write `checkpoints`. A row with
+    `yields_token` then yields one token, which becomes its next known token. The state of a row
+    without computed tokens is zero, whatever its pages hold. Executors only read a batch; its
+    arrays don't change until its results are collected, and may be reused afterwards.
 
     Drafts (speculative decoding): a row with d drafts has `yields_token`, and computes exactly 1 +
     d tokens: its last known one and the drafts. It has 1 + d *lines*, where any other row that
@@ -437,7 +437,8 @@ class Batch:
     # What features of some steps need, one object of a type each: `PoolingRows`, `AdapterRows`, and
     # those of plugins. An executor is only given parts of features that its `Capacity` declares
     parts: tuple[Any, ...] = ()
-    # None: no row changes, as always without `Capacity.changes_rows`. No step is in flight otherwise
+    # None: no row changes, as always without `Capacity.changes_rows`. No step is in flight
+    # otherwise
     changes: RowChanges | None = None
 
     def part(self, kind: type[Part]) -> Part | None:

@@ -162,7 +162,7 @@ class Windows(EngineFeature):
     """Opens, checks and closes the windows of an engine. Other requests cost no call."""
 
     def __init__(self, size: int, *, changes_rows: bool = False) -> None:
-        """`size`: in tokens, `Capacity.deterministic_window`. `changes_rows`: that of `Capacity`."""
+        """`size`: in tokens, `Capacity.deterministic_window`. `changes_rows`: of `Capacity`."""
         self._size = size
         self._changes_rows = changes_rows
         # requests whose row has another mark in the next batch

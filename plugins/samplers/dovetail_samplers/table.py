@@ -149,8 +149,8 @@ class RowTable:
 
     def add(self, added: Sequence[SampledRow]) -> dict[int, RowValues]:
         """Set the parameters of these rows; if it raises, none has changed. Returns the values of
-        rows that must be sent, and then be noted in `sent`: deterministic requests begin a row again
-        and again, most of them with the same values."""
+        rows that must be sent, and then be noted in `sent`: deterministic requests begin a row
+        again and again, most of them with the same values."""
         rules_of: dict[int, RowRules] = {}
         values_of: dict[int, RowValues] = {}
         for one in added:

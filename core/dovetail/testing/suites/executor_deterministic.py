@@ -57,8 +57,8 @@ class ExecutorDeterministic(ExecutorSubject):
 
     @check("executor.row_changes", since="1.1", capability="changes_rows")
     def test_rows_change_how_they_sample(self) -> None:
-        """With `Capacity.changes_rows`, a row in `Batch.changes` samples the tokens of a row that is
-        added with the same tokens and parameters: after it forgot tokens, with other tokens in
+        """With `Capacity.changes_rows`, a row in `Batch.changes` samples the tokens of a row that
+        is added with the same tokens and parameters: after it forgot tokens, with other tokens in
         their place, and beside rows that don't change."""
         penalties: dict[str, Any] = {
             "repetition_penalty": 1.6,
