@@ -19,6 +19,7 @@ from dovetail.api.executor import Capacity
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail_executors.options import TensorOptions
 from dovetail_executors.rank import Rank
+from dovetail_executors.runtime.worker import Worker
 from dovetail_executors.tensor import rank_devices
 from tests.executors.rank_threads import ranks_as_threads
 from tests.executors.ranks import SETTINGS, engine, generate, nothing_left, processes_of_ranks
@@ -94,6 +95,15 @@ def test_it_shows_its_ranks(two: LLMEngine) -> None:
     assert "ranks='2'" in repr(two)
     parallel = two.get_parallel_config()
     assert (parallel.tensor_parallel_size, parallel.world_size) == (2, 2)
+
+
+def test_ranks_finish_their_start_together(two: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs nothing is left; rank 1 is asked all the same."""
+    executor = two.core.executor
+    assert not executor.finish_start()
+    monkeypatch.setattr(Worker, "has_finished_start", False)
+    assert not executor.finish_start()
+    assert len(generate(two, PROMPTS, SAMPLED[0])) == len(PROMPTS)
 
 
 def test_each_rank_but_the_first_is_a_process(two: LLMEngine) -> None:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dovetail.api.attention import AttentionBatch
 from dovetail.testing.recording import Recording
 from dovetail_executors.runtime.graphs import (
+    Agree,
     Builder,
     Graph,
     Graphs,
@@ -86,8 +87,10 @@ def play_graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 class WatchedGraphs(Graphs):
     """Keeps what was replayed."""
 
-    def __init__(self, builders: Sequence[Builder], bench: Bench) -> None:
-        super().__init__(builders, bench.runner.parts)
+    def __init__(
+        self, builders: Sequence[Builder], bench: Bench, agree: Agree | None = None
+    ) -> None:
+        super().__init__(builders, bench.runner.parts, agree)
         self.builders = builders
         self.replayed: list[tuple[str, int]] = []
         self.replayed_rows: list[list[int]] = []  # of decode steps

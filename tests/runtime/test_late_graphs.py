@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from dovetail.testing.recording import Recording
 from dovetail_attention.sdpa import TorchAttention
 from dovetail_executors.runtime import graphs as graphs_module
-from dovetail_executors.runtime.graphs import Graphs, decode_builders, mixed_builders
+from dovetail_executors.runtime.graphs import Agree, Graphs, decode_builders, mixed_builders
 from dovetail_executors.runtime.model_io import DECODE, MIXED, MODEL
 from dovetail_executors.runtime.recording import ALONE, LayerSplitter
 from tests.runtime.fakes import Bench, generate
@@ -37,13 +38,15 @@ def on_cpu() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def late(max_rows: int = MAX_ROWS) -> tuple[Bench, WatchedGraphs]:
-    """A bench whose graphs have recorded the first sizes only."""
+def late(max_rows: int = MAX_ROWS, agree: Agree | None = None) -> tuple[Bench, WatchedGraphs]:
+    """A bench whose graphs have recorded the first sizes only. `agree`: as one of several ranks."""
     bench = Bench(max_rows=max_rows, num_blocks=60)
     bench.sampler.__class__ = CapturableGreedy
     parts = bench.runner.parts
     graphs = WatchedGraphs(
-        [*mixed_builders(parts, LayerSplitter(), 96), *decode_builders(parts, max_rows)], bench
+        [*mixed_builders(parts, LayerSplitter(), 96), *decode_builders(parts, max_rows)],
+        bench,
+        agree,
     )
     bench.backend.prepare(max_rows, 96, 64)
     graphs.capture(all_sizes=False)
@@ -282,6 +285,65 @@ def test_nothing_is_recorded_late_while_another_engine_starts(on_cpu: pytest.Mon
     while graphs.record_next():
         pass
     assert dict(graphs.recorded) == dict(graphs.keys)
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_ranks_record_a_size_together_or_not_at_all(
+    on_cpu: pytest.MonkeyPatch, failures: int
+) -> None:
+    """A rank that replays waits for as many programs of the others as its recording has."""
+    votes: list[dict[int, bool]] = []
+    meet = threading.Barrier(2, lambda: votes.append({}), timeout=60)
+
+    def agree_as(rank: int) -> Agree:
+        def agree(fine: bool) -> bool:
+            meet.wait()  # the next vote is open
+            vote = votes[-1]
+            vote[rank] = fine
+            meet.wait()
+            return all(vote.values())
+
+        return agree
+
+    record = graphs_module.record
+    warm_ups: list[tuple[int, object]] = []
+    found: dict[int, object] = {}
+
+    def fails_on_one(*args: Any) -> object:
+        rank = int(threading.current_thread().name)
+        if rank in found:
+            warm_ups.append((rank, args[3]))
+            if rank == 1 and sum(one == rank for one, _ in warm_ups) <= failures:
+                raise torch.OutOfMemoryError("no memory")
+        return record(*args)
+
+    def serve(rank: int) -> None:
+        _, graphs = late(agree=agree_as(rank))
+        found[rank] = None
+        found[rank] = graphs.find(DECODE, 2)
+
+    on_cpu.setattr(graphs_module, "record", fails_on_one)
+    unlocked = SimpleNamespace(acquire=lambda timeout: True, release=lambda: None)
+    on_cpu.setattr(graphs_module, "ALONE", unlocked)  # other ranks are other processes
+    threads = [threading.Thread(target=serve, args=(rank,), name=str(rank)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [found[rank] is not None for rank in (0, 1)] == [failures < 2] * 2
+    tried = [0] if failures == 0 else [0, 1]
+    assert sorted(warm_ups) == [(rank, times) for rank in (0, 1) for times in tried]
+
+
+def test_several_ranks_record_once_another_engine_has_started(on_cpu: pytest.MonkeyPatch) -> None:
+    """The other ranks can't know that this process has one that starts."""
+    _, graphs = late(agree=bool)
+    with ThreadPoolExecutor(1) as other:
+        with ALONE:
+            found = other.submit(graphs.find, DECODE, 2)
+            with pytest.raises(TimeoutError):
+                found.result(0.05)
+        assert found.result(60) is not None
 
 
 def test_an_engine_of_one_row_records_what_it_needs(on_cpu: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, closing
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from dovetail_executors.runtime import rank_shares
 from dovetail_executors.runtime.groups import ENVIRONMENT
 from tests.preloaded import Preloaded
 from tests.support import FULL
@@ -60,13 +63,17 @@ def total(seed, rows, dtype):
 """
 SUMS = """
 shares = make(torch.bfloat16)
+begins = shares.place(1, WIDTH, torch.bfloat16).data_ptr()
 weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
 
 
 def sums(rows_of_sums):
     x = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16, device=device)
     for seed, rows in enumerate(rows_of_sums):
-        shares.place(rows, WIDTH, x.dtype).copy_(numbers(rank, seed, rows, x.dtype))
+        place = shares.place(rows, WIDTH, x.dtype)
+        if seed % 4 == 1:  # the ranks have met
+            assert place.data_ptr() == begins
+        place.copy_(numbers(rank, seed, rows, x.dtype))
         shares.add(x[:rows], (weight, 1e-6) if seed % 2 else None)
         if seed % 3 == 0:
             x.remainder_(16)
@@ -143,6 +150,57 @@ if rank == 0:
         torch.cuda.synchronize()
 print("released")
 """
+
+
+def shares_of_one(rows: int, width: int) -> rank_shares.RankShares:
+    part = rows * width * 4
+    buffer = torch.zeros(rank_shares.buffer_bytes(2, part, part), dtype=torch.uint8)
+    return rank_shares.RankShares(
+        buffer, 0, 2, part, torch.float32, torch.zeros(1, dtype=torch.int32)
+    )
+
+
+def test_a_place_is_not_given_again_before_its_shares_are_added() -> None:
+    pytest.importorskip("triton")
+    shares = shares_of_one(4, 256)
+
+    def place() -> int:
+        given = shares.place(4, 256, torch.float32)
+        assert given is not None
+        return given.data_ptr()
+
+    first = place()
+    shares.begin_again()
+    second = place()
+    assert second != first
+    assert place() == first
+
+
+def test_ranks_whose_processes_had_other_groups_find_each_others_memory() -> None:
+    """torch numbers exchanges by process, and ranks have had different numbers of engines."""
+    store = dist.HashStore()
+    for engine in range(3):
+        stores = [rank_shares.ExchangeKeys(store) for _ in range(2)]
+        groups = [dist.PrefixStore(f"engine {engine}", each) for each in stores]
+        for number in range(4):  # exchanges of a group
+            keys = [
+                f"CUDASymmetricMemory/{number + 4 * engine}",  # rank 0 had one for each engine
+                f"CUDASymmetricMemory/{number}",
+            ]
+            for rank, group in enumerate(groups):
+                group.set(f"{keys[rank]}/{rank}", f"{engine} {number} {rank}")
+            for rank, group in enumerate(groups):
+                other = f"{keys[rank]}/{1 - rank}"
+                group.wait([other])
+                assert group.get(other) == f"{engine} {number} {1 - rank}".encode()
+
+
+def test_other_keys_of_a_group_stay_as_they_are() -> None:
+    store = dist.HashStore()
+    keys = rank_shares.ExchangeKeys(store)
+    keys.set("symm_mem_validate/7/0", b"here")
+    assert store.get("symm_mem_validate/7/0") == b"here"
+    keys.wait(["symm_mem_validate/7/0"], timedelta(seconds=5))
 
 
 @pytest.fixture(

@@ -72,7 +72,7 @@ class Rank:
             store_fd,
             address,
         )
-        self.worker = Worker(context, self.group, "tensor")
+        self.worker = Worker(context, self.group, "tensor", self.group.agree)
 
     def load(self) -> Capacity:
         """Load this rank's part of the model, connect to the other ranks, and return this device's

@@ -154,6 +154,10 @@ def run(
             transfers.start(kind, words)
             reader.done()
             continue
+        if kind is Kind.FINISH_START:
+            rank.worker.finish_start()
+            reader.done()
+            continue
         batch = from_words(words) if kind is Kind.STEP else None
         # the engine has collected all others before it sent this
         kept = most - 1 if batch is not None else 1

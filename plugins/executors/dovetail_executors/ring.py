@@ -46,6 +46,7 @@ class Kind(IntEnum):
     SAMPLE = 2  # the masks of the late batch before it, to sample by
     SAVE = 3  # pages to copy to host memory: `dovetail_executors.rank_transfers`
     RESTORE = 4  # pages to copy from there
+    FINISH_START = 5  # nothing: see `Executor.finish_start`
 
 
 class WriterGone(Exception):

@@ -129,6 +129,16 @@ class TensorExecutor(Executor):
         self._limit(self._in_flight[0].number if self._in_flight else None)
         return result
 
+    def finish_start(self) -> bool:
+        ranks, rank = self._running()
+        if rank.worker.has_finished_start:
+            return False
+        try:
+            ranks.send(Kind.FINISH_START, ())
+            return rank.worker.finish_start()
+        except Exception as error:
+            self._fail(error)
+
     def transfers(self) -> RankedTransfers | None:
         """None over several hosts, too: a page's bytes would be on all of them."""
         ranks, rank = self._running()

@@ -35,7 +35,7 @@ from dovetail.api.token_sizes import (
     sharing_token_sizes,
     typical,
 )
-from dovetail.errors import UnsupportedError
+from dovetail.errors import DovetailError, UnsupportedError
 from dovetail.nn.kernels.available import has_triton
 from dovetail.nn.kernels.launch import compiling_ahead
 from dovetail_executors.runtime.logits import Asks
@@ -68,6 +68,7 @@ log = logging.getLogger("dovetail")
 
 Int64 = NDArray[np.int64]
 Progress = Callable[[str, int, int], None]  # task, number done, total
+Agree = Callable[[bool], bool]  # True if all ranks call it with True; waits for all
 
 # Keys of which more than the largest size is recorded at the start: those of the first requests
 FIRST_KEYS = (DECODE, GraphKey("sampling", Capture.TOKENS))
@@ -379,13 +380,18 @@ class Graphs:
     """Table of recordings.
 
     Call `compile_ahead`, then `capture` once the KV pool is allocated, then `find` and `replay` for
-    each step.
+    each step. Ranks of a group call these in the same order, and replay the same recordings: a sum
+    waits for as many programs as a recording of its size has on the other ranks.
     """
 
-    def __init__(self, builders: Sequence[Builder], parts: StepParts) -> None:
-        """Keys are recorded in the order of `builders`."""
+    def __init__(
+        self, builders: Sequence[Builder], parts: StepParts, agree: Agree | None = None
+    ) -> None:
+        """Keys are recorded in the order of `builders`. `agree`: of the group's ranks; None: there
+        is one rank."""
         self._builders = tuple(builders)
         self._parts = parts
+        self._agree = agree
         self._replayed: list[GraphKey] = []
         self._table: dict[GraphKey, Recorded] = {}  # without keys that can't be recorded
         self._pools: dict[str, Pool] = {}
@@ -400,10 +406,11 @@ class Graphs:
         parameters: int,
         of_features: Sequence[OfFeature] = (),
         more: Sequence[Builder] = (),
+        agree: Agree | None = None,
     ) -> Graphs:
         """Return graphs of all keys that the parts support, for steps of up to `max_tokens` tokens,
         and `more`. `parameters`: number of parameters that the model uses per token. The backend
-        must support CUDA graphs."""
+        must support CUDA graphs. `agree`: of the group's ranks; None: there is one rank."""
         mixed: list[Builder] = []
         # The kernels of states have grids that depend on the rows of a step.
         if parts.rows.states is None:
@@ -413,7 +420,7 @@ class Graphs:
             *decode_builders(parts, min(parts.rows.max_lines, max_tokens), of_features),
             *more,
         ]
-        return cls([*builders, *with_axes_of_features(builders, parts)], parts)
+        return cls([*builders, *with_axes_of_features(builders, parts)], parts, agree)
 
     @property
     def keys(self) -> Iterator[tuple[GraphKey, tuple[int, ...]]]:
@@ -489,13 +496,21 @@ class Graphs:
                 log.info("steps of kind %s aren't recorded: %s", builder.key, error)
                 del self._table[builder.key]
 
+    @property
+    def _missing(self) -> Iterator[tuple[Recorded, int]]:
+        return ((each, size) for each in self._table.values() for size in each.missing)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if `record_next` has nothing to record."""
+        return next(self._missing, None) is None
+
     def record_next(self) -> bool:
         """Record a size that is missing, if there is one. Returns True if more are missing."""
-        missing = ((each, size) for each in self._table.values() for size in each.missing)
-        found = next(missing, None)
+        found = next(self._missing, None)
         if found is not None:
             self._record_late(*found, IDLE_S)
-        return next(missing, None) is not None
+        return not self.is_complete
 
     def find(self, key: GraphKey, size: int) -> Graph | None:
         """Return the smallest recording of the key for `size` lines or tokens, which is recorded
@@ -515,8 +530,9 @@ class Graphs:
 
     def _record_late(self, recorded: Recorded, size: int, wait_s: float = 0.0) -> None:
         """Record a size while serving, unless another engine starts for longer than `wait_s`; if
-        that fails, its steps are launched kernel by kernel."""
-        if not ALONE.acquire(timeout=wait_s):
+        that fails, its steps are launched kernel by kernel. Several ranks wait until it has
+        started."""
+        if not ALONE.acquire(timeout=wait_s if self._agree is None else -1):
             return
         builder = recorded.builder
         recorded.graphs[size] = None
@@ -537,15 +553,32 @@ class Graphs:
         """Record a size without running it first, as the key's largest has run; after running it if
         that fails: there is no memory, or a backend does something when the size first runs."""
         try:
-            return self._record(builder, size, 0)
+            return self._record_on_all(builder, size, 0)
         except UnsupportedError:
             raise
         except Exception as error:
             log.debug("%s of size %d is run before it is recorded: %s", builder.key, size, error)
             torch.cuda.empty_cache()
-            graph = self._record(builder, size, 1)
+            graph = self._record_on_all(builder, size, 1)
             torch.cuda.empty_cache()  # of the stream that it ran on
             return graph
+
+    def _record_on_all(self, builder: Builder, size: int, warm_ups: int) -> Graph:
+        """Record a size as `_record` does. Raises `DovetailError` if another rank can't; what every
+        rank finds to be unsupported is raised at once."""
+        failure: Exception | None = None
+        try:
+            graph = self._record(builder, size, warm_ups)
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            failure = error
+        on_all = failure is None if self._agree is None else self._agree(failure is None)
+        if failure is not None:
+            raise failure
+        if not on_all:
+            raise DovetailError("another rank can't record it")
+        return graph
 
     @torch.inference_mode()
     def _record(self, builder: Builder, size: int, warm_ups: int) -> Graph:

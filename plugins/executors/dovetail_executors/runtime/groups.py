@@ -38,7 +38,7 @@ from dovetail.errors import DovetailError
 from dovetail.nn.kernels.available import has_triton
 from dovetail.nn.kernels.launch import KernelUnavailable, is_compiling_ahead
 from dovetail_executors.runtime import rank_shares
-from dovetail_executors.runtime.rank_shares import RankShares, make_rank_shares
+from dovetail_executors.runtime.rank_shares import ExchangeKeys, RankShares, make_rank_shares
 
 log = logging.getLogger("dovetail")
 
@@ -97,6 +97,7 @@ class TorchGroup:
         self._store_fd = store_fd
         self._address = address
         self._group: dist.ProcessGroup | None = None
+        self._keys: ExchangeKeys | None = None
         self._backend: Any = None
         self._aborting: threading.Thread | None = None
         self._ended = False
@@ -190,7 +191,8 @@ class TorchGroup:
         """Create the group, and exchange the addresses of the ranks' memory."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread
-        group = dist.ProcessGroup(store, self.rank, self.size)
+        self._keys = ExchangeKeys(store)  # torch keeps no reference to Python's object
+        group = dist.ProcessGroup(self._keys, self.rank, self.size)
         kind, backend = self._make_backend(store)
         group._set_default_backend(kind)
         group._register_backend(self.device, kind, backend)
@@ -272,6 +274,11 @@ class TorchGroup:
             self._run(lambda group: group._allgather_base(gathered.view(-1), flat))
         return torch.cat(gathered.unbind(), dim=dim)
 
+    def agree(self, fine: bool) -> bool:
+        """Return True if all ranks call it with True; waits for all. Raises errors of the
+        transport."""
+        return self._agree(self._joined(), fine)
+
     def abort(self) -> None:
         """Abort everything that waits for other ranks, from any thread: kernels return, and gloo's
         connections to other hosts are closed. Their results are undefined, and later calls raise
@@ -324,6 +331,8 @@ class TorchGroup:
             work = start(self._joined())
             if work is not None:
                 work.wait()
+            if self._shares is not None:
+                self._shares.begin_again()
         except RuntimeError as error:
             self.failure = self.failure or error
             raise

@@ -11,8 +11,11 @@ doesn't wait until the others have read its share: it writes the next share to t
 returns to the first buffer only after the sum in between. For that sum every other rank has
 signalled that its share is written, after all its earlier kernels have ended, including those that
 read the first buffer. Two successive sums in the same buffer would break this. Therefore all ranks
-compute the same sums in the same order, and an exchange, which synchronizes all ranks, separates
-graphs that were recorded at different times: that of the embedding, at the start of each step.
+compute the same sums in the same order.
+
+Any other collective synchronizes all ranks, so the next sum may use either buffer. It uses the
+first, whatever came before: each step starts with such a collective, that of the embedding, so its
+sums use the same buffers when it is launched, recorded, and replayed.
 
 All other collectives are exchanges: each rank writes its part, and finally waits until all have
 read it.
@@ -20,12 +23,15 @@ read it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail_executors.runtime.recording import synchronize
@@ -37,6 +43,43 @@ MOST_EXCHANGED = 64 << 20  # bytes of a part
 MOST_BYTES_OF_MANY = 512 << 10
 ALIGNED_BYTES = 512  # alignment of the parts of the memory
 EXCHANGED = (torch.float32, torch.bfloat16, torch.float16)
+_EXCHANGE = re.compile(r"CUDASymmetricMemory/(\d+)/\d+$")
+
+
+class ExchangeKeys(Store):
+    """The store of a group in which torch's ranks exchange where their memory is.
+
+    Torch numbers these exchanges by process, in the keys: "CUDASymmetricMemory/7/0" for rank 0. An
+    engine's process has a number for each engine that it has had, while the processes of other
+    ranks are new. Here a group's first exchange is 0."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+        self._first: int | None = None  # of this process
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._store.set(self._renumbered(key), value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._renumbered(key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        keys = [self._renumbered(key) for key in keys]
+        if timeout is None:
+            self._store.wait(keys)
+        else:
+            self._store.wait(keys, timeout)
+
+    def _renumbered(self, key: str) -> str:
+        found = _EXCHANGE.search(key)
+        if found is None:
+            return key
+        number = int(found[1])
+        if self._first is None:  # a rank sets its own key first
+            self._first = number
+        start, end = found.span(1)
+        return f"{key[:start]}{number - self._first}{key[end:]}"
 
 
 class RankShares:
@@ -82,6 +125,7 @@ class RankShares:
         self._exchange = Exchange(parts, arrived, read, released, rank)
         self._next = 0
         self._given = 0  # the place returned last
+        self._added = True  # what was written there has been added up
 
     @property
     def most_exchanged(self) -> int:
@@ -90,13 +134,19 @@ class RankShares:
 
     def connect(self, starts: Sequence[int]) -> None:
         """Use the ranks' buffers at these addresses from now on."""
-        self._next = 0  # compiling may have ended earlier on another rank
+        self._next, self._added = 0, True  # compiling may have ended earlier on another rank
         self._tables.copy_(self._offsets[:, None] + torch.tensor(starts, dtype=torch.int64))
 
     def release(self) -> None:
         """Let kernels that wait for another rank return, now and in the future, with undefined
         results. Doesn't block."""
         self._released.fill_(1)
+
+    def begin_again(self) -> None:
+        """Give the first place next, since the ranks have met in another collective; not while a
+        share is still to be added."""
+        if self._added:
+            self._next = 0
 
     def place(self, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return memory [rows, size] for this rank's share of the next sum, which `add` must add up
@@ -106,6 +156,7 @@ class RankShares:
             return None
         self._given = self._next
         self._next = (self._next + 1) % PLACES
+        self._added = False
         return self._places[self._given][: rows * size].view(rows, size)
 
     def add(self, x: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> torch.Tensor | None:
@@ -114,6 +165,7 @@ class RankShares:
         from dovetail.nn.kernels.rank_sums import add_shares
 
         shares, flags = self._addresses[self._given]
+        self._added = True
         return add_shares(x, shares, flags, self._released, self.rank, norm)
 
     def all_reduce(self, x: torch.Tensor) -> bool:
@@ -130,6 +182,7 @@ class RankShares:
         self._part(x).copy_(x)
         with suppress(KernelUnavailable):
             sum_parts(x, self._exchange)
+            self.begin_again()
             return True
         return False
 
@@ -145,6 +198,7 @@ class RankShares:
         columns = x.shape[-1]
         with suppress(KernelUnavailable):
             gather_parts(out, columns, self._exchange)
+            self.begin_again()
             return out
         return None
 

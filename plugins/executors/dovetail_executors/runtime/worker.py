@@ -31,7 +31,7 @@ from dovetail_executors.runtime.attention_choice import ChosenAttention, choose_
 from dovetail_executors.runtime.device_choice import describe_device
 from dovetail_executors.runtime.feature_plans import feature_plans
 from dovetail_executors.runtime.features import FeaturePlan, Loaded, Proposer
-from dovetail_executors.runtime.graphs import Builder, Graphs
+from dovetail_executors.runtime.graphs import Agree, Builder, Graphs
 from dovetail_executors.runtime.kv_pool import KVPool, kv_layout, pool_pages
 from dovetail_executors.runtime.kv_scales import CacheScales
 from dovetail_executors.runtime.line_costs import draft_costs, line_costs
@@ -67,12 +67,20 @@ class Worker:
     A failed step ends it: the device's state can no longer be trusted.
     """
 
-    def __init__(self, context: ExecutorContext, group: ParallelGroup, executor: str) -> None:
+    def __init__(
+        self,
+        context: ExecutorContext,
+        group: ParallelGroup,
+        executor: str,
+        agree: Agree | None = None,
+    ) -> None:
         """`group`: ranks that share the model's weights; `dovetail.nn.parallel.SINGLE` if this one
-        has the whole model. `executor`: the executor's name in errors. Loads nothing yet."""
+        has the whole model. `executor`: the executor's name in errors. `agree`: of several ranks.
+        Loads nothing yet."""
         self.context = context
         self.group = group
         self.executor = executor
+        self._agree = agree
         self.runner: Runner | None = None  # None unless the model is loaded
         self._graphs: Graphs | None = None  # the runner's, once captured
         self._scales: CacheScales | None = None  # of a cache of a smaller dtype
@@ -269,8 +277,8 @@ class Worker:
         self._make_pool(num_pages)
         if self._graphs is not None:
             with phase("recording graphs"):
-                # Ranks record together, and what drafts cost is measured with all sizes.
-                all_sizes = self.group.size > 1 or self.context.config.max_drafts > 0
+                # What drafts cost is measured with all sizes.
+                all_sizes = self.context.config.max_drafts > 0
                 self._graphs.capture(self.context.progress, all_sizes=all_sizes)
             runner.graphs = self._graphs
             if self.context.config.max_drafts:
@@ -343,9 +351,14 @@ class Worker:
                 f"executor {self.executor} stopped computing: {self._failure}"
             ) from self._failure
 
+    @property
+    def has_finished_start(self) -> bool:
+        """True if `finish_start` has nothing to do, on any rank."""
+        return self._graphs is None or self._graphs.is_complete
+
     def finish_start(self) -> bool:
         """Record a graph that `allocate` has left for later, while no step is in flight. Returns
-        True if more are left. Raises like `submit`."""
+        True if more are left. All ranks do so at once. Raises like `submit`."""
         self.check()
         self._running()
         return self._graphs is not None and self._graphs.record_next()
@@ -498,18 +511,17 @@ class Worker:
             parameters_of_a_token(loaded.model),
             [feature.recordings for feature in runner.features],
             self._slab_builders(loaded),
+            self._agree,
         )
         with phase("compiling kernels"):
             graphs.compile_ahead(lambda: self._make_pool(1), self.context.progress)
         return graphs
 
     def _slab_builders(self, loaded: Loaded) -> list[Builder]:
-        """Return those of deterministic rows, if they can be recorded while others are served:
-        several ranks record before that, together."""
+        """Return those of deterministic rows, if they can be recorded."""
         can = loaded.backend.capabilities
         all_recorded = can.cuda_graph is GraphSupport.ALL and can.fixed_shapes
-        alone = self.group.size == 1 and not loaded.rows.states
-        if not all_recorded or not alone:
+        if not all_recorded or loaded.rows.states:
             return []
         runner = self._running()
         builders: list[Builder] = [
