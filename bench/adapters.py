@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from bench.apart import apart
-from bench.engines import RUNS, settings_of, timed, warm_up
+from bench.engines import settings_of, timed, warm_up
 from bench.limits import require_gpu
 from bench.shapes import QUANTIZED, SHAPES, write_checkpoint
 from bench.workloads import WORKLOADS, Workload
@@ -109,7 +109,7 @@ def measured(
         "tok_s": work.output_tokens / statistics.median(seconds),
         "seconds": seconds,
         "start_s": started,
-        "steps": (stats.steps - before.steps) // RUNS,
+        "steps": (stats.steps - before.steps) // work.runs,
         "device_ms_a_step": 1e3 * (stats.device_s - before.device_s) / (stats.steps - before.steps),
         "device": details["device"],
         "adapters": details.get("adapters", "none"),

@@ -153,7 +153,7 @@ def certain(shape: Sequence[int], name: str, *others: Any) -> torch.Tensor:
     output layer have the numbers of the embeddings."""
     name = name.replace("lm_head.weight", "model.embed_tokens.weight")
     numbers = random_numbers(shape, name, *others)
-    return numbers.mul_(0.02) if name.endswith(("o_proj.weight", "down_proj.weight")) else numbers
+    return numbers.mul_(0.001) if name.endswith(("o_proj.weight", "down_proj.weight")) else numbers
 
 
 def end_after(seconds: float) -> None:

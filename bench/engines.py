@@ -22,7 +22,6 @@ from bench.shapes import SHAPES, write_weights
 from bench.workloads import Workload
 from dovetail import EngineConfig
 
-RUNS = 3
 Generate = Callable[[list[list[int]]], int]  # prompts -> how many tokens were generated
 
 
@@ -52,7 +51,7 @@ def params_of(texts: list[str]) -> dict[str, Any]:
 
 
 def warm_up(work: Workload, generate: Generate) -> None:
-    generate(work.prompts(seed=100))
+    generate(work.prompts(seed=100)[: work.warm])
 
 
 def timed(work: Workload, generate: Generate) -> tuple[list[float], dict[str, float]]:
@@ -60,7 +59,7 @@ def timed(work: Workload, generate: Generate) -> tuple[list[float], dict[str, fl
     GPU's clock and power were meanwhile."""
     times = []
     with PowerWatch() as power:
-        for run in range(RUNS):
+        for run in range(work.runs):
             prompts = work.prompts(seed=run)
             torch.cuda.synchronize()
             begun = time.perf_counter()
@@ -98,7 +97,7 @@ def run_dovetail(
         ]
 
         def generate(prompts: list[list[int]]) -> int:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outputs = llm.generate(prompts, params[: len(prompts)], use_tqdm=False)
             return sum(len(output.outputs[0].token_ids) for output in outputs)
 
         warm_up(work, generate)
@@ -108,7 +107,7 @@ def run_dovetail(
         steps = stats.steps - before.steps
         details = {
             **llm.engine.capacity.details,
-            "steps": steps // RUNS,
+            "steps": steps // work.runs,
             "device_ms_a_step": 1e3 * (stats.device_s - before.device_s) / steps,
             "core_ms_a_step": 1e3 * (stats.core_s - before.core_s) / steps,
             "wall_ms_a_step": 1e3 * sum(times) / steps,
@@ -147,7 +146,8 @@ def run_nano_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) ->
 
     def generate(prompts: list[list[int]]) -> int:
         return sum(
-            len(output["token_ids"]) for output in llm.generate(prompts, params, use_tqdm=False)
+            len(output["token_ids"])
+            for output in llm.generate(prompts, params[: len(prompts)], use_tqdm=False)
         )
 
     warm_up(work, generate)
@@ -179,7 +179,9 @@ def run_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Meas
 
     def generate(prompts: list[list[int]]) -> int:
         outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            params[: len(prompts)],
+            use_tqdm=False,
         )
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 

@@ -18,6 +18,8 @@ class Workload:
     # further sampling parameters, as Dovetail and vLLM call them
     params: dict[str, Any] = field(default_factory=dict)
     max_num_seqs: int | None = None  # None: as many as there are requests
+    runs: int = 3  # that are timed
+    warm: int | None = None  # requests of the run before these; None: all
 
     def prompts(self, seed: int) -> list[list[int]]:
         rng = random.Random(seed)
@@ -72,6 +74,11 @@ WORKLOADS = {
     "gemma-64": Workload("gemma-3-4b", ((8000, 300),) * 64),
     "gemma-32k": Workload("gemma-3-4b", ((32_000, 300),) * 16),
     "oss-64": Workload("gpt-oss-20b", ((8000, 300),) * 64),
+    # All requests of a run are queued at once, in the lengths of TensorRT-LLM's tables.
+    "oss-1k-1k": Workload("gpt-oss-20b", ((1000, 1000),) * 512, runs=1, warm=64),
+    "oss-1k-8k": Workload("gpt-oss-20b", ((1024, 8192),) * 128, runs=1, warm=4),
+    "oss-8k-1k": Workload("gpt-oss-20b", ((8192, 1024),) * 192, runs=1, warm=8),
+    "oss-32k-1k": Workload("gpt-oss-20b", ((32_768, 1024),) * 24, runs=1, warm=2),
     "8b-prefill": Workload("qwen3-8b", ((8192, 1),) * 16),
     "q35-one": Workload("qwen3.5-4b", ((500, 256),)),
     "q35-64": Workload("qwen3.5-4b", ((1024, 512),) * 64),

@@ -71,7 +71,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, llm: type[Engine]) -> No
 
 def check_asked(llm: type[Engine], prompts_of: Any) -> None:
     calls = [call for call in llm.asked if call != "exit"]
-    assert len(calls) == 1 + engines.RUNS
+    assert len(calls) == 1 + WORK.runs
     assert len({str(prompts) for prompts, _ in calls}) == len(calls), "each run has fresh prompts"
     for prompts, given in calls:
         assert [len(prompt) for prompt in prompts_of(prompts)] == [5, 7]
@@ -94,7 +94,7 @@ def test_vllm_gets_random_weights_the_lengths_and_room_for_all_requests(
         "max_num_seqs": 2,
     }
     assert VLLM.made == expected | {"tensor_parallel_size": 1, "quantization": None}
-    assert len(measured.seconds) == engines.RUNS
+    assert len(measured.seconds) == WORK.runs
     check_asked(VLLM, lambda prompts: [prompt["prompt_token_ids"] for prompt in prompts])
 
 
@@ -184,7 +184,7 @@ def test_transformers_gets_each_requests_length_and_never_stops_early(
         -1,
     )
     assert [(len(prompt), out) for prompt, out in manager.requests] == [(5, 3), (7, 2)] * (
-        1 + engines.RUNS
+        1 + WORK.runs
     )
 
 
