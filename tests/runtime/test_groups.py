@@ -60,6 +60,15 @@ def test_what_is_gathered_lies_in_the_order_of_ranks(dim: int) -> None:
         assert torch.equal(gathered, torch.cat(parts, dim))
 
 
+def test_ranks_agree_if_all_do() -> None:
+    def act(group: TorchGroup) -> list[bool]:
+        with torch.inference_mode():  # they join in a step
+            group.all_reduce(torch.ones(1))
+        return [group.agree(True), group.agree(group.rank > 0), group.agree(False)]
+
+    assert on_ranks(3, act) == [[True, False, False]] * 3
+
+
 def test_ranks_join_when_something_is_summed_and_need_not_be_told() -> None:
     assert on_ranks(2, lambda group: float(group.all_reduce(torch.ones(1)))) == [2.0, 2.0]
 

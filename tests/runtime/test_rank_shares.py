@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, closing
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 
@@ -174,25 +175,28 @@ def test_a_place_is_not_given_again_before_its_shares_are_added() -> None:
     second = place()
     assert second != first
     assert place() == first
+    shares.restart()
+    assert place() == first, "ranks have met after a failure, and add nothing of before"
 
 
 def test_ranks_whose_processes_had_other_groups_find_each_others_memory() -> None:
-    """torch numbers exchanges by process, and ranks have had different numbers of engines."""
+    """torch numbers exchanges by process: rank 0 has had other engines, and starts two at once."""
     store = dist.HashStore()
-    for engine in range(3):
-        stores = [rank_shares.ExchangeKeys(store) for _ in range(2)]
-        groups = [dist.PrefixStore(f"engine {engine}", each) for each in stores]
-        for number in range(4):  # exchanges of a group
-            keys = [
-                f"CUDASymmetricMemory/{number + 4 * engine}",  # rank 0 had one for each engine
-                f"CUDASymmetricMemory/{number}",
-            ]
-            for rank, group in enumerate(groups):
-                group.set(f"{keys[rank]}/{rank}", f"{engine} {number} {rank}")
-            for rank, group in enumerate(groups):
+    of_process = count(5)
+    stores = [[rank_shares.ExchangeKeys(store) for _ in range(2)] for _ in range(2)]
+    groups = [
+        [dist.PrefixStore(f"engine {engine}", each) for each in of_engine]
+        for engine, of_engine in enumerate(stores)
+    ]
+    for number in range(4):
+        for engine, group in enumerate(groups):
+            keys = [f"CUDASymmetricMemory/{next(of_process)}", f"CUDASymmetricMemory/{number}"]
+            for rank, each in enumerate(group):
+                each.set(f"{keys[rank]}/{rank}", f"{engine} {number} {rank}")
+            for rank, each in enumerate(group):
                 other = f"{keys[rank]}/{1 - rank}"
-                group.wait([other])
-                assert group.get(other) == f"{engine} {number} {1 - rank}".encode()
+                each.wait([other])
+                assert each.get(other) == f"{engine} {number} {1 - rank}".encode()
 
 
 def test_other_keys_of_a_group_stay_as_they_are() -> None:

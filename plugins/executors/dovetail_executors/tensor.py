@@ -51,6 +51,7 @@ from dovetail_executors.ranks import Ranks
 from dovetail_executors.ring import Kind
 from dovetail_executors.runtime.batch_words import masks_to_words, to_words
 from dovetail_executors.runtime.groups import ENVIRONMENT, LOOPBACK
+from dovetail_executors.runtime.recording import ALONE
 from dovetail_executors.runtime.step import Step
 
 log = logging.getLogger("dovetail")
@@ -90,7 +91,8 @@ class TensorExecutor(Executor):
 
     def start(self) -> Capacity:
         try:
-            return self._start()
+            with ALONE:
+                return self._start()
         except BaseException:
             self.stop()
             raise
@@ -133,11 +135,15 @@ class TensorExecutor(Executor):
         ranks, rank = self._running()
         if rank.worker.has_finished_start:
             return False
+        seconds = self.options.step_timeout_s
+        ranks.limit(seconds, partial(_late_at_finish, ranks, seconds))
         try:
             ranks.send(Kind.FINISH_START, ())
             return rank.worker.finish_start()
         except Exception as error:
             self._fail(error)
+        finally:
+            ranks.limit(None)
 
     def transfers(self) -> RankedTransfers | None:
         """None over several hosts, too: a page's bytes would be on all of them."""
@@ -480,6 +486,12 @@ def _late_at_start(ranks: AllRanks, seconds: float) -> str:
         if (silent := ranks.silent(what)) != "none":
             return f"not started after {seconds:g} s (executor.start_timeout_s): {silent} {told}"
     return f"not started after {seconds:g} s (executor.start_timeout_s): all ranks wait for rank 0"
+
+
+def _late_at_finish(ranks: AllRanks, seconds: float) -> str:
+    late = f"a CUDA graph wasn't recorded after {seconds:g} s (executor.step_timeout_s)"
+    behind = ranks.behind()
+    return f"{late}; not through with it: {', '.join(behind)}" if behind else late
 
 
 def _late_in_step(ranks: AllRanks, step: int | None, seconds: float) -> str:

@@ -45,6 +45,7 @@ from dovetail.nn.attention import spec_of_rank
 from dovetail.nn.build import of_runtime
 from dovetail.nn.format.stored import StoredWeight
 from dovetail.nn.model_files import model_length
+from dovetail.nn.parallel import shares_of
 from dovetail.nn.skeletons import ONE_AT_A_TIME, skeleton
 from dovetail.nn.weights import (
     dummy_weights,
@@ -418,6 +419,9 @@ class TransformersModel(nn.Module):
         self._verdict.write(replaced=bool(self._layers.found))
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
+        parallel = self._context.parallel
+        if shares_of(parallel) is not None:  # each forward starts with a collective
+            parallel.all_reduce(torch.zeros(1, device=self._context.device))
         given = {"input_ids": inputs.token_ids[None]}
         if inputs.rows is not None and inputs.is_row is not None:  # as the whole model does
             text = self.model.get_input_embeddings()(inputs.token_ids)

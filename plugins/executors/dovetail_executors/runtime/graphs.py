@@ -529,15 +529,14 @@ class Graphs:
         return None
 
     def _record_late(self, recorded: Recorded, size: int, wait_s: float = 0.0) -> None:
-        """Record a size while serving, unless another engine starts for longer than `wait_s`; if
-        that fails, its steps are launched kernel by kernel. Several ranks wait until it has
-        started."""
-        if not ALONE.acquire(timeout=wait_s if self._agree is None else -1):
-            return
+        """Record a size while serving, unless another engine starts for longer than `wait_s`, in
+        the process of any rank; if that fails, its steps are launched kernel by kernel."""
+        alone = ALONE.acquire(timeout=wait_s)
         builder = recorded.builder
-        recorded.graphs[size] = None
         try:
-            recorded.graphs[size] = self._record_at_once(builder, size)
+            if self._on_all(alone):
+                recorded.graphs[size] = None
+                recorded.graphs[size] = self._record_at_once(builder, size)
         except Exception as error:  # of memory, mostly; one of the device will show in the step
             log.warning(
                 "steps of kind %s and size %d aren't recorded: %s: %s",
@@ -547,19 +546,22 @@ class Graphs:
                 error,
             )
         finally:
-            ALONE.release()
+            if alone:
+                ALONE.release()
 
     def _record_at_once(self, builder: Builder, size: int) -> Graph:
         """Record a size without running it first, as the key's largest has run; after running it if
-        that fails: there is no memory, or a backend does something when the size first runs."""
+        that fails: there is no memory, or a backend does something when the size first runs. It
+        isn't run if memory ran out on one of several ranks: the others' sums would wait for its."""
         try:
             return self._record_on_all(builder, size, 0)
         except UnsupportedError:
             raise
         except Exception as error:
-            log.debug("%s of size %d is run before it is recorded: %s", builder.key, size, error)
+            log.debug("%s of size %d is recorded once more: %s", builder.key, size, error)
             torch.cuda.empty_cache()
-            graph = self._record_on_all(builder, size, 1)
+            lacks = self._agree is not None and isinstance(error, torch.OutOfMemoryError)
+            graph = self._record_on_all(builder, size, 1 if self._on_all(not lacks) else 0)
             torch.cuda.empty_cache()  # of the stream that it ran on
             return graph
 
@@ -573,12 +575,16 @@ class Graphs:
             raise
         except Exception as error:
             failure = error
-        on_all = failure is None if self._agree is None else self._agree(failure is None)
+        on_all = self._on_all(failure is None)
         if failure is not None:
             raise failure
         if not on_all:
             raise DovetailError("another rank can't record it")
         return graph
+
+    def _on_all(self, fine: bool) -> bool:
+        """Return True if all ranks call it with True."""
+        return fine if self._agree is None else self._agree(fine)
 
     @torch.inference_mode()
     def _record(self, builder: Builder, size: int, warm_ups: int) -> Graph:

@@ -98,6 +98,7 @@ class TorchGroup:
         self._address = address
         self._group: dist.ProcessGroup | None = None
         self._keys: ExchangeKeys | None = None
+        self._votes = torch.empty(0)  # made by joining: memory may be short later
         self._backend: Any = None
         self._aborting: threading.Thread | None = None
         self._ended = False
@@ -191,8 +192,12 @@ class TorchGroup:
         """Create the group, and exchange the addresses of the ranks' memory."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread
-        self._keys = ExchangeKeys(store)  # torch keeps no reference to Python's object
-        group = dist.ProcessGroup(self._keys, self.rank, self.size)
+        with torch.inference_mode(False):  # a rank may join in a step, and vote between steps
+            self._votes = torch.empty(1, device=self.device)
+        if self._shares is not None:
+            self._keys = ExchangeKeys(store)  # torch keeps no reference to Python's object
+        keys = store if self._keys is None else self._keys
+        group = dist.ProcessGroup(keys, self.rank, self.size)
         kind, backend = self._make_backend(store)
         group._set_default_backend(kind)
         group._register_backend(self.device, kind, backend)
@@ -226,7 +231,7 @@ class TorchGroup:
 
     def _agree(self, group: dist.ProcessGroup, fine: bool) -> bool:
         """Return True if all ranks report success; waits for all of them."""
-        votes = torch.tensor([fine], dtype=torch.float32, device=self.device)
+        votes = self._votes.fill_(fine)
         if (work := group.allreduce([votes], self._synchronous)) is not None:
             work.wait()
         return int(votes.item()) == self.size
@@ -277,7 +282,12 @@ class TorchGroup:
     def agree(self, fine: bool) -> bool:
         """Return True if all ranks call it with True; waits for all. Raises errors of the
         transport."""
-        return self._agree(self._joined(), fine)
+        self.join()
+        votes = self._votes.fill_(fine)
+        self._run(lambda group: group.allreduce([votes], self._synchronous))
+        if self._shares is not None:
+            self._shares.restart()
+        return int(votes.item()) == self.size
 
     def abort(self) -> None:
         """Abort everything that waits for other ranks, from any thread: kernels return, and gloo's
@@ -290,6 +300,7 @@ class TorchGroup:
         self._backend = None
         self._ended = True
         self._group = None
+        self._keys = None
         if backend is not None and self.device.type == "cuda":
             self._aborting = threading.Thread(
                 target=self._abort, args=(backend,), name="dovetail-aborts", daemon=True

@@ -14,8 +14,8 @@ read the first buffer. Two successive sums in the same buffer would break this. 
 compute the same sums in the same order.
 
 Any other collective synchronizes all ranks, so the next sum may use either buffer. It uses the
-first, whatever came before: each step starts with such a collective, that of the embedding, so its
-sums use the same buffers when it is launched, recorded, and replayed.
+first, whatever came before: each forward starts with such a collective, mostly that of the
+embedding, so its sums use the same buffers when it is launched, recorded, and replayed.
 
 All other collectives are exchanges: each rank writes its part, and finally waits until all have
 read it.
@@ -50,13 +50,13 @@ class ExchangeKeys(Store):
     """The store of a group in which torch's ranks exchange where their memory is.
 
     Torch numbers these exchanges by process, in the keys: "CUDASymmetricMemory/7/0" for rank 0. An
-    engine's process has a number for each engine that it has had, while the processes of other
-    ranks are new. Here a group's first exchange is 0."""
+    engine's process has a number for each exchange of all its engines, while the processes of other
+    ranks are new. Here a group's exchanges are 0, 1, …."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
         self._store = store
-        self._first: int | None = None  # of this process
+        self._numbers: dict[str, int] = {}  # of the process -> of the group
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         self._store.set(self._renumbered(key), value)  # type: ignore[arg-type]
@@ -75,11 +75,10 @@ class ExchangeKeys(Store):
         found = _EXCHANGE.search(key)
         if found is None:
             return key
-        number = int(found[1])
-        if self._first is None:  # a rank sets its own key first
-            self._first = number
+        # a rank sets a key of its own before it waits for those of others
+        number = self._numbers.setdefault(found[1], len(self._numbers))
         start, end = found.span(1)
-        return f"{key[:start]}{number - self._first}{key[end:]}"
+        return f"{key[:start]}{number}{key[end:]}"
 
 
 class RankShares:
@@ -134,13 +133,18 @@ class RankShares:
 
     def connect(self, starts: Sequence[int]) -> None:
         """Use the ranks' buffers at these addresses from now on."""
-        self._next, self._added = 0, True  # compiling may have ended earlier on another rank
+        self.restart()  # compiling may have ended earlier on another rank
         self._tables.copy_(self._offsets[:, None] + torch.tensor(starts, dtype=torch.int64))
 
     def release(self) -> None:
         """Let kernels that wait for another rank return, now and in the future, with undefined
         results. Doesn't block."""
         self._released.fill_(1)
+
+    def restart(self) -> None:
+        """Give the first place next, on ranks that have met and have no share to add, whatever
+        failed before."""
+        self._next, self._added = 0, True
 
     def begin_again(self) -> None:
         """Give the first place next, since the ranks have met in another collective; not while a
