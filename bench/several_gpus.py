@@ -27,13 +27,17 @@ START = (
 )
 
 
+# one at a time: each has both GPUs
+TESTS = ("tests/runtime/test_rank_shares.py", "tests/gpu/test_two_ranks.py")
+
+
 def throughput(name: str, workloads: tuple[str, ...], limit_s: float, *settings: str) -> Part:
     command = ("-m", "bench.throughput", "--workload", *workloads, "--json", FIGURES)
     return Part(name, (*command, "--set", *TWO, *settings), limit_s)
 
 
 PARTS = (
-    Part("tests", ("-m", "pytest", "-x", "tests/runtime/test_rank_shares.py"), 150),
+    Part("tests", ("-m", "pytest", "-x", "-n", "0", *TESTS), 300),
     Part("faults", ("-m", "bench.rank_faults", "--kills", "0", "--json", FIGURES), 400),
     Part("start-one", ("-m", "bench.startup", *START), 100),
     Part("start-two", ("-m", "bench.startup", *START, *TWO), 120),
