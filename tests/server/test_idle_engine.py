@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dovetail import LLM, AsyncLLMEngine, LLMEngine
+from dovetail.api.executor import Executor
 from dovetail.engine.core import EngineCore
 from dovetail.engine.feature import EngineFeature
 from dovetail.front.assembly import assemble
@@ -36,17 +37,34 @@ class Working(EngineFeature):
         return self._pieces < ENOUGH
 
 
-@pytest.fixture
-def finished(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when an executor finishes its start."""
-    event = threading.Event()
+class Finished:
+    """The executors that have finished their start: other tests' servers may idle in this process,
+    too."""
 
-    def finish_start(executor: LocalExecutor) -> bool:
-        event.set()
+    def __init__(self) -> None:
+        self._executors: list[Executor] = []
+        self._changed = threading.Condition()
+
+    def add(self, executor: Executor) -> bool:
+        with self._changed:
+            self._executors.append(executor)
+            self._changed.notify_all()
         return False
 
-    monkeypatch.setattr(LocalExecutor, "finish_start", finish_start)
-    return event
+    def __contains__(self, executor: Executor) -> bool:
+        with self._changed:
+            return executor in self._executors
+
+    def wait(self, executor: Executor) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: executor in self._executors, PATIENCE_S)
+
+
+@pytest.fixture
+def finished(monkeypatch: pytest.MonkeyPatch) -> Finished:
+    found = Finished()
+    monkeypatch.setattr(LocalExecutor, "finish_start", lambda executor: found.add(executor))
+    return found
 
 
 @contextmanager
@@ -64,13 +82,14 @@ def async_engine() -> Iterator[LLMEngine]:
 
 @pytest.mark.parametrize("program", [llm, async_engine])
 def test_an_engine_in_a_program_leaves_the_start_unfinished(
-    program: Any, finished: threading.Event
+    program: Any, finished: Finished
 ) -> None:
     feature = Working()
     with program() as engine:
+        executor = engine.core.executor
         add(engine, feature)
         assert feature.done.wait(PATIENCE_S)
-    assert not finished.is_set()
+    assert executor not in finished
 
 
 def add(engine: LLMEngine, feature: EngineFeature) -> None:
@@ -80,13 +99,13 @@ def add(engine: LLMEngine, feature: EngineFeature) -> None:
     engine.run_in_thread().call(append)
 
 
-def test_the_engine_of_a_server_finishes_it(finished: threading.Event) -> None:
+def test_the_engine_of_a_server_finishes_it(finished: Finished) -> None:
     feature = Working()
     assembly = assemble(DEMO, {})
     assembly.core.features = [*assembly.core.features, feature]
     host = HostThread(assembly, lambda reason: None)
     try:
         assert feature.done.wait(PATIENCE_S)
-        assert finished.wait(PATIENCE_S)
+        assert finished.wait(assembly.core.executor)
     finally:
         host.close()
