@@ -215,7 +215,7 @@ def run_transformers(work: Workload, directory: Path, overrides: dict[str, Any])
         started = time.perf_counter() - begun
 
         def generate(prompts: list[list[int]]) -> int:
-            for prompt, (_, out) in zip(prompts, work.lens, strict=True):
+            for prompt, (_, out) in zip(prompts, work.lens[: len(prompts)], strict=True):
                 manager.add_request(prompt, max_new_tokens=out)
             outputs: list[list[int]] = []
             while len(outputs) < len(prompts):

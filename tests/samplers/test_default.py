@@ -72,7 +72,8 @@ def test_the_ways_of_the_cpu_and_of_a_device_agree(rows: list[Row]) -> None:
 def test_rows_begin_again_with_the_same_parameters_or_others(
     rows: list[Row], data: st.DataObject
 ) -> None:
-    """They have their own parameters after an update that failed on its way to the device, too."""
+    """Each row samples by the parameters that it was last given, even if an update failed on its way
+    to the device before."""
     r = ready(rows)
     logits = r.logits.clone()
     for _ in range(data.draw(st.integers(1, 4), label="updates")):

@@ -16,7 +16,6 @@ from dovetail.api.executor import Executor
 from dovetail.engine.core import EngineCore
 from dovetail.engine.feature import EngineFeature
 from dovetail.front.assembly import assemble
-from dovetail_executors.local import LocalExecutor
 from dovetail_server.one_process import HostThread
 from tests.server.engines import DEMO, PATIENCE_S
 
@@ -37,34 +36,17 @@ class Working(EngineFeature):
         return self._pieces < ENOUGH
 
 
-class Finished:
-    """The executors that have finished their start: other tests' servers may idle in this process,
-    too."""
+def watch(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Return an event that is set when this executor finishes its start. Servers of other tests may
+    idle in this process, too."""
+    finished = threading.Event()
 
-    def __init__(self) -> None:
-        self._executors: list[Executor] = []
-        self._changed = threading.Condition()
-
-    def add(self, executor: Executor) -> bool:
-        with self._changed:
-            self._executors.append(executor)
-            self._changed.notify_all()
+    def finish_start() -> bool:
+        finished.set()
         return False
 
-    def __contains__(self, executor: Executor) -> bool:
-        with self._changed:
-            return executor in self._executors
-
-    def wait(self, executor: Executor) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: executor in self._executors, PATIENCE_S)
-
-
-@pytest.fixture
-def finished(monkeypatch: pytest.MonkeyPatch) -> Finished:
-    found = Finished()
-    monkeypatch.setattr(LocalExecutor, "finish_start", lambda executor: found.add(executor))
-    return found
+    monkeypatch.setattr(executor, "finish_start", finish_start)
+    return finished
 
 
 @contextmanager
@@ -82,14 +64,14 @@ def async_engine() -> Iterator[LLMEngine]:
 
 @pytest.mark.parametrize("program", [llm, async_engine])
 def test_an_engine_in_a_program_leaves_the_start_unfinished(
-    program: Any, finished: Finished
+    program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feature = Working()
     with program() as engine:
-        executor = engine.core.executor
+        finished = watch(engine.core.executor, monkeypatch)
         add(engine, feature)
         assert feature.done.wait(PATIENCE_S)
-    assert executor not in finished
+    assert not finished.is_set()
 
 
 def add(engine: LLMEngine, feature: EngineFeature) -> None:
@@ -99,13 +81,14 @@ def add(engine: LLMEngine, feature: EngineFeature) -> None:
     engine.run_in_thread().call(append)
 
 
-def test_the_engine_of_a_server_finishes_it(finished: Finished) -> None:
+def test_the_engine_of_a_server_finishes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     feature = Working()
     assembly = assemble(DEMO, {})
     assembly.core.features = [*assembly.core.features, feature]
+    finished = watch(assembly.core.executor, monkeypatch)
     host = HostThread(assembly, lambda reason: None)
     try:
         assert feature.done.wait(PATIENCE_S)
-        assert finished.wait(assembly.core.executor)
+        assert finished.wait(PATIENCE_S)
     finally:
         host.close()

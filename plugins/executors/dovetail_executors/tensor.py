@@ -99,7 +99,7 @@ class TensorExecutor(Executor):
 
     def submit(self, batch: Batch) -> Step:
         ranks, rank = self._running()
-        self._limit(batch.step)
+        self._limit(f"step {batch.step}")
         try:
             ranks.send(Kind.STEP, to_words(batch))
             handle = rank.worker.submit(batch)
@@ -128,22 +128,21 @@ class TensorExecutor(Executor):
         except Exception as error:
             self._fail(error)
         self._in_flight.popleft()
-        self._limit(self._in_flight[0].number if self._in_flight else None)
+        self._limit(f"step {self._in_flight[0].number}" if self._in_flight else None)
         return result
 
     def finish_start(self) -> bool:
         ranks, rank = self._running()
         if rank.worker.has_finished_start:
             return False
-        seconds = self.options.step_timeout_s
-        ranks.limit(seconds, partial(_late_at_finish, ranks, seconds))
+        self._limit("the recording of a CUDA graph")
         try:
             ranks.send(Kind.FINISH_START, ())
             return rank.worker.finish_start()
         except Exception as error:
             self._fail(error)
         finally:
-            ranks.limit(None)
+            self._limit(None)
 
     def transfers(self) -> RankedTransfers | None:
         """None over several hosts, too: a page's bytes would be on all of them."""
@@ -367,12 +366,12 @@ class TensorExecutor(Executor):
             )
         return self._ranks, self._rank
 
-    def _limit(self, step: int | None) -> None:
-        """Set the deadline of step `step`; None: no step is in flight."""
+    def _limit(self, work: str | None) -> None:
+        """Set the deadline of work that all ranks do, as errors call it; None: there is none."""
         if self._ranks is not None and self._loaded:
             seconds = self.options.step_timeout_s
-            late = partial(_late_in_step, self._ranks, step, seconds)
-            self._ranks.limit(None if step is None else seconds, late)
+            late = partial(_late_in, self._ranks, work, seconds)
+            self._ranks.limit(None if work is None else seconds, late)
 
     def _wait_for(self, handle: Step) -> None:
         """Wait until the device has passed the step. Polls instead of a CUDA wait, which would
@@ -488,14 +487,8 @@ def _late_at_start(ranks: AllRanks, seconds: float) -> str:
     return f"not started after {seconds:g} s (executor.start_timeout_s): all ranks wait for rank 0"
 
 
-def _late_at_finish(ranks: AllRanks, seconds: float) -> str:
-    late = f"a CUDA graph wasn't recorded after {seconds:g} s (executor.step_timeout_s)"
-    behind = ranks.behind()
-    return f"{late}; not through with it: {', '.join(behind)}" if behind else late
-
-
-def _late_in_step(ranks: AllRanks, step: int | None, seconds: float) -> str:
-    what = f"step {step} wasn't done after {seconds:g} s (executor.step_timeout_s)"
+def _late_in(ranks: AllRanks, work: str | None, seconds: float) -> str:
+    what = f"{work} wasn't done after {seconds:g} s (executor.step_timeout_s)"
     behind = ranks.behind()
     return (
         f"{what}; not through with it: {', '.join(behind)}"

@@ -420,7 +420,8 @@ class TransformersModel(nn.Module):
 
     def forward(self, inputs: ModelInputs) -> torch.Tensor:
         parallel = self._context.parallel
-        if shares_of(parallel) is not None:  # each forward starts with a collective
+        # Ranks that share memory begin each forward with a collective, as a split embedding is one.
+        if shares_of(parallel) is not None:
             parallel.all_reduce(torch.zeros(1, device=self._context.device))
         given = {"input_ids": inputs.token_ids[None]}
         if inputs.rows is not None and inputs.is_row is not None:  # as the whole model does

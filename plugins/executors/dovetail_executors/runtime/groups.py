@@ -230,11 +230,19 @@ class TorchGroup:
                 return
 
     def _agree(self, group: dist.ProcessGroup, fine: bool) -> bool:
-        """Return True if all ranks report success; waits for all of them."""
-        votes = self._votes.fill_(fine)
-        if (work := group.allreduce([votes], self._synchronous)) is not None:
+        """Do as `agree`, while this rank joins `group`."""
+        if (work := self._vote(group, fine)) is not None:
             work.wait()
-        return int(votes.item()) == self.size
+        return self._all_voted
+
+    def _vote(self, group: dist.ProcessGroup, fine: bool) -> Any:
+        """Begin to count the ranks that vote for something."""
+        return group.allreduce([self._votes.fill_(fine)], self._synchronous)
+
+    @property
+    def _all_voted(self) -> bool:
+        """True if all ranks were for it; waits for the device."""
+        return int(self._votes.item()) == self.size
 
     def _while_others_live(self, act: Callable[[], None]) -> None:
         """Call `act` in a thread and wait for it, unless a rank dies: some of torch's calls wait
@@ -283,11 +291,10 @@ class TorchGroup:
         """Return True if all ranks call it with True; waits for all. Raises errors of the
         transport."""
         self.join()
-        votes = self._votes.fill_(fine)
-        self._run(lambda group: group.allreduce([votes], self._synchronous))
+        self._run(partial(self._vote, fine=fine))
         if self._shares is not None:
             self._shares.restart()
-        return int(votes.item()) == self.size
+        return self._all_voted
 
     def abort(self) -> None:
         """Abort everything that waits for other ranks, from any thread: kernels return, and gloo's
