@@ -20,9 +20,10 @@ class Workload:
     max_num_seqs: int | None = None  # None: as many as there are requests
     runs: int = 3  # that are timed
     warm: int | None = None  # requests of the run before these; None: all
+    seed: int = 0  # of the token ids: engines keep the prefixes of workloads with the same
 
     def prompts(self, seed: int) -> list[list[int]]:
-        rng = random.Random(seed)
+        rng = random.Random(self.seed + seed)
         shared = [rng.randint(0, self.max_id) for _ in range(self.shared_prefix)]
         return [
             shared + [rng.randint(0, self.max_id) for _ in range(prompt - self.shared_prefix)]

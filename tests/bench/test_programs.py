@@ -20,6 +20,7 @@ PROGRAMS = sorted(
 NEED_A_GPU = [
     "adapters",
     "attention",
+    "beside",
     "embeddings",
     "kv_fp8",
     "latency",
