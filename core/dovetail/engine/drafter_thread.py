@@ -7,10 +7,9 @@ import logging
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TypeAlias
 
 from dovetail.api.drafter import Drafter
 from dovetail.request import Request
@@ -21,6 +20,9 @@ PAUSE = 4  # calls that are left out after one that took too long; each further 
 # calls of `on_finished` that may wait for a drafter, each with a request; if none returns then, it
 # is given up
 MOST_WAITING = 4096
+
+
+_Answer: TypeAlias = "list[array[int]] | BaseException"
 
 
 class DrafterThread:
@@ -36,9 +38,9 @@ class DrafterThread:
         self._name = name
         self._vocab_size = vocab_size
         self._timeout_s = timeout_s
-        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._late: Future[Any] | None = None  # the call that took too long
+        self._late: SimpleQueue[_Answer] | None = None  # the answer that took too long
         self._pause = PAUSE
         self._left_out = 0
         self._room = threading.Semaphore(MOST_WAITING)
@@ -50,7 +52,7 @@ class DrafterThread:
         if self._is_given_up:
             return none
         if self._late is not None:
-            if not self._late.done():
+            if self._late.empty():
                 return none
             self._late = None
             self._left_out = self._pause
@@ -58,18 +60,20 @@ class DrafterThread:
         if self._left_out:
             self._left_out -= 1
             return none
+        # A queue rather than a `Future`, which takes twice as long: the device waits meanwhile.
+        answer: SimpleQueue[_Answer] = SimpleQueue()
         # tuples: a drafter can't change what its drafts are checked against
-        call = self._call(lambda: self._propose(tuple(requests), tuple(most)))
+        asked = tuple(requests), tuple(most)
+        self._call(lambda: answer.put(self._answer(*asked)))
         try:
-            error = call.exception(self._timeout_s)
-        except TimeoutError:
-            self._late = call
+            drafts = answer.get(timeout=self._timeout_s)
+        except Empty:
+            self._late = answer
             self._failed(f"took longer than {self._timeout_s:g} s in propose()")
             return none
-        if error is not None:
-            self._failed(f"failed in propose(): {type(error).__name__}: {error}")
+        if isinstance(drafts, BaseException):
+            self._failed(f"failed in propose(): {type(drafts).__name__}: {drafts}")
             return none
-        drafts: list[array[int]] = call.result()
         return drafts
 
     def finished(self, request: Request) -> None:
@@ -78,9 +82,7 @@ class DrafterThread:
         if self._is_given_up or type(self._drafter).on_finished is Drafter.on_finished:
             return
         if self._room.acquire(timeout=self._timeout_s):
-            self._call(lambda: self._drafter.on_finished(request)).add_done_callback(
-                self._on_finished_returned
-            )
+            self._call(lambda: self._finished(request))
         else:
             self._give_up()
 
@@ -90,8 +92,16 @@ class DrafterThread:
         self._thread = None
         if thread is not None:
             self._calls.put(None)
-            if self._late is None or self._late.done():
+            if self._late is None or not self._late.empty():
                 thread.join(self._timeout_s)
+
+    # In the thread
+
+    def _answer(self, requests: Sequence[Request], most: Sequence[int]) -> _Answer:
+        try:
+            return self._propose(requests, most)
+        except BaseException as error:  # SystemExit too: the thread goes on
+            return error
 
     def _propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[array[int]]:
         # iterators are fine, endless ones too
@@ -107,25 +117,28 @@ class DrafterThread:
                 raise ValueError(f"drafts outside of the vocabulary of {self._vocab_size} ids")
         return proposed
 
-    def _call(self, function: Callable[[], Any]) -> Future[Any]:
+    def _finished(self, request: Request) -> None:
+        try:
+            self._drafter.on_finished(request)
+        except BaseException as error:
+            self._failed(f"failed in on_finished(): {type(error).__name__}: {error}")
+        self._room.release()
+
+    @staticmethod
+    def _run(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+        while (call := calls.get()) is not None:
+            call()
+            del call  # don't keep a request while idle
+
+    # In both
+
+    def _call(self, function: Callable[[], None]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, args=(self._calls,), name="dovetail-drafter", daemon=True
             )
             self._thread.start()
-        call: Future[Any] = Future()
-        self._calls.put((function, call))
-        return call
-
-    @staticmethod
-    def _run(calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
-        while (item := calls.get()) is not None:
-            function, call = item
-            try:
-                call.set_result(function())
-            except BaseException as error:  # SystemExit too: the thread goes on
-                call.set_exception(error)
-            del item, function, call  # don't keep a request while idle
+        self._calls.put(function)
 
     def _give_up(self) -> None:
         """Drop the calls that wait, and make no more."""
@@ -141,11 +154,6 @@ class DrafterThread:
             self._name,
             MOST_WAITING,
         )
-
-    def _on_finished_returned(self, call: Future[Any]) -> None:
-        self._room.release()
-        if (error := call.exception()) is not None:
-            self._failed(f"failed in on_finished(): {type(error).__name__}: {error}")
 
     def _failed(self, what: str) -> None:
         if not self._has_failed:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from dovetail.engine.stats import EngineStats
 from dovetail.engine.step_times import DraftRoom, PlanTiming, StepTimeFit
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    pass
 
 FIRST_ODDS = 0.6  # probability that a draft is accepted before any was checked; one check
 PRIOR_CHECKS = 4.0  # the weight of the odds of all requests in those of one
@@ -88,11 +88,9 @@ class Speculation(PlanTiming):
         self._is_active = self._is_measured = bool(capacity.line_costs)
         self._most = max_drafts
         self._max_lines = capacity.max_lines
-        # [2, n] numbers and seconds: of lines; of rows, for a draft of each
-        self._costs, self._draft_costs = (
-            np.array(costs or [(0, 0.0)], np.float64).T
-            for costs in (capacity.line_costs, capacity.draft_costs)
-        )
+        # [max_lines + 1] seconds of a step by its lines; of a draft of each row, by rows
+        self._line_s = _by_number(capacity.line_costs, capacity.max_lines)
+        self._row_s = _by_number(capacity.draft_costs, capacity.max_lines)
         self._thread: DrafterThread | None = None
         if not isinstance(drafter, ModelDrafter):
             self._thread = DrafterThread(drafter, name, capacity.vocab_size, timeout_s)
@@ -192,8 +190,9 @@ class Speculation(PlanTiming):
             return
         beyond_s = flight.seconds
         if counts := [len(ids) for ids in flight.drafts.values() if ids[0] < 0]:
-            beyond_s -= max(counts) * float(_cost(self._draft_costs, len(counts)))
-        beyond_s = max(0.0, beyond_s - float(_cost(self._costs, flight.decode_tokens)))
+            beyond_s -= max(counts) * float(self._row_s[len(counts)])
+        lines = min(flight.decode_tokens, self._max_lines)
+        beyond_s = max(0.0, beyond_s - float(self._line_s[lines]))
         self._context_s = _moved(self._context_s, beyond_s / flight.context_tokens, 1e-6)
 
     def settled(self, flight: InFlightStep, stats: EngineStats) -> None:
@@ -313,37 +312,45 @@ class Speculation(PlanTiming):
         At most its `lengths`, and `room` in all; none if a step without drafts yields as many.
         Prompts in the step don't count: they make it longer, and a draft no cheaper.
         """
+        room = min(room, sum(lengths))
+        counts = [0] * len(requests)
+        if room < 1:
+            return counts
         context = sum([request.num_computed for request in requests])
-        more = np.arange(1.0 + max(0, min(room, sum(lengths))))
         if self._is_measured:  # the running fit may not have seen plain steps for long
-            costs = _cost(self._costs, num_lines + more)
-            plain_s = float(costs[0]) + self._context_s * context
+            line_s = self._line_s
+            plain_s = line_s[num_lines] + self._context_s * context
         else:
             plain_s = self.fit.estimate_s(0, len(requests), context)
-            costs = more * (self.fit.estimate_s(0, len(requests) + 1, context) - plain_s)
-        if len(more) == 1 or plain_s <= 0.0:
-            return [0] * len(requests)
-        ahead = np.arange(1, max(lengths) + 1)
-        may_be = ahead <= np.array(lengths)[:, None]  # [requests, drafts]
-        gains = np.where(may_be, np.array(odds)[:, None] ** ahead, 0.0).reshape(-1)
-        # of a request, earlier drafts gain more
-        order = np.argsort(-gains, kind="stable")[: len(more) - 1]
-        more_s = costs[1:] - costs[0]
-        nth = order % len(ahead)  # of its request
-        # by a draft model, one after the other
-        more_s += (1 + np.maximum.accumulate(nth)) * _cost(self._draft_costs, np.cumsum(nth == 0))
-        rates = (num_lines + np.cumsum(gains[order])) / (
-            plain_s + more_s + self._host_s + self._draft_s * len(requests)
-        )
-        best = int(rates.argmax())
-        plain = num_lines / (
+            another_s = self.fit.estimate_s(0, len(requests) + 1, context) - plain_s
+            line_s = [another_s * lines for lines in range(num_lines + room + 1)]
+        if plain_s <= 0.0:
+            return counts
+        gains = []  # of each draft, with its place and its request: its probability, negative
+        for index, (right, length) in enumerate(zip(odds, lengths, strict=True)):
+            gain = -1.0
+            for place in range(1, length + 1):
+                gain *= right
+                gains.append((gain, place, index))
+        gains.sort()
+        best = 0
+        best_rate = num_lines / (
             max(plain_s, self._host_s) if self.max_in_flight > 1 else plain_s + self._host_s
         )
-        if rates[best] <= plain * (1.0 if self._is_active else 1.0 + MARGIN):
-            best = -1
-        counts: list[int] = np.bincount(
-            order[: best + 1] // len(ahead), minlength=len(requests)
-        ).tolist()
+        best_rate *= 1.0 if self._is_active else 1.0 + MARGIN
+        seconds = plain_s - line_s[num_lines] + self._host_s + self._draft_s * len(requests)
+        tokens = float(num_lines)
+        drafting = deepest = 0
+        for count, (gain, place, _) in enumerate(gains[:room], 1):
+            tokens -= gain
+            drafting += place == 1
+            deepest = max(deepest, place)
+            # a draft model drafts one after the other
+            rate = tokens / (seconds + line_s[num_lines + count] + deepest * self._row_s[drafting])
+            if rate > best_rate:
+                best, best_rate = count, rate
+        for _, _, index in gains[:best]:
+            counts[index] += 1
         return counts
 
 
@@ -352,16 +359,17 @@ def _moved(mean: float, value: float, least: float) -> float:
     return mean + 0.1 * (min(value, 4 * mean + least) - mean)
 
 
-def _cost(measured: NDArray[np.float64], counts: NDArray[Any] | int) -> NDArray[np.float64]:
-    """Return the seconds of work on `counts` lines or rows, in the shape of `counts`.
+def _by_number(costs: Sequence[tuple[int, float]], most: int) -> list[float]:
+    """Return the seconds of work on 0 to `most` lines or rows, [most + 1].
 
-    They are interpolated between those `measured`, [2, n] numbers and seconds, and extrapolated
-    beyond.
+    They are interpolated between those measured, `costs`, and extrapolated beyond; 0 if there are
+    none.
     """
-    known, seconds = measured
-    beyond = (
-        np.maximum(0, counts - known[-1])
-        * (seconds[-1] - seconds[0])
-        / max(1.0, known[-1] - known[0])
-    )
-    return np.asarray(np.interp(counts, known, seconds) + beyond, np.float64)
+    numbers = np.arange(1.0 + most)
+    if not costs:
+        return [0.0] * (most + 1)
+    known, seconds = np.array(costs, np.float64).T
+    slope = (seconds[-1] - seconds[0]) / max(1.0, known[-1] - known[0])
+    beyond = slope * np.maximum(0.0, numbers - known[-1])
+    by_number: list[float] = (np.interp(numbers, known, seconds) + beyond).tolist()
+    return by_number
