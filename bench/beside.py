@@ -43,6 +43,10 @@ def _large(*lens: tuple[int, int], **fields: Any) -> Workload:
     return Workload("qwen3-8b", lens, **fields)
 
 
+def _nano(**fields: Any) -> Workload:
+    return replace(NANO, warm=32, runs=2, **fields)
+
+
 # `warm`: enough requests that every kernel is compiled, few enough that the call ends in time.
 WORKS = {
     "8b-64": replace(WORKLOADS["8b-64"], warm=8),
@@ -52,14 +56,12 @@ WORKS = {
     "8b-128": _large(*((600, 400),) * 128, warm=32),
     "8b-long": _large(*((16_000, 150),) * 32, warm=2, runs=2),
     "8b-eight": _large(*((200, 400),) * 8),
-    "nano": replace(NANO, warm=128),
-    "top-p": replace(NANO, warm=32, params={"top_p": 0.95, "top_k": 20}),
-    "penalties": replace(
-        NANO, warm=32, params={"presence_penalty": 1.5, "repetition_penalty": 1.05}
-    ),
-    "logprobs": replace(NANO, warm=32, runs=2, params={"logprobs": 5}),
-    "greedy": replace(NANO, warm=32, temperature=0.0),
-    "stop": replace(NANO, warm=32, params={"stop": ["</no such answer>"]}),
+    "nano": replace(NANO, warm=64),
+    "top-p": _nano(params={"top_p": 0.95, "top_k": 20}),
+    "penalties": _nano(params={"presence_penalty": 1.5, "repetition_penalty": 1.05}),
+    "logprobs": _nano(params={"logprobs": 5}),
+    "greedy": _nano(temperature=0.0),
+    "stop": _nano(params={"stop": ["</no such answer>"]}),
     "samples": _small(*((400, 400),) * 64, warm=16, params={"n": 4}),
     "long": replace(WORKLOADS["long"], warm=8),
     "prefix": _small(*((4000, 100),) * 256, shared_prefix=3000, warm=64),
