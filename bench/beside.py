@@ -44,7 +44,7 @@ def _large(*lens: tuple[int, int], **fields: Any) -> Workload:
 
 
 def _nano(**fields: Any) -> Workload:
-    return replace(NANO, warm=32, runs=2, **fields)
+    return replace(NANO, warm=32, **fields)
 
 
 # `warm`: enough requests that every kernel is compiled, few enough that the call ends in time.
@@ -197,12 +197,12 @@ def main() -> None:
     parser.add_argument("--json", default="beside.json", metavar="FILE")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    require_gpu()
     if args.child:
         for row in measure(args.engine[0], args.only):
             with Path(args.json).open("a") as file:
                 file.write(json.dumps(row) + "\n")
         return
+    require_gpu()  # not in a child: vLLM forks, which it can't once CUDA is in use
     if len(args.gpus) < len(args.engine):
         parser.error("--gpus: one for each of --engine")
     compare(args.engine, args.gpus, args.only, args.seconds, Path(args.json))
