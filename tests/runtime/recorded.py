@@ -19,12 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dovetail.api.attention import AttentionBatch
 from dovetail.testing.recording import Recording
-from dovetail_executors.runtime.graphs import (
-    Agree,
-    Builder,
-    Graph,
-    Graphs,
-)
+from dovetail_executors.runtime.graphs import Agree, Graph, Graphs
+from dovetail_executors.runtime.recorded_steps import Builder
 from dovetail_executors.runtime.step_inputs import DecodeInputs
 from tests.runtime.fakes import Bench
 

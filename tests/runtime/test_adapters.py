@@ -18,7 +18,7 @@ from dovetail.api.model import ModelInputs, WeightRule
 from dovetail.errors import DovetailError, UnsupportedError
 from dovetail.nn.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 from dovetail_executors.runtime.adapters import AdapterBank, Adapters
-from dovetail_executors.runtime.graphs import with_axes_of_features
+from dovetail_executors.runtime.recorded_steps import with_axes_of_features
 from tests.models.oracle import context
 from tests.runtime.fakes import HIDDEN, Bench, TinyModel
 from tests.runtime.recorded import WatchedGraphs, give_graphs

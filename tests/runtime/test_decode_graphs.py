@@ -28,8 +28,9 @@ from dovetail.api.token_sizes import (
 )
 from dovetail.errors import UnsupportedError
 from dovetail_executors.runtime import step_inputs
-from dovetail_executors.runtime.graphs import Builder, DecodeSteps, Graphs, decode_builders
+from dovetail_executors.runtime.graphs import Graphs
 from dovetail_executors.runtime.model_io import DECODE, MIXED, MODEL, GraphKey
+from dovetail_executors.runtime.recorded_steps import Builder, DecodeSteps, decode_builders
 from dovetail_executors.runtime.recording import LayerSplitter
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.step_inputs import TABLE_ENTRIES, DecodeInputs, HostLines

@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 
 from dovetail.api.draft_head import HeadInputs
 from dovetail.api.model import ModelInputs
-from dovetail_executors.runtime.graphs import (
-    decode_builders,
-    mixed_builders,
-)
+from dovetail_executors.runtime.recorded_steps import decode_builders, mixed_builders
 from dovetail_executors.runtime.recording import LayerSplitter
 from tests.models.oracle import DenseAttention
 from tests.runtime.fakes import NAN_TOKEN, TAPS, Bench, TinyHead, TinyModel, generate, spec_of

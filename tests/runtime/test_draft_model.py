@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.errors import DovetailError
-from dovetail_executors.runtime.graphs import decode_builders
+from dovetail_executors.runtime.recorded_steps import decode_builders
 from tests.runtime.fakes import Bench, generate
 from tests.runtime.recorded import WatchedGraphs, give_graphs
 from tests.runtime.test_decode_graphs import CapturableGreedy

@@ -23,7 +23,7 @@ from dovetail.api.sampler import (
     SamplerContext,
 )
 from dovetail.errors import DovetailError
-from dovetail_executors.runtime.graphs import decode_builders
+from dovetail_executors.runtime.recorded_steps import decode_builders
 from dovetail_samplers.default import DefaultSampler
 from tests.rounding import assert_rounded
 from tests.runtime.fakes import NAN_TOKEN, ROUNDINGS, VOCAB, Bench, generate

@@ -18,7 +18,7 @@ from dovetail.api.graphs import GraphSupport
 from dovetail.api.sampler import Capture, RowSampling, SamplerCapabilities, SamplerContext
 from dovetail.api.token_sizes import half_of, row_sizes
 from dovetail.nn import logprobs
-from dovetail_executors.runtime.graphs import decode_builders
+from dovetail_executors.runtime.recorded_steps import decode_builders
 from dovetail_samplers import default, table
 from dovetail_samplers.default import DefaultSampler
 from tests.kernels import INTERPRETED, take_kernels

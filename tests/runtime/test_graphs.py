@@ -42,11 +42,12 @@ from dovetail_attention.triton_tuning import HOPPER
 from dovetail_executors.runtime import graphs as graphs_module
 from dovetail_executors.runtime.adapters import COLUMN, AdapterWork
 from dovetail_executors.runtime.features import StepFeature
-from dovetail_executors.runtime.graphs import Builder, Graphs, decode_builders, mixed_builders
+from dovetail_executors.runtime.graphs import Graphs
 from dovetail_executors.runtime.kv_pool import KVPool, kv_layout
 from dovetail_executors.runtime.loading import ModelPlan, load_model
 from dovetail_executors.runtime.logits import LogitsProcessors
 from dovetail_executors.runtime.model_io import DECODE, MODEL, GraphKey
+from dovetail_executors.runtime.recorded_steps import Builder, decode_builders, mixed_builders
 from dovetail_executors.runtime.recording import LayerSplitter
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.runner import Runner

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from dovetail.testing.recording import Recording
 from dovetail_attention.sdpa import TorchAttention
 from dovetail_executors.runtime import graphs as graphs_module
-from dovetail_executors.runtime.graphs import Agree, Graphs, decode_builders, mixed_builders
+from dovetail_executors.runtime.graphs import Agree, Graphs
 from dovetail_executors.runtime.model_io import DECODE, MIXED, MODEL
+from dovetail_executors.runtime.recorded_steps import decode_builders, mixed_builders
 from dovetail_executors.runtime.recording import ALONE, LayerSplitter
 from tests.runtime.fakes import Bench, generate
 from tests.runtime.recorded import GraphOnCpu, WatchedGraphs, play_graphs_on_the_cpu

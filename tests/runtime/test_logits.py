@@ -24,9 +24,9 @@ from dovetail.api.sampler import (
 )
 from dovetail.errors import PluginError
 from dovetail.nn.logprobs import top_logprobs
-from dovetail_executors.runtime.graphs import decode_builders
 from dovetail_executors.runtime.logits import LogitsProcessors
 from dovetail_executors.runtime.profiling import peak_bytes
+from dovetail_executors.runtime.recorded_steps import decode_builders
 from tests.e2e import processing
 from tests.runtime.fakes import VOCAB, Bench, Greedy
 from tests.runtime.recorded import give_graphs

@@ -18,7 +18,6 @@ from dovetail.api.draft_head import HeadInputs
 from dovetail.api.media import MediaPlace, MediaRows
 from dovetail.api.model import ModelInputs
 from dovetail_executors.runtime.features import StepFeature, Wanted
-from dovetail_executors.runtime.graphs import decode_builders, mixed_builders
 from dovetail_executors.runtime.media import NO_ROWS, NO_TOKENS
 from dovetail_executors.runtime.media_positions import (
     POSITION_OFFSET,
@@ -27,6 +26,7 @@ from dovetail_executors.runtime.media_positions import (
     offsets_of,
     positions_of,
 )
+from dovetail_executors.runtime.recorded_steps import decode_builders, mixed_builders
 from dovetail_executors.runtime.recording import LayerSplitter
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.step import Step

@@ -28,11 +28,12 @@ from dovetail.api.executor import (
 )
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
-from dovetail_executors.runtime import graphs as graphs_module
-from dovetail_executors.runtime.graphs import Graph, mixed_builders
+from dovetail_executors.runtime import recorded_steps
+from dovetail_executors.runtime.graphs import Graph
 from dovetail_executors.runtime.model_io import MIXED
 from dovetail_executors.runtime.pooler import Pooler
 from dovetail_executors.runtime.pooling import PoolingPlan
+from dovetail_executors.runtime.recorded_steps import mixed_builders
 from dovetail_executors.runtime.recording import LayerSplitter
 from tests.rounding import assert_rounded
 from tests.runtime.fakes import ROUNDINGS, Bench, TinyModel, generate
@@ -50,7 +51,7 @@ def bench_with_graphs(
     max_rows: int = 4,
 ) -> Bench:
     """With 4 rows recordings of 8 tokens or more compute the states of 4 wanted tokens alone."""
-    monkeypatch.setattr(graphs_module, "padded_sizes", lambda most: tuple(sizes[::-1]))
+    monkeypatch.setattr(recorded_steps, "padded_sizes", lambda most: tuple(sizes[::-1]))
     bench, splitter = Bench(max_rows, attention=backend), LayerSplitter()
     make_layer = splitter.wrap(bench.pool.wrap(bench.backend.make_layer))
     bench.make_runner(model=TinyModel(make_layer))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dovetail.api.sampler import Capture, RowSampling, SampledTokens, SampleInputs
-from dovetail_executors.runtime.graphs import SamplingSteps, decode_builders
+from dovetail_executors.runtime.recorded_steps import SamplingSteps, decode_builders
 from tests.runtime.fakes import NAN_TOKEN, Bench, generate
 from tests.runtime.recorded import give_graphs
 from tests.runtime.test_decode_graphs import CapturableGreedy

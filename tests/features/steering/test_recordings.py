@@ -13,7 +13,7 @@ from dovetail.api.attention import AttentionLayer
 from dovetail.api.model import ModelInputs
 from dovetail.errors import DovetailError
 from dovetail.nn.residual import Residual
-from dovetail_executors.runtime.graphs import with_axes_of_features
+from dovetail_executors.runtime.recorded_steps import with_axes_of_features
 from tests.features.steering.device import SteeringPlan, SteersRows
 from tests.features.steering.parts import SteeringRows
 from tests.runtime.fakes import HIDDEN, KV_HEADS, SIZE, Bench, TinyModel

@@ -37,11 +37,12 @@ from dovetail_executors.runtime.draft_model import (
     moved,
 )
 from dovetail_executors.runtime.features import FeaturePlan, Loaded, Proposer
-from dovetail_executors.runtime.graphs import NO_LINES, Builder, Graphs, StepParts
+from dovetail_executors.runtime.graphs import Graphs
 from dovetail_executors.runtime.kv_scales import CacheScales
 from dovetail_executors.runtime.loading import ModelPlan, load_into
 from dovetail_executors.runtime.media_positions import POSITION_OFFSET, model_positions
 from dovetail_executors.runtime.model_io import GraphKey, ModelOutputs, TappedStates
+from dovetail_executors.runtime.recorded_steps import NO_LINES, Builder, StepParts
 from dovetail_executors.runtime.sampling import Sampling, last_tokens, put_drafts, settled
 from dovetail_executors.runtime.step import Step
 from dovetail_executors.runtime.step_inputs import DecodeInputs, HostInputs, HostLines

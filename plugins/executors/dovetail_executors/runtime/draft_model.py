@@ -32,10 +32,11 @@ from dovetail.errors import ConfigError, DovetailError, ModelLoadError, Unsuppor
 from dovetail.nn.transfer import to_device
 from dovetail_executors.runtime.device_work import DeviceWork
 from dovetail_executors.runtime.features import FeaturePlan, FinalStates, Loaded, Proposer
-from dovetail_executors.runtime.graphs import NO_LINES, Builder, Graphs, StepParts
+from dovetail_executors.runtime.graphs import Graphs
 from dovetail_executors.runtime.kv_scales import CacheScales
 from dovetail_executors.runtime.loading import ModelPlan, load_model
 from dovetail_executors.runtime.model_io import GraphKey, ModelOutputs, StepTokens
+from dovetail_executors.runtime.recorded_steps import NO_LINES, Builder, StepParts
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.sampling import Sampling, last_tokens, put_drafts, settled
 from dovetail_executors.runtime.step import Step

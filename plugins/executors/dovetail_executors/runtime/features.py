@@ -26,8 +26,9 @@ from dovetail.api.executor import Batch, Drafts, ExecutorConfig
 from dovetail.api.model import ParallelGroup
 from dovetail_executors.runtime.attention_choice import ChosenAttention
 from dovetail_executors.runtime.device_work import DeviceWork
-from dovetail_executors.runtime.graphs import Builder, Graphs, StepParts
+from dovetail_executors.runtime.graphs import Graphs
 from dovetail_executors.runtime.loading import ModelPlan, num_parameters
+from dovetail_executors.runtime.recorded_steps import Builder, StepParts
 from dovetail_executors.runtime.recording import LayerSplitter
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.sampling import Sampling

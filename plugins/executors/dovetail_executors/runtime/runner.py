@@ -28,9 +28,10 @@ from dovetail.errors import DovetailError
 from dovetail.nn.transfer import all_to_device, to_device
 from dovetail_executors.runtime.device_work import DeviceWork
 from dovetail_executors.runtime.features import FinalStates, Proposer, StepFeature
-from dovetail_executors.runtime.graphs import Graph, Graphs, StepParts
+from dovetail_executors.runtime.graphs import Graph, Graphs
 from dovetail_executors.runtime.kv_pool import KVPool
 from dovetail_executors.runtime.model_io import GraphKey, ModelOutputs, StepTokens
+from dovetail_executors.runtime.recorded_steps import StepParts
 from dovetail_executors.runtime.sampling import LinePart, Sampling
 from dovetail_executors.runtime.slab_steps import SlabSteps
 from dovetail_executors.runtime.state_plan import StatePlan

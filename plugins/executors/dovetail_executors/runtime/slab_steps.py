@@ -16,8 +16,9 @@ from dovetail.api.sampler import Capture, SampledTokens, SampleInputs
 from dovetail.nn.fixed_shapes import fixed_shapes
 from dovetail.nn.transfer import to_device
 from dovetail_executors.runtime.device_work import DeviceWork
-from dovetail_executors.runtime.graphs import Builder, Graphs, MixedSteps, StepParts
+from dovetail_executors.runtime.graphs import Graphs
 from dovetail_executors.runtime.model_io import SLABS, GraphKey, ModelOutputs, StepTokens
+from dovetail_executors.runtime.recorded_steps import Builder, MixedSteps, StepParts
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.slabs import (
     LINES,

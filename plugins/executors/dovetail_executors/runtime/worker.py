@@ -31,7 +31,7 @@ from dovetail_executors.runtime.attention_choice import ChosenAttention, choose_
 from dovetail_executors.runtime.device_choice import describe_device
 from dovetail_executors.runtime.feature_plans import feature_plans
 from dovetail_executors.runtime.features import FeaturePlan, Loaded, Proposer
-from dovetail_executors.runtime.graphs import Agree, Builder, Graphs
+from dovetail_executors.runtime.graphs import Agree, Graphs
 from dovetail_executors.runtime.kv_pool import KVPool, kv_layout, pool_pages
 from dovetail_executors.runtime.kv_scales import CacheScales
 from dovetail_executors.runtime.line_costs import draft_costs, line_costs
@@ -45,6 +45,7 @@ from dovetail_executors.runtime.loading import (
 from dovetail_executors.runtime.logits import LogitsProcessors
 from dovetail_executors.runtime.memory import readable_bytes
 from dovetail_executors.runtime.profiling import peak_bytes
+from dovetail_executors.runtime.recorded_steps import Builder
 from dovetail_executors.runtime.recording import LayerSplitter
 from dovetail_executors.runtime.row_state import RowState
 from dovetail_executors.runtime.runner import Runner
