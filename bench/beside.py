@@ -22,9 +22,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from bench.engines import timed, version_of, warm_up
@@ -150,19 +153,77 @@ def models(names: list[str]) -> list[list[str]]:
     ]
 
 
-def start(engine: str, gpu: str, names: list[str], rows: Path) -> subprocess.Popen[bytes]:
-    """Start the processes of one engine, one for each model; `rows` gets a line of JSON for each
-    workload, and a file beside it the engine's own output."""
-    script = " && ".join(
-        f"{sys.executable} -m bench.beside --child --engine {engine} --only {' '.join(group)} "
-        f"--json {rows}"
-        for group in models(names)
-    )
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-    with rows.with_suffix(".log").open("wb") as log:
-        return subprocess.Popen(
-            script, shell=True, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
+class Engines:
+    """Runs engines in processes of their own, one for each model, and leaves none behind.
+
+    Engines on one GPU run one after the other, each for `seconds` at most.
+    """
+
+    def __init__(self, seconds: float, out: Path) -> None:
+        """`out`: beside it each engine has a file of JSON lines, one for each workload, and a file
+        with its own output."""
+        self._seconds = seconds
+        self._out = out
+        self._is_stopped = Event()
+        self.failures: list[str] = []
+
+    def run(self, gpus: dict[str, str], names: list[str]) -> list[dict[str, Any]]:
+        """Return the rows of all engines. `gpus`: the GPU of each."""
+        files = {engine: self._out.with_suffix(f".{engine}.jsonl") for engine in gpus}
+        for file in files.values():
+            file.unlink(missing_ok=True)
+            file.with_suffix(".log").unlink(missing_ok=True)
+        lanes: dict[str, list[str]] = {}
+        for engine, gpu in gpus.items():
+            lanes.setdefault(gpu, []).append(engine)
+        with ThreadPoolExecutor(len(lanes)) as threads:
+            try:
+                done = [
+                    threads.submit(self._lane, engines, gpu, names, files)
+                    for gpu, engines in lanes.items()
+                ]
+                for one in done:
+                    one.result()
+            finally:
+                self._is_stopped.set()
+        lines = [file.read_text().splitlines() for file in files.values() if file.exists()]
+        return [json.loads(line) for each in lines for line in each]
+
+    def _lane(self, engines: list[str], gpu: str, names: list[str], files: dict[str, Path]) -> None:
+        for engine in engines:
+            deadline = time.monotonic() + self._seconds
+            for group in models(names):
+                self._model(engine, gpu, group, files[engine], deadline)
+
+    def _model(self, engine: str, gpu: str, names: list[str], rows: Path, deadline: float) -> None:
+        command = self.command(engine, names, rows)
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+        with rows.with_suffix(".log").open("ab") as log:
+            process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                while process.poll() is None:
+                    if self._is_stopped.wait(0.2) or time.monotonic() > deadline:
+                        self.failures.append(f"{engine} was ended before {names[-1]}: no time left")
+                        return
+            finally:  # with all that it has started
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if process.returncode:
+                why = f"ended with status {process.returncode}: see {rows.with_suffix('.log')}"
+                self.failures.append(f"{engine} {why}")
+
+    def command(self, engine: str, names: list[str], rows: Path) -> list[str]:
+        program = [sys.executable, "-m", "bench.beside", "--child", "--json", str(rows)]
+        return [*program, "--engine", engine, "--only", *names]
+
+
+def visible(gpus: list[str]) -> list[str]:
+    """`gpus`, of those that this program may use, as CUDA_VISIBLE_DEVICES has them."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return [allowed.split(",")[int(gpu)] for gpu in gpus] if allowed else gpus
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -193,7 +254,7 @@ def main() -> None:
     parser.add_argument("--engine", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--gpus", nargs="+", default=["0", "1"], help="one for each engine")
     parser.add_argument("--only", nargs="+", default=list(BESIDE), choices=BESIDE)
-    parser.add_argument("--seconds", type=float, default=3600, help="engines are ended after that")
+    parser.add_argument("--seconds", type=float, default=3600, help="limit of each engine")
     parser.add_argument("--json", default="beside.json", metavar="FILE")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -203,44 +264,16 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
         return
     require_gpu()  # not in a child: vLLM forks, which it can't once CUDA is in use
-    if len(args.gpus) < len(args.engine):
+    engines = list(dict.fromkeys(args.engine))
+    if len(args.gpus) < len(engines):
         parser.error("--gpus: one for each of --engine")
-    compare(args.engine, args.gpus, args.only, args.seconds, Path(args.json))
-
-
-def compare(
-    engines: list[str], gpus: list[str], names: list[str], seconds: float, out: Path
-) -> None:
-    deadline = time.monotonic() + seconds
-    files = {engine: out.with_suffix(f".{engine}.jsonl") for engine in engines}
-    for file in files.values():
-        file.unlink(missing_ok=True)
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    for engine, gpu in zip(engines, gpus, strict=False):
-        if gpus[: len(engines)].count(gpu) > 1:
-            _wait(list(running.values()), deadline)
-        running[engine] = start(engine, gpu, names, files[engine])
-    _wait(list(running.values()), deadline)
-    rows = [
-        json.loads(line)
-        for file in files.values()
-        if file.exists()
-        for line in file.read_text().splitlines()
-    ]
-    out.write_text(json.dumps(rows, indent=2))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    runs = Engines(args.seconds, Path(args.json))
+    rows = runs.run(dict(zip(engines, visible(args.gpus), strict=False)), args.only)
+    Path(args.json).write_text(json.dumps(rows, indent=2))
     print(table(rows), flush=True)
-    for engine, process in running.items():
-        if process.returncode:
-            print(f"{engine} ended with status {process.returncode}: see {files[engine]} and .log")
-
-
-def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> None:
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    if runs.failures:
+        raise SystemExit("\n".join(runs.failures))
 
 
 if __name__ == "__main__":

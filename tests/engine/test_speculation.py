@@ -517,7 +517,13 @@ def raises(error: BaseException) -> Callable[[Any], Any]:
     return act
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
 BAD = {
+    "raises an error without a text": raises(Mute()),
     "raises": raises(ValueError("a bug")),
     "exits": raises(SystemExit(1)),
     "raises TimeoutError": raises(TimeoutError("its own")),
@@ -550,6 +556,28 @@ def test_a_drafter_that_fails_is_named_once_and_changes_no_token(
         record.getMessage().startswith("drafter tests:drafter failed in propose()")
         for record in caplog.records
     ] == [True]
+
+
+class EndsBadly(Oracle):
+    """Fails in each `on_finished`, with an error that has no text."""
+
+    def on_finished(self, request: Request) -> None:
+        raise Mute
+
+
+def test_a_drafter_that_fails_after_each_request_goes_on_drafting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.ERROR, "dovetail"):
+        world = World(shape=FREE, drafter=EndsBadly)
+        before = 0
+        for index in range(3):
+            world.add(Spec(f"r{index}", (index, *PROMPT), max_tokens=40))
+            world.drain(check=True)
+            drafted = sum(drafts_of(world))
+            assert drafted > before
+            before = drafted
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["drafter tests"]
 
 
 class ChangesItsArguments(Oracle):

@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 from dovetail.api.drafter import Drafter
+from dovetail.errors import describe
 from dovetail.request import Request
 
 logger = logging.getLogger("dovetail")
@@ -72,7 +73,7 @@ class DrafterThread:
             self._failed(f"took longer than {self._timeout_s:g} s in propose()")
             return none
         if isinstance(drafts, BaseException):
-            self._failed(f"failed in propose(): {type(drafts).__name__}: {drafts}")
+            self._failed(f"failed in propose(): {describe(drafts)}")
             return none
         return drafts
 
@@ -101,7 +102,7 @@ class DrafterThread:
         try:
             return self._propose(requests, most)
         except BaseException as error:  # SystemExit too: the thread goes on
-            return error
+            return error.with_traceback(None)  # whose frames would keep the requests
 
     def _propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[array[int]]:
         # iterators are fine, endless ones too
@@ -121,8 +122,9 @@ class DrafterThread:
         try:
             self._drafter.on_finished(request)
         except BaseException as error:
-            self._failed(f"failed in on_finished(): {type(error).__name__}: {error}")
-        self._room.release()
+            self._failed(f"failed in on_finished(): {describe(error)}")
+        finally:
+            self._room.release()
 
     @staticmethod
     def _run(calls: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -130,7 +132,7 @@ class DrafterThread:
             call()
             del call  # don't keep a request while idle
 
-    # In both
+    # In the engine's thread
 
     def _call(self, function: Callable[[], None]) -> None:
         if self._thread is None:

@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, pairwise, takewhile
 from operator import eq
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,9 +30,6 @@ from dovetail.engine.flight import InFlightStep
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.stats import EngineStats
 from dovetail.engine.step_times import DraftRoom, PlanTiming, StepTimeFit
-
-if TYPE_CHECKING:
-    pass
 
 FIRST_ODDS = 0.6  # probability that a draft is accepted before any was checked; one check
 PRIOR_CHECKS = 4.0  # the weight of the odds of all requests in those of one
@@ -90,6 +86,9 @@ class Speculation(PlanTiming):
         self._max_lines = capacity.max_lines
         # [max_lines + 1] seconds of a step by its lines; of a draft of each row, by rows
         self._line_s = _by_number(capacity.line_costs, capacity.max_lines)
+        # the least that a further line takes, from a number of lines on
+        steps = [after - before for before, after in pairwise(self._line_s)]
+        self._another_s = [*accumulate(reversed(steps), min)][::-1]
         self._row_s = _by_number(capacity.draft_costs, capacity.max_lines)
         self._thread: DrafterThread | None = None
         if not isinstance(drafter, ModelDrafter):
@@ -320,24 +319,29 @@ class Speculation(PlanTiming):
         if self._is_measured:  # the running fit may not have seen plain steps for long
             line_s = self._line_s
             plain_s = line_s[num_lines] + self._context_s * context
+            another_s = self._another_s[num_lines]
         else:
             plain_s = self.fit.estimate_s(0, len(requests), context)
-            another_s = self.fit.estimate_s(0, len(requests) + 1, context) - plain_s
+            another_s = max(0.0, self.fit.estimate_s(0, len(requests) + 1, context) - plain_s)
             line_s = [another_s * lines for lines in range(num_lines + room + 1)]
         if plain_s <= 0.0:
             return counts
-        gains = []  # of each draft, with its place and its request: its probability, negative
-        for index, (right, length) in enumerate(zip(odds, lengths, strict=True)):
-            gain = -1.0
-            for place in range(1, length + 1):
-                gain *= right
-                gains.append((gain, place, index))
-        gains.sort()
         best = 0
         best_rate = num_lines / (
             max(plain_s, self._host_s) if self.max_in_flight > 1 else plain_s + self._host_s
         )
         best_rate *= 1.0 if self._is_active else 1.0 + MARGIN
+        # The last draft of the best choice gains more than tokens of that rate in its time.
+        least = best_rate * another_s
+        gains = []  # of each draft, with its place and its request: its probability, negative
+        for index, (right, length) in enumerate(zip(odds, lengths, strict=True)):
+            gain = 1.0
+            for place in range(1, length + 1):
+                gain *= right
+                if gain <= least:
+                    break
+                gains.append((-gain, place, index))
+        gains.sort()
         seconds = plain_s - line_s[num_lines] + self._host_s + self._draft_s * len(requests)
         tokens = float(num_lines)
         drafting = deepest = 0
@@ -362,8 +366,8 @@ def _moved(mean: float, value: float, least: float) -> float:
 def _by_number(costs: Sequence[tuple[int, float]], most: int) -> list[float]:
     """Return the seconds of work on 0 to `most` lines or rows, [most + 1].
 
-    They are interpolated between those measured, `costs`, and extrapolated beyond; 0 if there are
-    none.
+    They are interpolated between those measured, `costs`, and extrapolated beyond; more never take
+    less. 0 if there are none.
     """
     numbers = np.arange(1.0 + most)
     if not costs:
@@ -372,4 +376,4 @@ def _by_number(costs: Sequence[tuple[int, float]], most: int) -> list[float]:
     slope = (seconds[-1] - seconds[0]) / max(1.0, known[-1] - known[0])
     beyond = slope * np.maximum(0.0, numbers - known[-1])
     by_number: list[float] = (np.interp(numbers, known, seconds) + beyond).tolist()
-    return by_number
+    return [*accumulate(by_number, max)]
