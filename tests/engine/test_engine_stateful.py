@@ -164,7 +164,7 @@ def perform(world: World, what: str, argument: object) -> None:
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(examples(quick=12, full=3_000), stateful_step_count=30)
+TestEngine.settings = settings(examples(quick=7, full=3_000), stateful_step_count=30)
 
 
 @pytest.mark.slow("tries many runs")
