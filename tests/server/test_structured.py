@@ -137,6 +137,7 @@ def test_a_pydantic_model_is_parsed_by_openais_client(api: openai.OpenAI) -> Non
     assert answer.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.slow("generates four long answers")
 def test_a_stream_has_the_same_json_as_the_whole_answer(api: openai.OpenAI) -> None:
     form = {
         "type": "json_schema",
