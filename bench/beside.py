@@ -23,14 +23,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from threading import Event
 from typing import Any
 
-from bench.engines import timed, version_of, warm_up
+from bench.engines import generator, timed, version_of, warm_up
+from bench.everything import stop
 from bench.limits import require_gpu
 from bench.shapes import SHAPES, write_checkpoint
 from bench.workloads import WORKLOADS, Workload
@@ -116,30 +117,14 @@ def measure(engine: str, names: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def run(api: Any, llm: Any, work: Workload) -> dict[str, Any]:
-    samples = work.params.get("n", 1)
-    params = [
-        api.SamplingParams(
-            temperature=work.temperature, ignore_eos=True, max_tokens=out, **work.params
-        )
-        for _, out in work.lens
-    ]
-
-    def generate(prompts: list[list[int]]) -> int:
-        outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            params[: len(prompts)],
-            use_tqdm=False,
-        )
-        tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-        return tokens // samples
-
+    generate = generator(api, llm, work)
     warm_up(work, generate)
     seconds, power = timed(work, generate)
     median = statistics.median(seconds)
     return {
         "seconds": seconds,
         "median_s": median,
-        "tok_s": samples * work.output_tokens / median,
+        "tok_s": work.params.get("n", 1) * work.output_tokens / median,
         **power,
     }
 
@@ -207,10 +192,8 @@ class Engines:
                     if self._is_stopped.wait(0.2) or time.monotonic() > deadline:
                         self.failures.append(f"{engine} was ended before {names[-1]}: no time left")
                         return
-            finally:  # with all that it has started
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            finally:
+                stop(process)
             if process.returncode:
                 why = f"ended with status {process.returncode}: see {rows.with_suffix('.log')}"
                 self.failures.append(f"{engine} {why}")
@@ -221,9 +204,15 @@ class Engines:
 
 
 def visible(gpus: list[str]) -> list[str]:
-    """`gpus`, of those that this program may use, as CUDA_VISIBLE_DEVICES has them."""
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return [allowed.split(",")[int(gpu)] for gpu in gpus] if allowed else gpus
+    """`gpus`, of those that this program may use, as CUDA_VISIBLE_DEVICES has them. Exits if there
+    is no such one."""
+    if not (allowed := os.environ.get("CUDA_VISIBLE_DEVICES")):
+        return gpus
+    of_number = dict(zip(map(str, count()), allowed.split(","), strict=False))
+    for gpu in gpus:
+        if gpu not in of_number:
+            raise SystemExit(f"--gpus {gpu}: CUDA_VISIBLE_DEVICES allows {allowed}, from 0 on")
+    return [of_number[gpu] for gpu in gpus]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -268,8 +257,9 @@ def main() -> None:
     if len(args.gpus) < len(engines):
         parser.error("--gpus: one for each of --engine")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    gpus = visible(args.gpus[: len(engines)])
     runs = Engines(args.seconds, Path(args.json))
-    rows = runs.run(dict(zip(engines, visible(args.gpus), strict=False)), args.only)
+    rows = runs.run(dict(zip(engines, gpus, strict=True)), args.only)
     Path(args.json).write_text(json.dumps(rows, indent=2))
     print(table(rows), flush=True)
     if runs.failures:

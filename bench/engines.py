@@ -70,10 +70,32 @@ def timed(work: Workload, generate: Generate) -> tuple[list[float], dict[str, fl
     return times, power.summary()
 
 
+def generator(api: Any, llm: Any, work: Workload) -> Generate:
+    """Generate with an `LLM` of `api`, a module with vLLM's names: `dovetail`, or vLLM's own."""
+    samples = work.params.get("n", 1)
+    params = [
+        api.SamplingParams(
+            temperature=work.temperature, ignore_eos=True, max_tokens=out, **work.params
+        )
+        for _, out in work.lens
+    ]
+
+    def generate(prompts: list[list[int]]) -> int:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            params[: len(prompts)],
+            use_tqdm=False,
+        )
+        tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+        return tokens // samples
+
+    return generate
+
+
 def run_dovetail(
     work: Workload, directory: Path, overrides: dict[str, Any], component: str | None = None
 ) -> Measured:
-    from dovetail import LLM, SamplingParams
+    import dovetail
 
     model: Any = (
         directory if component is None else {"path": str(directory), "component": component}
@@ -87,19 +109,9 @@ def run_dovetail(
     }
     several = overrides.get("executor.size", 1) > 1  # whose processes have the model's own router
     shape = replace(SHAPES[work.shape], experts=0) if several else SHAPES[work.shape]
-    with uniform_routing(shape) as routing, LLM(model, **{**settings, **overrides}) as llm:
+    with uniform_routing(shape) as routing, dovetail.LLM(model, **{**settings, **overrides}) as llm:
         started = time.perf_counter() - begun
-        params = [
-            SamplingParams(
-                temperature=work.temperature, ignore_eos=True, max_tokens=out, **work.params
-            )
-            for _, out in work.lens
-        ]
-
-        def generate(prompts: list[list[int]]) -> int:
-            outputs = llm.generate(prompts, params[: len(prompts)], use_tqdm=False)
-            return sum(len(output.outputs[0].token_ids) for output in outputs)
-
+        generate = generator(dovetail, llm, work)
         warm_up(work, generate)
         before = llm.engine.stats()
         times, power = timed(work, generate)
@@ -159,10 +171,10 @@ def run_nano_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) ->
 
 
 def run_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
-    from vllm import LLM, SamplingParams
+    import vllm
 
     begun = time.perf_counter()
-    llm = LLM(
+    llm = vllm.LLM(
         str(directory),
         load_format="dummy",
         dtype="bfloat16",
@@ -172,19 +184,7 @@ def run_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Meas
         quantization=overrides.get("quantization"),
     )
     started = time.perf_counter() - begun
-    params = [
-        SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out, **work.params)
-        for _, out in work.lens
-    ]
-
-    def generate(prompts: list[list[int]]) -> int:
-        outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            params[: len(prompts)],
-            use_tqdm=False,
-        )
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
-
+    generate = generator(vllm, llm, work)
     warm_up(work, generate)
     times, power = timed(work, generate)
     return Measured(times, started, {"version": version_of("vllm"), **power})

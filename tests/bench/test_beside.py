@@ -105,5 +105,7 @@ def test_engines_on_one_gpu_have_their_seconds_each(tmp_path: Path) -> None:
 def test_gpus_are_those_that_the_program_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     assert visible(["1", "0"]) == ["5", "4"]
+    with pytest.raises(SystemExit, match="--gpus 2: CUDA_VISIBLE_DEVICES allows 4,5"):
+        visible(["2"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert visible(["1", "0"]) == ["1", "0"]

@@ -22,7 +22,6 @@ PAUSE = 4  # calls that are left out after one that took too long; each further 
 # is given up
 MOST_WAITING = 4096
 
-
 _Answer: TypeAlias = "list[array[int]] | BaseException"
 
 

@@ -189,9 +189,9 @@ class Speculation(PlanTiming):
             return
         beyond_s = flight.seconds
         if counts := [len(ids) for ids in flight.drafts.values() if ids[0] < 0]:
-            beyond_s -= max(counts) * float(self._row_s[len(counts)])
+            beyond_s -= max(counts) * self._row_s[len(counts)]
         lines = min(flight.decode_tokens, self._max_lines)
-        beyond_s = max(0.0, beyond_s - float(self._line_s[lines]))
+        beyond_s = max(0.0, beyond_s - self._line_s[lines])
         self._context_s = _moved(self._context_s, beyond_s / flight.context_tokens, 1e-6)
 
     def settled(self, flight: InFlightStep, stats: EngineStats) -> None:
@@ -369,9 +369,9 @@ def _by_number(costs: Sequence[tuple[int, float]], most: int) -> list[float]:
     They are interpolated between those measured, `costs`, and extrapolated beyond; more never take
     less. 0 if there are none.
     """
-    numbers = np.arange(1.0 + most)
     if not costs:
         return [0.0] * (most + 1)
+    numbers = np.arange(1.0 + most)
     known, seconds = np.array(costs, np.float64).T
     slope = (seconds[-1] - seconds[0]) / max(1.0, known[-1] - known[0])
     beyond = slope * np.maximum(0.0, numbers - known[-1])
